@@ -89,7 +89,7 @@ def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
 
 def step_batches(rows: int, step_batch_size: int, *key: int) -> list[Tensor]:
     """The rows of each optimizer step of one PPO epoch: a permutation seeded by `key`, cut into `step_batch_size`, the last ragged."""
-    return list(seeded_permutation(rows, *key).split(step_batch_size))
+    return list(torch.split(seeded_permutation(rows, *key), step_batch_size))
 
 
 def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
@@ -160,7 +160,8 @@ def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, resp
         )
     columns = torch.arange(responses.size(1), device=responses.device)
     response_lengths = torch.where(response_mask, columns + 1, 0).amax(dim=1)
-    kept = (prompt_lengths + response_lengths - 1).clamp_min(1)
+    # A row without response (a dummy that keeps ranks in step) costs one column, not its prompt.
+    kept = torch.where(response_lengths > 0, prompt_lengths + response_lengths - 1, 1)
     width = int(kept.max())
     both = torch.cat([queries, responses], dim=1)
     source = torch.arange(width, device=queries.device) + (queries.size(1) - prompt_lengths).unsqueeze(1)
