@@ -1,0 +1,32 @@
+# One virtual environment serves every target. The stamp is written when an installation is complete; a .venv without it
+# (interrupted, copied from elsewhere, its Python gone) is made anew, one that is only older than its inputs is updated.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+usable := $(shell test "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version 2>/dev/null)
+ifeq ($(usable),)
+.PHONY: $(STAMP)
+endif
+
+.PHONY: quickstart results overopt test check
+
+quickstart results overopt: $(STAMP)
+	$(BIN)/python -m examples.mini_farm.$@
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+# setuptools goes in first, under the same constraints, and builds the package without a second, unconstrained environment.
+$(STAMP): setup.cfg constraints.txt
+	$(if $(usable),,$(PYTHON) -m venv --clear $(VENV))
+	rm -f $@
+	$(BIN)/python -m pip install -c constraints.txt setuptools
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[test]'
+	echo "$(CURDIR)" > $@
