@@ -1,0 +1,111 @@
+"""Tiny random models and a tokenizer, built from configurations without any file or network.
+
+Dropout stays at each architecture's default, so that a caller that forgets to switch it off is found out. Weights are
+drawn with a large spread: the default one gives nearly uniform next-token distributions, which hide mistakes in masks
+and positions.
+"""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+MAX_POSITIONS = 512
+
+_LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+_GEMMA_LIKE = {**_LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA_LIKE),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 8}),
+    "mistral": ("mistral", _LLAMA_LIKE),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS}),
+    "gpt_neox": ("gpt_neox", {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}),
+    "opt": (
+        "opt",
+        {
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "gemma2": ("gemma2", _GEMMA_LIKE),
+    # Six layers make one period of Gemma 3's pattern by default; two layers must still have one of either kind.
+    "gemma3": ("gemma3_text", {**_GEMMA_LIKE, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi": ("phi", _LLAMA_LIKE),
+    "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+ARCHITECTURES = list(_CONFIGS)
+
+
+def tiny_config(arch: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
+    """The configuration of a two-layer model of `arch`, one of ARCHITECTURES; `overrides` replace single fields."""
+    model_type, fields = _CONFIGS[arch]
+    special = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    return AutoConfig.for_model(model_type, **{**fields, **special, **overrides})
+
+
+def tiny_causal_lm(
+    arch: str, *, vocab_size: int = 64, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """A random causal language model of `arch`, in eval mode; its weights depend on `seed` alone."""
+    config = tiny_config(arch, vocab_size=vocab_size, **overrides)
+    return _build(AutoModelForCausalLM, config, dtype=dtype, seed=seed)
+
+
+def tiny_sequence_classifier(
+    arch: str, *, vocab_size: int = 64, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """A random scorer of `arch` with one output, in eval mode, its weights depend on `seed` alone."""
+    config = tiny_config(arch, vocab_size=vocab_size, num_labels=1, **overrides)
+    return _build(AutoModelForSequenceClassification, config, dtype=dtype, seed=seed)
+
+
+def _build(auto_class: Any, config: PreTrainedConfig, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = auto_class.from_config(config)
+        for parameter in model.parameters():
+            # Biases and norms too: all-zero or all-one ones would hide a mistake in how they are used.
+            parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return model.to(dtype).eval()
+
+
+def tiny_tokenizer(words: list[str] | None = None) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of 64 entries: pad, bos, eos, unk (ids 0 to 3), then `words`, then `w<id>` up to 63.
+
+    Adds no special tokens by itself. `words` are at most 60 strings without blanks.
+    """
+    words = list(words or [])
+    assert len(words) <= 60, f"{len(words)} words do not fit beside 4 special tokens in 64 entries"
+    entries = [*SPECIAL_TOKENS, *words, *(f"w{i}" for i in range(len(SPECIAL_TOKENS) + len(words), 64))]
+    vocabulary = {token: i for i, token in enumerate(entries)}
+    assert len(vocabulary) == 64, "words must differ from each other, from the special tokens and from the fillers"
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL_TOKENS[UNK]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk, padding_side="left"
+    )
