@@ -1,0 +1,229 @@
+"""The house rules that a machine can check: the top level, the direction of imports, sizes, names, unread options.
+
+Each rule is a function from source text to a list of complaints; one test runs it over the repository, another over a
+planted offence.
+"""
+
+import ast
+import fnmatch
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "alpaca_ppo"
+EXAMPLES = ROOT / "examples"
+TESTS = ROOT / "tests"
+
+TOP_LEVEL = set(
+    "setup.cfg pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt .ci .gitignore "
+    "alpaca_ppo examples tests".split()
+)
+TIERS = (
+    {"functional", "types", "config"},
+    {"batching", "kl_controllers", "distributed", "metrics"},
+    {"models", "data", "rewards", "generation"},
+    {"construction", "rollouts", "inspection", "checkpointing", "export", "tracking"},
+    {"trainer"},
+)
+# Exported folders are complete or absent by the same means as checkpoints.
+PEERS_ALLOWED = {("export", "checkpointing")}
+SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported_names(text: str, module: str) -> Iterator[str]:
+    """Dotted absolute name of everything that `text`, the source of `module`, imports, inside functions too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = module.split(".")[: -node.level] if node.level else []
+            base = [*start, *(node.module.split(".") if node.module else [])]
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of the module at `path`; a package keeps its `__init__`, from where its relative imports count."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def tier_offences(text: str, module: str) -> list[str]:
+    """Imports of `module` (dotted, below alpaca_ppo) that point up or sideways between the tiers."""
+    level = {part: index for index, tier in enumerate(TIERS) for part in tier}
+    part = module.split(".")[1]
+    if part == "__init__":
+        return []
+    if part not in level:
+        return [f"{module}: alpaca_ppo.{part} has no tier; give it one in TIERS"]
+    offences = []
+    for name in imported_names(text, module):
+        top, *rest = name.split(".")
+        if top in {"examples", "tests"}:
+            offences.append(f"{module} imports {name}: the package stands without it")
+        if top != "alpaca_ppo":
+            continue
+        other = rest[0] if rest else ""
+        if other == part or (part, other) in PEERS_ALLOWED:
+            continue
+        if other not in level:
+            offences.append(f"{module} imports {name}: import it from the module that defines it")
+        elif level[other] >= level[part]:
+            offences.append(f"{module} (tier {level[part]}) imports {name} (tier {level[other]})")
+    return offences
+
+
+def leaf_offences(text: str, module: str) -> list[str]:
+    """Imports of a module of `functional` that are neither torch, the standard library nor `functional` itself."""
+    allowed = sys.stdlib_module_names | {"torch"}
+    return [
+        f"{module} imports {name}"
+        for name in imported_names(text, module)
+        if name.split(".")[0] not in allowed and not name.startswith("alpaca_ppo.functional")
+    ]
+
+
+def long_functions(text: str, name: str, limit: int = 40) -> list[str]:
+    """Functions of more than `limit` lines, from `def` to the end, docstring not counted."""
+    offences = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        lines = node.end_lineno - node.lineno + 1
+        if ast.get_docstring(node) is not None:
+            lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+        if lines > limit:
+            offences.append(f"{name}:{node.lineno} {node.name}: {lines} lines without its docstring, limit {limit}")
+    return offences
+
+
+def line_limit(path: Path) -> int:
+    if path == PACKAGE / "trainer.py":
+        return 400
+    return 150 if path.parent == EXAMPLES and path.name.startswith("train_") else 300
+
+
+def fields_of(text: str, class_name: str) -> list[str]:
+    """Names of the annotated fields in the body of `class_name`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+    return []
+
+
+def options_read(text: str) -> set[str]:
+    """Attributes that `text` reads from something named arguments or configuration: `args.x`, `self.args.x`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and re.search(r"(arg|argument|config)s?$", ast.unparse(node.value))
+    }
+
+
+def test_top_level_holds_what_the_design_names_and_nothing_else():
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()] + [".git"]
+    found = {p.name for p in ROOT.iterdir() if not any(fnmatch.fnmatch(p.name, pattern) for pattern in ignored)}
+    assert found == TOP_LEVEL
+
+
+def test_imports_point_one_way_between_the_tiers():
+    assert [o for p in sources(PACKAGE) for o in tier_offences(p.read_text(), module_name(p))] == []
+
+
+def test_functional_imports_torch_and_the_standard_library_only():
+    modules = sources(PACKAGE / "functional")
+    assert modules
+    assert [o for p in modules for o in leaf_offences(p.read_text(), module_name(p))] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import alpaca_ppo.trainer",
+        "from alpaca_ppo import trainer",
+        "from alpaca_ppo.trainer import PPOTrainer",
+        "from alpaca_ppo.rewards import RewardScorer",
+        "from alpaca_ppo import PPOTrainer",
+        "from ..trainer import PPOTrainer",
+        "from .. import rewards",
+        "def f():\n    from alpaca_ppo.tracking import RunLog",
+        "importlib.import_module('alpaca_ppo.trainer')",
+        "from examples.mini_farm import grammar",
+    ],
+)
+def test_an_import_that_points_up_or_sideways_is_found(line):
+    assert len(tier_offences(line, "alpaca_ppo.models.loading")) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["from alpaca_ppo.batching import x", "from . import policy", "from .policy import x", "import torch"]
+)
+def test_an_import_that_points_down_is_allowed(line):
+    assert tier_offences(line, "alpaca_ppo.models.loading") == []
+
+
+def test_a_module_without_a_tier_and_a_leaf_with_a_library_are_found():
+    assert len(tier_offences("", "alpaca_ppo.brand_new")) == 1
+    assert leaf_offences("import numpy\nimport math\nfrom torch import nn", "alpaca_ppo.functional.kl") == [
+        "alpaca_ppo.functional.kl imports numpy"
+    ]
+
+
+def test_files_stay_within_their_line_limit():
+    lengths = {p: len(p.read_text().splitlines()) for folder in (PACKAGE, EXAMPLES) for p in sources(folder)}
+    assert [f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)] == []
+
+
+def test_functions_stay_within_forty_lines():
+    assert [
+        o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))
+    ] == []
+
+
+def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
+    docstring = '    """One.\n' + "\n" * 50 + '    """\n'
+    fits = "def f():\n" + docstring + "    x = 1\n" * 39
+    assert long_functions(fits, "f.py") == []
+    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 41 lines without its docstring, limit 40"]
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    everything = [p for folder in (PACKAGE, EXAMPLES, TESTS) for p in sources(folder)]
+    assert [named(p) for p in everything if SAYS_NOTHING & set(p.relative_to(ROOT).with_suffix("").parts)] == []
+
+
+def test_no_test_is_skipped_or_expected_to_fail_and_nothing_is_left_to_do():
+    # Spelled in two parts so that this file does not find itself.
+    pattern = re.compile(r"pytest\.(skip|xfail|importorskip)|mark\.(skip|xfail)|\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+    everything = [p for folder in (PACKAGE, EXAMPLES, TESTS) for p in sources(folder) if p != Path(__file__)]
+    lines = [(p, i, line) for p in everything for i, line in enumerate(p.read_text().splitlines(), 1)]
+    assert [f"{named(p)}:{i} {line.strip()}" for p, i, line in lines if pattern.search(line)] == []
+
+
+@pytest.mark.parametrize("class_name", ["PPOConfig", "ScriptArguments"])
+def test_every_configuration_field_is_read_by_code_outside_config(class_name):
+    config = PACKAGE / "config.py"
+    fields = fields_of(config.read_text(), class_name)
+    assert fields
+    others = [p for folder in (PACKAGE, EXAMPLES) for p in sources(folder) if p != config]
+    read = set().union(*(options_read(p.read_text()) for p in others))
+    assert [f"{class_name}.{field} is read by no code" for field in fields if field not in read] == []
+
+
+def test_a_field_counts_as_read_only_when_it_is_taken_from_arguments():
+    text = "a = self.args.gamma\nb = config.lam\nself.args.seed = 1\noptimizer.learning_rate\nf(cliprange=1)"
+    assert options_read(text) == {"gamma", "lam"}
