@@ -1,1 +1,35 @@
-"""alpaca_ppo."""
+"""Critic-based PPO for causal language models on Hugging Face Accelerate.
+
+`PPOTrainer` is the loop, `PPOConfig` its arguments; `functional` holds the mathematics, `generation` the sampler,
+`rewards` and `data` what a run is fed. The trainer is imported on first use, because it brings transformers and
+accelerate.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from alpaca_ppo.config import PPOConfig as PPOConfig
+    from alpaca_ppo.config import ScriptArguments as ScriptArguments
+    from alpaca_ppo.config import parse_args as parse_args
+    from alpaca_ppo.data import load_prompt_dataset as load_prompt_dataset
+    from alpaca_ppo.models import ActorCritic as ActorCritic
+    from alpaca_ppo.trainer import PPOTrainer as PPOTrainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ActorCritic": "models",
+    "PPOConfig": "config",
+    "PPOTrainer": "trainer",
+    "ScriptArguments": "config",
+    "load_prompt_dataset": "data",
+    "parse_args": "config",
+}
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'alpaca_ppo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"alpaca_ppo.{_HOMES[name]}"), name)

@@ -1,7 +1,8 @@
-"""Exact batch arithmetic: which prompts a step takes, which rows an optimizer step and a micro-batch take, and how rows are packed.
+"""Exact batch arithmetic: which prompts a step takes, which rows an optimizer step and a micro-batch take, and how
+rows are packed.
 
-Everything is a function of the configuration, the seed and the step, never of the number of processes, so that the same run comes out
-on any machine. Nothing here talks to other processes or to a model.
+Everything is a function of the configuration, the seed and the step, never of the number of processes, so that the
+same run comes out on any machine. Nothing here talks to other processes or to a model.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens from 0, 0 on padding. `attention_mask` (B, T), 1 = real; returns (B, T) int64."""
+    """Positions that count real tokens from 0, 0 on padding: `attention_mask` (B, T), 1 = real, gives (B, T)."""
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)
 
 
@@ -27,7 +28,8 @@ def seeded_permutation(size: int, *key: int) -> Tensor:
 
 
 class PromptSchedule:
-    """Which dataset indices each step takes: one seeded permutation an epoch, cut into steps, the ragged last one included.
+    """Which dataset indices each step takes: one seeded permutation an epoch, cut into steps, the ragged last one
+    included.
 
     Args:
         num_prompts: prompts in the dataset.
@@ -50,16 +52,23 @@ class PromptSchedule:
         total_episodes: int | None = None,
     ) -> None:
         if num_prompts < 1:
-            raise ValueError("train_dataset has no prompt left to train on (0 rows); check query_len and the file's columns")
+            raise ValueError(
+                "train_dataset has no prompt left to train on (0 rows); check query_len and the file's columns"
+            )
         if (total_epochs is None) == (total_episodes is None):
             raise ValueError(
-                f"set exactly one of total_epochs ({total_epochs}) and total_episodes ({total_episodes}); null the other"
+                f"set exactly one of total_epochs ({total_epochs}) and total_episodes ({total_episodes}); null the "
+                f"other"
             )
         self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, rollout_batch_size, seed
         self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
         self._steps_per_epoch = -(-num_prompts // rollout_batch_size)
         epochs, rest = divmod(self.num_episodes, num_prompts)
         self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
+
+    def identity(self) -> dict[str, int]:
+        """What a resumed run must have in common with the one it continues, or its steps would take other prompts."""
+        return {"num_prompts": self.num_prompts, "rollout_batch_size": self.rollout_batch_size, "seed": self.seed}
 
     def epoch_at(self, step: int) -> float:
         """Passes over the dataset completed when `step` steps are done."""
@@ -79,7 +88,9 @@ class PromptSchedule:
         """Number of prompts of `step`, without building the permutation."""
         epoch, within = divmod(step, self._steps_per_epoch)
         start = within * self.rollout_batch_size
-        return min(self.rollout_batch_size, self.num_prompts - start, self.num_episodes - epoch * self.num_prompts - start)
+        return min(
+            self.rollout_batch_size, self.num_prompts - start, self.num_episodes - epoch * self.num_prompts - start
+        )
 
 
 def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
@@ -88,7 +99,9 @@ def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
 
 
 def step_batches(rows: int, step_batch_size: int, *key: int) -> list[Tensor]:
-    """The rows of each optimizer step of one PPO epoch: a permutation seeded by `key`, cut into `step_batch_size`, the last ragged."""
+    """The rows of each optimizer step of one PPO epoch: a permutation seeded by `key`, cut into `step_batch_size`,
+    the last ragged.
+    """
     return list(torch.split(seeded_permutation(rows, *key), step_batch_size))
 
 
@@ -99,11 +112,13 @@ def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
 
 
 def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, num_micro_batches: int) -> list[list[list[int]]]:
-    """Which positions each rank trains in each micro-batch: `plan[rank][micro_batch]` is a list of positions, possibly empty.
+    """Which positions each rank trains in each micro-batch: `plan[rank][micro_batch]` is a list of positions,
+    possibly empty.
 
-    Rows are sorted by length and cut into num_ranks * num_micro_batches runs whose sizes differ by at most one, so rows of a micro-batch have
-    near the same length. Ranks take neighbouring runs, in alternating order, so that they wait little for each other. Every rank gets the same
-    number of micro-batches, empty ones included, because collectives must match.
+    Rows are sorted by length and cut into num_ranks * num_micro_batches runs whose sizes differ by at most one, so
+    rows of a micro-batch have near the same length. Ranks take neighbouring runs, in alternating order, so that they
+    wait little for each other. Every rank gets the same number of micro-batches, empty ones included, because
+    collectives must match.
 
     Args:
         lengths: tokens (prompt and response) of each row of the optimizer step.
@@ -125,7 +140,9 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, num_micro_batc
 
 
 class PackedRows(NamedTuple):
-    """Rows moved to column 0 and trimmed to the longest one: what a causal model needs neither mask nor positions for."""
+    """Rows moved to column 0 and trimmed to the longest one: what a causal model needs neither mask nor positions
+    for.
+    """
 
     input_ids: Tensor
     """(B, L) int64; L = longest prompt + response - 1 of these rows (the last response token predicts nothing)."""
@@ -140,9 +157,10 @@ class PackedRows(NamedTuple):
 def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, response_mask: Tensor) -> PackedRows:
     """Left-aligns prompt + response of each row and drops the columns that no row needs.
 
-    A causal model's output at a real token does not depend on what stands to its right, so left-aligned rows need no attention mask, and
-    positions count from 0 by themselves: results cannot depend on padding. Holes in `response_mask` (tokens that the policy did not choose) stay in
-    the sequence; what follows the last masked token goes.
+    A causal model's output at a real token does not depend on what stands to its right, so left-aligned rows need no
+    attention mask, and positions count from 0 by themselves: results cannot depend on padding. Holes in
+    `response_mask` (tokens that the policy did not choose) stay in the sequence; what follows the last masked token
+    goes.
 
     Args:
         queries: (B, Q) int64, left-padded.
@@ -156,7 +174,8 @@ def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, resp
     prompt_lengths = query_attn_masks.long().sum(dim=1)
     if bool((prompt_lengths == 0).any()):
         raise ValueError(
-            f"query_attn_masks has no real token in row {int((prompt_lengths == 0).nonzero()[0])}; a prompt needs at least one token"
+            f"query_attn_masks has no real token in row {int((prompt_lengths == 0).nonzero()[0])}; a prompt needs at "
+            f"least one token"
         )
     columns = torch.arange(responses.size(1), device=responses.device)
     response_lengths = torch.where(response_mask, columns + 1, 0).amax(dim=1)

@@ -1,7 +1,8 @@
 """The arguments of a run: parsed from a YAML file and flags, validated once, frozen.
 
-Names that `transformers.TrainingArguments` has keep its meaning, AlpacaFarm's keep theirs. A step is one rollout and the updates on it:
-`logging_steps`, `save_steps` and `eval_steps` count those. Nothing here knows models, devices or the number of processes.
+Names that `transformers.TrainingArguments` has keep its meaning, AlpacaFarm's keep theirs. A step is one rollout and
+the updates on it: `logging_steps`, `save_steps` and `eval_steps` count those. Nothing here knows models, devices or
+the number of processes.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ class PPOConfig:
     """Everything that `PPOTrainer` needs besides models, data and rewards.
 
     Raises:
-        ValueError: for a value out of its range or two values that clash; the message names the fields, the values and the remedy.
+        ValueError: for a value out of its range or two values that clash; the message names the fields, the values
+            and the remedy.
     """
 
     output_dir: str = _arg("outputs/ppo", "Folder of checkpoints, final models, metrics.jsonl and logs.")
@@ -40,7 +42,9 @@ class PPOConfig:
     logging_steps: int = _arg(1, "Steps between two reports to the trackers; metrics.jsonl gets every step.")
     save_steps: int = _arg(0, "Steps between two checkpoints; 0 = none but the final model.")
     save_total_limit: int | None = _arg(None, "Newest checkpoints to keep; null = all.")
-    eval_steps: int = _arg(0, "Steps between two evaluations; 0 = none. With an eval dataset the untrained policy is evaluated too.")
+    eval_steps: int = _arg(
+        0, "Steps between two evaluations; 0 = none. With an eval dataset the untrained policy is evaluated too."
+    )
     num_logged_rollouts: int = _arg(8, "Rows of each step written to rollouts/ with their per-token numbers; 0 = none.")
     push_to_hub: bool = _arg(False, "Upload final/policy at the end.")
     hub_model_id: str | None = _arg(None, "Repository to push to.")
@@ -48,7 +52,9 @@ class PPOConfig:
     query_len: int = _arg(192, "Longest prompt, in tokens.")
     response_len: int = _arg(300, "Longest response, in tokens.")
     prompt_column: str = _arg("prompt", "Dataset column that holds the prompt (text or messages).")
-    prompt_template: str | None = _arg(None, "Named template or format string over the dataset's columns, instead of a prompt column.")
+    prompt_template: str | None = _arg(
+        None, "Named template or format string over the dataset's columns, instead of a prompt column."
+    )
     overlong_prompts: str = _arg("drop", "Prompts over query_len: drop (counted) or error.")
     total_epochs: int | None = _arg(None, "Passes over the prompts; 1 if total_episodes is not set either.")
     total_episodes: int | None = _arg(None, "Prompts to sample in all, instead of total_epochs.")
@@ -62,7 +68,9 @@ class PPOConfig:
 
     temperature: float = _arg(1.0, "Of sampling and of every log-probability.")
     generation_backend: str = _arg("decode", "decode, or generate for models whose cache cannot drop rows.")
-    truncate_tokens: list[str] | None = _arg(None, "Further stop tokens, each one token of the vocabulary (text or id).")
+    truncate_tokens: list[str] | None = _arg(
+        None, "Further stop tokens, each one token of the vocabulary (text or id)."
+    )
     truncate_after: int = _arg(0, "truncate_tokens stop a response only from this many tokens on.")
     penalty_reward_value: float | None = _arg(None, "Score of a response that hit no stop token; null = keep its own.")
     eval_do_sample: bool = _arg(False, "Evaluate sampled responses instead of greedy ones.")
@@ -88,7 +96,9 @@ class PPOConfig:
     kl_horizon: int = _arg(10000, "Horizon of the horizon controller, in responses.")
 
     critic_layout: str = _arg("separate", "separate (own backbone) or shared (a head on the policy's).")
-    init_value_with_reward: bool = _arg(False, "Start the critic from the reward model instead of the policy with a zero head.")
+    init_value_with_reward: bool = _arg(
+        False, "Start the critic from the reward model instead of the policy with a zero head."
+    )
 
     learning_rate: float = _arg(1e-6, "Of AdamW.")
     lr_scheduler_type: str = _arg("constant", "Any schedule of transformers.get_scheduler.")
@@ -123,11 +133,13 @@ class PPOConfig:
     def _check_combinations(self) -> None:
         if self.total_epochs is not None and self.total_episodes is not None:
             raise ValueError(
-                f"total_epochs ({self.total_epochs}) and total_episodes ({self.total_episodes}) are both set; null one of them"
+                f"total_epochs ({self.total_epochs}) and total_episodes ({self.total_episodes}) are both set; null "
+                f"one of them"
             )
         if self.step_batch_size > self.responses_per_step:
             raise ValueError(
-                f"step_batch_size ({self.step_batch_size}) is larger than the responses of a step, rollout_batch_size * "
+                f"step_batch_size ({self.step_batch_size}) is larger than the responses of a step, rollout_batch_size "
+                f"* "
                 f"num_return_sequences = {self.responses_per_step}; set it to {self.responses_per_step} or less"
             )
         if self.push_to_hub and not self.hub_model_id:
@@ -139,7 +151,8 @@ class PPOConfig:
             )
         if self.truncate_after and not self.truncate_tokens:
             raise ValueError(
-                f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name the tokens or set it to 0"
+                f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name the tokens or set it "
+                f"to 0"
             )
 
 
@@ -160,7 +173,9 @@ class ScriptArguments:
     dataset_config: str | None = _arg(None, "Configuration of a hub dataset.")
     dataset_train_split: str = _arg("train", "Split to train on.")
     eval_dataset_name: str | None = _arg(None, "Held-out prompts; the training dataset's test split by default.")
-    dataset_test_split: str | None = _arg(None, "Split to evaluate on; null = no evaluation unless eval_dataset_name is set.")
+    dataset_test_split: str | None = _arg(
+        None, "Split to evaluate on; null = no evaluation unless eval_dataset_name is set."
+    )
     trust_remote_code: bool = _arg(False, "Run code that comes with a model.")
     resume_from_checkpoint: str | None = _arg(None, "A checkpoint folder, or true for the newest of output_dir.")
 
@@ -194,8 +209,10 @@ def _finite(value: float) -> bool:
 _Rule = tuple[str, Callable[[Any], bool], str]
 _RANGES: tuple[_Rule, ...] = (
     (
-        "logging_steps query_len response_len total_epochs total_episodes rollout_batch_size rollout_per_device_batch_size step_batch_size "
-        "step_per_device_batch_size ppo_epochs num_return_sequences logprob_chunk_size save_total_limit eval_top_k kl_horizon",
+        "logging_steps query_len response_len total_epochs total_episodes rollout_batch_size "
+        "rollout_per_device_batch_size step_batch_size "
+        "step_per_device_batch_size ppo_epochs num_return_sequences logprob_chunk_size save_total_limit eval_top_k "
+        "kl_horizon",
         lambda v: v >= 1,
         "at least 1",
     ),
@@ -232,7 +249,8 @@ def parse_args(types: Sequence[type], argv: Sequence[str] | None = None) -> tupl
         argv: the command line without the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        ValueError: when the file is missing, is no mapping, or has a key that none of `types` has; and what the dataclasses raise.
+        ValueError: when the file is missing, is no mapping, or has a key that none of `types` has; and what the
+            dataclasses raise.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(list(types), allow_abbrev=False)  # type: ignore[arg-type]
@@ -246,7 +264,9 @@ def parse_args(types: Sequence[type], argv: Sequence[str] | None = None) -> tupl
     known = {f.name: f for cls in types for f in dataclasses.fields(cls)}
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ValueError(f"unknown keys in the --config file: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown keys in the --config file: {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
     parser.set_defaults(**{key: _as_declared(known[key], value) for key, value in given.items()})
     parsed: tuple[Any, ...] = tuple(parser.parse_args_into_dataclasses(arguments, look_for_args_file=False))
     return parsed
@@ -269,7 +289,9 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _as_declared(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """YAML reads 1e-5 as text: bring it to the float that the field declares, and one value to a list where one is declared."""
+    """YAML reads 1e-5 as text: bring it to the float that the field declares, and one value to a list where one is
+    declared.
+    """
     declared = str(field.type)
     if "float" in declared and "list" not in declared and isinstance(value, str):
         return float(value)

@@ -1,7 +1,7 @@
 """The two dictionaries that travel through the trainer, with each key's shape and meaning.
 
-B counts sequences, Q prompt columns, R response columns. Entry t of every (B, R) tensor belongs to the action `responses[:, t]`.
-What stands outside `response_mask` is zero. The module holds no behaviour.
+B counts sequences, Q prompt columns, R response columns. Entry t of every (B, R) tensor belongs to the action
+`responses[:, t]`. What stands outside `response_mask` is zero. The module holds no behaviour.
 """
 
 from typing import Any, NotRequired, Required, TypedDict
@@ -53,6 +53,8 @@ class Rollouts(TypedDict, total=False):
     """(B, R) float32: value of the state before the action."""
     scores: Required[Tensor]
     """(B,) float32: sum of the reward sources before any penalty."""
+    scores_by_source: Required[Tensor]
+    """(B, sources) float32: each reward source's own score, NaN where it had no opinion."""
     rewards: Required[Tensor]
     """(B,) float32 after the penalty for a missing stop token, or (B, R) per token."""
     shaped_rewards: Tensor

@@ -1,0 +1,295 @@
+"""What the trainer's constructor assembles: accelerator, tokenizer, models, optimizer and schedule, each from plain
+arguments.
+
+Kept apart from `trainer.py` so that the loop can be read on its own.
+"""
+
+import copy
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
+
+from alpaca_ppo.batching import PromptSchedule, optimizer_steps
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.data import PromptDataset, prepare_prompts
+from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
+from alpaca_ppo.kl_controllers import KLController, make_kl_controller
+from alpaca_ppo.models import (
+    ActorCritic,
+    Policy,
+    build_actor_critic,
+    frozen_copy,
+    load_causal_lm,
+    load_sequence_classifier,
+)
+from alpaca_ppo.rewards import RewardScorer, build_reward
+from alpaca_ppo.rollouts import RolloutCollector, Sampling
+from alpaca_ppo.tracking import RunLog
+from alpaca_ppo.updates import Updater
+
+
+def make_accelerator(args: PPOConfig) -> Accelerator:
+    """An Accelerator that does what `args` says, however the program was started.
+
+    It counts micro-batches by itself: `sync_with_dataloader=False`, or the last prompts of an epoch would end every
+    accumulation early.
+    """
+    return Accelerator(
+        cpu=args.use_cpu,
+        mixed_precision="bf16" if args.bf16 else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+    )
+
+
+def load_processing_class(model: str | PreTrainedModel | ActorCritic) -> Any:
+    """The tokenizer that belongs to `model`.
+
+    Raises:
+        ValueError: when the model in memory does not say where it came from.
+    """
+    if isinstance(model, ActorCritic):
+        model = model.policy.model
+    name = model if isinstance(model, str) else model.config.name_or_path
+    if not name:
+        raise ValueError(
+            "processing_class is None and the model has no name to load a tokenizer from; pass "
+            "processing_class=tokenizer"
+        )
+    return AutoTokenizer.from_pretrained(name)
+
+
+def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
+    """The first reward source that is a model (a path, an id, or a model in memory), or None."""
+    sources = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    for source in sources:
+        if isinstance(source, PreTrainedModel) or (isinstance(source, str) and ":" not in source):
+            return source
+    return None
+
+
+def make_actor_critic(
+    model: str | PreTrainedModel | ActorCritic,
+    value_model: str | PreTrainedModel | None,
+    reward_funcs: Any,
+    args: PPOConfig,
+) -> ActorCritic:
+    """Policy and critic as `args` says; `model` itself when it is an `ActorCritic`.
+
+    Raises:
+        ValueError: when the critic's starting point is given twice, or `init_value_with_reward` finds no reward model
+            to start from, or one of another vocabulary.
+    """
+    if isinstance(model, ActorCritic):
+        if value_model is not None:
+            raise ValueError("model is an ActorCritic, which brings its critic; leave value_model out")
+        return model
+    if args.init_value_with_reward:
+        if value_model is not None:
+            raise ValueError("value_model is given and init_value_with_reward is True; choose one start for the critic")
+        value_model = first_reward_model(reward_funcs)
+        if value_model is None:
+            raise ValueError(
+                "init_value_with_reward is True but no reward source is a model; set it to False or add a reward model"
+            )
+        value_model = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
+    policy = load_causal_lm(model)
+    if value_model is not None:
+        value_model = load_sequence_classifier(value_model)
+        if value_model.config.vocab_size != policy.config.vocab_size:
+            raise ValueError(
+                f"the critic's vocabulary ({value_model.config.vocab_size}) is not the policy's "
+                f"({policy.config.vocab_size}): a critic reads "
+                "the policy's tokens; start it from the policy (init_value_with_reward: false, no value_model)"
+            )
+        value_model.requires_grad_(True)
+    if args.gradient_checkpointing:
+        for backbone in (policy, value_model):
+            if backbone is not None:
+                backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return build_actor_critic(policy, critic_layout=args.critic_layout, value_model=value_model)
+
+
+def make_optimizer(model: torch.nn.Module, args: PPOConfig) -> torch.optim.Optimizer:
+    """AdamW over what trains; weight decay acts on matrices only, not on biases and norms."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, total_steps: int) -> Any:
+    """The named learning-rate schedule over `total_steps` optimizer steps.
+
+    Raises:
+        ValueError: when transformers knows no schedule of that name.
+    """
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps
+        )
+    except ValueError as error:
+        raise ValueError(f"lr_scheduler_type is {args.lr_scheduler_type!r}: {error}") from error
+
+
+def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None) -> Policy:
+    """The frozen reference policy: `ref_model`, or a copy of the policy as it is now.
+
+    Raises:
+        ValueError: when `ref_model` has another vocabulary.
+    """
+    policy = actor_critic.policy.model
+    source = policy if ref_model is None else load_causal_lm(ref_model)
+    if source.config.vocab_size != policy.config.vocab_size:
+        raise ValueError(
+            f"ref_model's vocabulary ({source.config.vocab_size}) is not the policy's ({policy.config.vocab_size}); "
+            "the KL penalty compares token by token, so both must share a tokenizer"
+        )
+    return frozen_copy(source)
+
+
+def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
+    """The tokenised prompts of `dataset`, over-long ones dropped or refused as `args` says."""
+    return prepare_prompts(
+        dataset,
+        processing_class,
+        query_len=args.query_len,
+        prompt_column=args.prompt_column,
+        prompt_template=args.prompt_template,
+        overlong=args.overlong_prompts,
+    )
+
+
+def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
+    """Which prompts each step takes; one epoch where `args` names neither epochs nor episodes."""
+    epochs = 1 if args.total_epochs is None and args.total_episodes is None else args.total_epochs
+    return PromptSchedule(
+        num_prompts, args.rollout_batch_size, seed=args.seed, total_epochs=epochs, total_episodes=args.total_episodes
+    )
+
+
+def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> Sampling:
+    """How the policy is sampled in training.
+
+    Raises:
+        ValueError: when there is no stop token at all, or more samples a prompt than a device batch holds.
+    """
+    if args.num_return_sequences > args.rollout_per_device_batch_size:
+        raise ValueError(
+            f"num_return_sequences ({args.num_return_sequences}) is larger than rollout_per_device_batch_size "
+            f"({args.rollout_per_device_batch_size}); a prompt's samples are drawn together, so raise the latter"
+        )
+    stop = resolve_stop_tokens(processing_class, policy.generation_config)
+    truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
+    if not stop and not truncate:
+        raise ValueError(
+            "no stop token: the tokenizer and the generation config have no eos_token; set one, or set truncate_tokens"
+        )
+    pad = processing_class.pad_token_id
+    return Sampling(
+        max_new_tokens=args.response_len,
+        temperature=args.temperature,
+        # Masks come from lengths, so any id can stand for padding.
+        pad_token_id=pad if pad is not None else (stop + truncate)[0],
+        stop_token_ids=stop,
+        truncate_token_ids=truncate,
+        truncate_after=args.truncate_after,
+        num_return_sequences=args.num_return_sequences,
+        backend=args.generation_backend,
+    )
+
+
+def make_scorer(reward_funcs: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
+    """The reward sources, weighted as `args` says; models among them are put on `device`."""
+    return build_reward(
+        reward_funcs, reward_weights=args.reward_weights, batch_size=args.rollout_per_device_batch_size, device=device
+    )
+
+
+def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int) -> RunLog:
+    """What the run leaves on disk and tells the trackers."""
+    return RunLog(
+        accelerator,
+        output_dir=args.output_dir,
+        report_to=args.report_to,
+        run_name=args.run_name,
+        config=asdict(args),
+        resume_step=resume_step,
+    )
+
+
+def make_updater(
+    accelerator: Accelerator,
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    *,
+    args: PPOConfig,
+    schedule: PromptSchedule,
+) -> tuple[Updater, int]:
+    """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
+    schedule.
+    """
+    total = sum(
+        optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
+        for step in range(schedule.num_steps)
+    )
+    optimizer = optimizer or make_optimizer(actor_critic, args)
+    updater = Updater(
+        accelerator,
+        actor_critic,
+        optimizer,
+        scheduler or make_scheduler(optimizer, args, total),
+        step_batch_size=args.step_batch_size,
+        step_per_device_batch_size=args.step_per_device_batch_size,
+        loss_agg_mode=args.loss_agg_mode,
+        max_grad_norm=args.max_grad_norm,
+    )
+    return updater, total
+
+
+def make_collector(
+    reference: Policy, scorer: RewardScorer, processing_class: Any, accelerator: Accelerator, *, args: PPOConfig
+) -> RolloutCollector:
+    """What takes prompts to scored and evaluated rows on one rank."""
+    return RolloutCollector(
+        reference=reference,
+        scorer=scorer,
+        processing_class=processing_class,
+        penalty=args.penalty_reward_value,
+        chunk_size=args.logprob_chunk_size,
+        per_device_batch_size=args.rollout_per_device_batch_size,
+        accelerator=accelerator,
+    )
+
+
+def evaluation_sampling(sampling: Sampling, args: PPOConfig) -> Sampling:
+    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`."""
+    return replace(
+        sampling,
+        num_return_sequences=1,
+        do_sample=args.eval_do_sample,
+        top_k=args.eval_top_k,
+        top_p=args.eval_top_p,
+    )
+
+
+def make_kl(args: PPOConfig) -> KLController:
+    """The controller of the KL penalty's weight."""
+    return make_kl_controller(
+        args.kl_controller,
+        kl_coef=args.kl_coef,
+        target_kl=args.target_kl,
+        k_beta=args.k_beta,
+        horizon=args.kl_horizon,
+    )

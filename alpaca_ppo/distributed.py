@@ -1,0 +1,55 @@
+"""The only caller of collectives: gathering rollouts and statistics, waiting, and choosing this rank's share.
+
+Everything else sees either one rank's rows or the global batch, and does not know how many processes there are.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank_share(items: Sequence[T], accelerator: Accelerator) -> list[T]:
+    """This rank's items: every `num_processes`-th, so that a ragged batch is spread over the ranks."""
+    return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def gather_list(item: T, accelerator: Accelerator) -> list[T]:
+    """What each rank passed, in rank order, on every rank."""
+    if accelerator.num_processes == 1:
+        return [item]
+    gathered: list[T] = gather_object([item])
+    return gathered
+
+
+def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_per_prompt: int) -> dict[str, Tensor]:
+    """The global batch on every rank, on the CPU, in the order of the prompts whatever the number of ranks.
+
+    Args:
+        rows: (B_rank, ...) tensors with the same keys on every rank; ranks hold the prompts that `rank_share` gave
+            them, each with its `samples_per_prompt` rows next to one another. A rank without rows passes an empty
+            dictionary.
+        accelerator: of the run.
+        samples_per_prompt: rows of each prompt.
+    """
+    parts = gather_list({key: value.cpu() for key, value in rows.items()}, accelerator)
+    world = len(parts)
+    places = []
+    for rank, part in enumerate(parts):
+        local = torch.arange(next(iter(part.values())).size(0) if part else 0)
+        prompt, sample = local // samples_per_prompt, local % samples_per_prompt
+        places.append((prompt * world + rank) * samples_per_prompt + sample)
+    order = torch.cat(places).argsort()
+    filled = [part for part in parts if part]
+    return {key: torch.cat([part[key] for part in filled])[order] for key in filled[0]}
+
+
+def max_over_ranks(values: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
+    """The largest of each value over the ranks: a phase lasts as long as its slowest rank."""
+    parts = gather_list(values, accelerator)
+    return {key: max(part[key] for part in parts) for key in values}

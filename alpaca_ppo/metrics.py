@@ -1,0 +1,190 @@
+"""From rollouts and training statistics to a flat dictionary of floats: `objective/*` and `ppo/*`, AlpacaFarm's names.
+
+Rollouts are global (every rank holds all rows), so their metrics need no collective. Training statistics are partial
+sums of micro-batches; `StatsAccumulator` combines them over micro-batches and ranks. Every mean is over masked tokens
+or sequences, never over padding.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional import masked_mean, masked_var
+from alpaca_ppo.types import Rollouts
+
+
+class StatsAccumulator:
+    """Combines the statistics of micro-batches exactly, by the kind that their name tells.
+
+    `loss/*` are parts over the step batch's denominator: they add up, and are averaged over optimizer steps. Names
+    that end in `_min` or `_max` keep the extreme. Everything else is a mean over the micro-batch's masked tokens,
+    weighted by their number.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.means: dict[str, tuple[float, float]] = {}
+        self.extremes: dict[str, float] = {}
+
+    def add(self, stats: Mapping[str, Tensor], tokens: int) -> None:
+        """Takes one micro-batch's statistics; `tokens` under its response mask (0: only its loss parts count)."""
+        # One transfer for all of them: each .item() would wait for the device.
+        values = torch.stack([value.detach().double() for value in stats.values()]).tolist()
+        for name, value in zip(stats, values, strict=True):
+            if name.startswith("loss/"):
+                self.parts[name] = self.parts.get(name, 0.0) + value
+            elif tokens and name.endswith(("_min", "_max")):
+                self._extreme(name, value)
+            elif tokens:
+                total, weight = self.means.get(name, (0.0, 0.0))
+                self.means[name] = (total + value * tokens, weight + tokens)
+
+    def add_padding(self, lengths: Sequence[int]) -> None:
+        """Takes the tokens of each row of a micro-batch, whose rows are padded to the longest: the share of cells
+        that padding wastes.
+        """
+        cells = len(lengths) * max(lengths, default=0)
+        if cells:
+            share = 1.0 - sum(lengths) / cells
+            total, weight = self.means.get("padding_share", (0.0, 0.0))
+            self.means["padding_share"] = (total + share * cells, weight + cells)
+
+    def merge(self, other: "StatsAccumulator") -> None:
+        """Adds what another rank accumulated over its share of the same optimizer steps."""
+        for name, value in other.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+        for name, (total, weight) in other.means.items():
+            mine = self.means.get(name, (0.0, 0.0))
+            self.means[name] = (mine[0] + total, mine[1] + weight)
+        for name, value in other.extremes.items():
+            self._extreme(name, value)
+
+    def compute(self, optimizer_steps: int) -> dict[str, float]:
+        """The statistics of the whole update: loss parts averaged over `optimizer_steps`, means over tokens,
+        extremes.
+        """
+        stats = {name: value / optimizer_steps for name, value in self.parts.items()}
+        stats |= {name: total / weight for name, (total, weight) in self.means.items()}
+        return stats | self.extremes
+
+    def _extreme(self, name: str, value: float) -> None:
+        choose = min if name.endswith("_min") else max
+        self.extremes[name] = choose(self.extremes.get(name, value), value)
+
+
+class Timers:
+    """Wall-clock seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Adds the time spent inside to `phase`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory in GiB: allocated tensors on a GPU, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over masked tokens: 1 = a perfect critic, 0 = no better than a
+    constant.
+
+    A batch whose returns are all equal has nothing to explain and gives 0.
+    """
+    variance = masked_var(returns, mask, unbiased=False)
+    if float(variance) == 0.0:
+        return 0.0
+    return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
+
+
+def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
+    """`objective/*` of a step: rewards, KL in nats, entropy, lengths in tokens, and how sampler and trainer agree.
+
+    `source_names` are those of the columns of `scores_by_source`; the mean of a source leaves out rows where it had no
+    opinion.
+    """
+    mask = rollouts["response_mask"]
+    lengths = mask.sum(dim=1).to(torch.float32)
+    rewards = rollouts["rewards"] if rollouts["rewards"].dim() == 1 else rollouts["rewards"].sum(dim=1)
+    scores = rollouts["scores"]
+    mismatch = rollouts["logprobs"] - rollouts["rollout_logprobs"]
+    by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
+    return {
+        **{f"objective/scores/{name}": mean for name, mean in zip(source_names, by_source, strict=True)},
+        "objective/kl_sum_seq": float(rollouts["kl"].sum(dim=1).mean()),
+        "objective/kl_avg_seq": float(masked_mean(rollouts["kl"], mask)),
+        "objective/shaped_rewards": float(rollouts["shaped_rewards"].sum(dim=1).mean()),
+        "objective/non_score_rewards": float(rollouts["non_score_rewards"].sum(dim=1).mean()),
+        "objective/rewards": float(rewards.mean()),
+        "objective/scores": float(scores.mean()),
+        "objective/scores_std": float(scores.std(unbiased=False)),
+        "objective/entropies": float(masked_mean(rollouts["entropies"], mask)),
+        "objective/ref_entropies": float(masked_mean(rollouts["ref_entropies"], mask)),
+        "objective/response_length": float(lengths.mean()),
+        "objective/unstopped_share": float((~rollouts["stopped"]).float().mean()),
+        "mismatch/logprob_abs_mean": float(masked_mean(mismatch.abs(), mask)),
+        "mismatch/k3": float(masked_mean(torch.exp(-mismatch) - 1 + mismatch, mask)),
+        "mismatch/ratio_max": float(torch.exp(mismatch[mask]).max()),
+    }
+
+
+def critic_stats(rollouts: Rollouts) -> dict[str, float]:
+    """`ppo/returns/*`, `ppo/val/*` and the advantages of a step, over masked tokens."""
+    mask, values, returns = rollouts["response_mask"], rollouts["values"], rollouts["returns"]
+    return {
+        "ppo/returns/mean": float(masked_mean(returns, mask)),
+        "ppo/returns/var": float(masked_var(returns, mask, unbiased=False)),
+        "ppo/val/mean": float(masked_mean(values, mask)),
+        "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
+        "ppo/val/explained_variance": explained_variance(values, returns, mask),
+        "ppo/advantages/mean": float(masked_mean(rollouts["advantages"], mask)),
+        "ppo/advantages/abs_max": float(rollouts["advantages"].abs().max()),
+    }
+
+
+def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
+    """`eval/*` of an evaluation: rewards, lengths in tokens, KL to the reference in nats (k1, summed over a
+    sequence).
+    """
+    rewards = rollouts["rewards"] if rollouts["rewards"].dim() == 1 else rollouts["rewards"].sum(dim=1)
+    kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
+    return {
+        "eval/rewards": float(rewards.mean()),
+        "eval/scores": float(rollouts["scores"].mean()),
+        "eval/scores_std": float(rollouts["scores"].std(unbiased=False)),
+        "eval/kl_sum_seq": float(kl.mean()),
+        "eval/response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
+        "eval/unstopped_share": float((~rollouts["stopped"]).float().mean()),
+    }
+
+
+def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:
+    """`time/*` in seconds, `tokens/*` and `memory/*` of a step; `phases` holds seconds by phase and the `memory/*`."""
+    seconds = {name: value for name, value in phases.items() if not name.startswith("memory/")}
+    sampled = int(rollouts["response_mask"].sum())
+    tokens = sampled + int(rollouts["query_attn_masks"].sum())
+    stats = {name: value for name, value in phases.items() if name not in seconds}
+    stats |= {f"time/{phase}": value for phase, value in seconds.items()}
+    stats["time/step"] = sum(seconds.values())
+    stats["tokens/response"] = float(sampled)
+    stats["tokens/per_second"] = tokens / max(stats["time/step"], 1e-9)
+    stats["tokens/sampled_per_second"] = sampled / max(seconds.get("rollout", 0.0), 1e-9)
+    return stats

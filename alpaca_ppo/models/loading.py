@@ -1,0 +1,92 @@
+"""From a path, a hub id or a model in memory to an `ActorCritic`. Every load names its dtype and takes safetensors
+only.
+"""
+
+import copy
+import warnings
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from alpaca_ppo.models.actor_critic import ActorCritic
+from alpaca_ppo.models.critic_heads import Critic, ScalarHead
+from alpaca_ppo.models.policy import Policy, disable_dropout
+
+
+def load_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model `model` (loaded in float32 when a name), dropout off.
+
+    A half-precision model in memory is taken as it is, with a warning: AdamW's small steps vanish in bfloat16 weights.
+    """
+    if isinstance(model, str):
+        model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    elif model.dtype in (torch.float16, torch.bfloat16):
+        warnings.warn(
+            f"the model's weights are {model.dtype}: small updates will be rounded away. Load it with "
+            f"dtype=torch.float32 and set bf16: true",
+            stacklevel=2,
+        )
+    disable_dropout(model)
+    return model
+
+
+def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The sequence classifier `model` (loaded in float32 when a name), dropout off.
+
+    Raises:
+        ValueError: when it has not exactly one label, or no linear head named `score`.
+    """
+    if isinstance(model, str):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    if model.config.num_labels != 1:
+        raise ValueError(
+            f"{model.config.name_or_path or type(model).__name__} has num_labels {model.config.num_labels}; "
+            "a critic needs a sequence classifier with num_labels=1"
+        )
+    if not isinstance(dict(model.named_children()).get("score"), torch.nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} keeps its head elsewhere than in a linear layer named `score`; "
+            "use a decoder-only AutoModelForSequenceClassification"
+        )
+    disable_dropout(model)
+    return model
+
+
+def build_actor_critic(
+    policy: PreTrainedModel, *, critic_layout: str, value_model: PreTrainedModel | None = None
+) -> ActorCritic:
+    """Policy and critic for `critic_layout`.
+
+    Args:
+        policy: the causal language model that will be trained; not copied.
+        critic_layout: `separate` (a backbone of its own: `value_model`'s, else a copy of the policy's with a zero
+            head) or `shared` (a zero head on the policy's hidden states).
+        value_model: a sequence classifier with one label, or None. Its weights become the critic's, not copied.
+
+    Raises:
+        ValueError: when a value model is given for the shared layout.
+    """
+    wrapped = Policy(policy)
+    hidden_size = policy.get_output_embeddings().weight.size(1)
+    if critic_layout == "shared":
+        if value_model is not None:
+            raise ValueError(
+                "critic_layout is 'shared' but a value model is given; use critic_layout: separate to start from its "
+                "weights"
+            )
+        return ActorCritic(wrapped, Critic(ScalarHead(hidden_size, dtype=policy.dtype), None))
+    if value_model is not None:
+        backbone, weight = value_model.base_model, value_model.score.weight
+        return ActorCritic(wrapped, Critic(ScalarHead(weight.size(1), weight=weight, dtype=policy.dtype), backbone))
+    backbone = copy.deepcopy(policy.base_model)
+    return ActorCritic(wrapped, Critic(ScalarHead(hidden_size, dtype=policy.dtype), backbone))
+
+
+def frozen_copy(policy: PreTrainedModel) -> Policy:
+    """A reference policy: a copy that no optimizer and no later update of `policy` touches."""
+    reference = Policy(copy.deepcopy(policy).eval())
+    return reference.requires_grad_(False)

@@ -1,0 +1,223 @@
+"""One rank's part of a rollout: sample responses, score their text, evaluate log-probabilities and values.
+
+The three steps know neither the configuration object nor other ranks; `RolloutCollector` runs them in turn, for
+training and for evaluation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alpaca_ppo.batching import chunks_by_length
+from alpaca_ppo.generation import generate
+from alpaca_ppo.metrics import Timers
+from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.rewards import RewardScorer
+from alpaca_ppo.types import PromptBatch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled; the names are those of `generation.generate`."""
+
+    max_new_tokens: int
+    temperature: float
+    pad_token_id: int
+    stop_token_ids: tuple[int, ...]
+    truncate_token_ids: tuple[int, ...] = ()
+    truncate_after: int = 0
+    num_return_sequences: int = 1
+    do_sample: bool = True
+    top_k: int | None = None
+    top_p: float | None = None
+    backend: str = "decode"
+
+
+def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """One batch of all prompts of `batches` (at least one), padded on the left to the longest Q."""
+    width = max(batch["queries"].size(1) for batch in batches)
+
+    def widen(tensor: Tensor) -> Tensor:
+        return torch.nn.functional.pad(tensor, (width - tensor.size(1), 0))
+
+    return PromptBatch(
+        queries=torch.cat([widen(batch["queries"]) for batch in batches]),
+        query_attn_masks=torch.cat([widen(batch["query_attn_masks"]) for batch in batches]),
+        prompt_ids=torch.cat([batch["prompt_ids"] for batch in batches]),
+        rows=[row for batch in batches for row in batch["rows"]],
+    )
+
+
+def sample_responses(
+    model: PreTrainedModel,
+    prompts: PromptBatch,
+    *,
+    sampling: Sampling,
+    seed: int,
+    step: int,
+    per_device_batch_size: int,
+    on_chunk: Callable[[int], Any] = lambda rows: None,
+) -> dict[str, Tensor]:
+    """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
+
+    Prompts of like length are sampled together, at most `per_device_batch_size` responses at once; a token does not
+    depend on that choice. `on_chunk` is told the rows that each chunk finished. Keys: those of `types.Rollouts` from
+    `queries` to `rollout_logprobs`.
+    """
+    n = sampling.num_return_sequences
+    device = model.get_input_embeddings().weight.device
+    lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
+    count, width = len(lengths), sampling.max_new_tokens
+    out = {
+        "responses": torch.full((count, n, width), sampling.pad_token_id),
+        "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
+        "rollout_logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
+        "stopped": torch.zeros(count, n, dtype=torch.bool),
+    }
+    for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
+        longest = max(lengths[i] for i in chunk)
+        generation = generate(
+            model,
+            prompts["queries"][chunk, -longest:].to(device),
+            prompts["query_attn_masks"][chunk, -longest:].to(device),
+            prompt_ids=prompts["prompt_ids"][chunk].to(device),
+            seed=seed,
+            step=step,
+            **vars(sampling),
+        )
+        out["responses"][chunk] = generation.responses.cpu().view(-1, n, width)
+        out["response_mask"][chunk] = generation.response_mask.cpu().view(-1, n, width)
+        out["rollout_logprobs"][chunk] = generation.logprobs.cpu().view(-1, n, width).to(out["rollout_logprobs"].dtype)
+        out["stopped"][chunk] = generation.stopped.cpu().view(-1, n)
+        on_chunk(len(chunk) * n)
+    flat = {key: value.flatten(0, 1) for key, value in out.items()}
+    for key in ("queries", "query_attn_masks", "prompt_ids"):
+        flat[key] = prompts[key].repeat_interleave(n, dim=0)  # type: ignore[literal-required]
+    flat["sample_ids"] = torch.arange(n).repeat(count)
+    return flat
+
+
+def score_responses(
+    scorer: RewardScorer,
+    processing_class: Any,
+    samples: dict[str, Tensor],
+    rows: list[dict[str, Any]],
+    *,
+    penalty: float | None,
+) -> dict[str, Tensor]:
+    """`scores` (B,), `rewards` (B,) or (B, R), and `scores_by_source` (B, sources) of sampled responses.
+
+    Args:
+        scorer: the reward sources.
+        processing_class: the policy's tokenizer; special tokens do not reach the sources' text.
+        samples: what `sample_responses` returned.
+        rows: the dataset row of each of the B responses.
+        penalty: takes the place of the score of a response that did not stop; None = keep the score.
+    """
+    mask = samples["response_mask"]
+    ids = [row[keep].tolist() for row, keep in zip(samples["responses"], mask, strict=True)]
+    texts = processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    result = scorer(prompts=[row["prompt"] for row in rows], completions=texts, completion_ids=ids, rows=rows)
+    rewards = result.rewards
+    if rewards.dim() == 2:
+        rewards = torch.nn.functional.pad(rewards, (0, mask.size(1) - rewards.size(1)))
+    scores = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
+    if penalty is not None:
+        rewards = _penalise(rewards, mask, ~samples["stopped"], penalty)
+    by_source = torch.stack(list(result.by_source.values()), dim=1)
+    return {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
+
+
+def _penalise(rewards: Tensor, mask: Tensor, unstopped: Tensor, penalty: float) -> Tensor:
+    if rewards.dim() == 1:
+        return torch.where(unstopped, penalty, rewards)
+    last = mask.size(1) - 1 - mask.flip(1).long().argmax(dim=1)
+    whole = torch.zeros_like(rewards).scatter_(1, last.unsqueeze(1), penalty)
+    return torch.where(unstopped.unsqueeze(1), whole, rewards)
+
+
+@torch.no_grad()
+def evaluate_responses(
+    model: ActorCritic | Policy,
+    samples: dict[str, Tensor],
+    *,
+    temperature: float,
+    chunk_size: int,
+    per_device_batch_size: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` (B, R) on the CPU: the trainer's own forward pass,
+    without gradients.
+    """
+    keys = ("queries", "query_attn_masks", "responses", "response_mask")
+    lengths = (samples["query_attn_masks"].sum(dim=1) + samples["response_mask"].sum(dim=1)).tolist()
+    out: dict[str, Tensor] = {}
+    for chunk in chunks_by_length(lengths, per_device_batch_size):
+        batch = [samples[key][chunk].to(device) for key in keys]
+        outputs = model(*batch, temperature=temperature, chunk_size=chunk_size)
+        for name, value in outputs._asdict().items():
+            rows = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
+            rows[chunk] = value.cpu()
+    return out
+
+
+@dataclass(frozen=True)
+class RolloutCollector:
+    """Takes this rank's prompts to sampled, scored and evaluated rows.
+
+    Args:
+        reference: the frozen reference policy.
+        scorer: the reward sources.
+        processing_class: the policy's tokenizer.
+        penalty: score of a response that did not stop; None = its own.
+        chunk_size: tokens whose logits are in memory at once.
+        per_device_batch_size: responses sampled or evaluated at once.
+        accelerator: for the device and the precision of forward passes.
+    """
+
+    reference: Policy
+    scorer: RewardScorer
+    processing_class: Any
+    penalty: float | None
+    chunk_size: int
+    per_device_batch_size: int
+    accelerator: Accelerator
+
+    def collect(
+        self,
+        actor_critic: ActorCritic,
+        batches: Sequence[PromptBatch],
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        timers: Timers,
+        on_chunk: Callable[[int], Any],
+    ) -> dict[str, Tensor]:
+        """The rows of `types.Rollouts` up to `rewards`, on the CPU; empty when there is no prompt.
+
+        Seconds go to `timers` as rollout, score and logprobs; `on_chunk` is told how many responses each sampled
+        chunk has.
+        """
+        if not batches:
+            return {}
+        prompts, size = merge_prompt_batches(batches), self.per_device_batch_size
+        policy = actor_critic.policy.model
+        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step}
+        with timers.measure("rollout"), self.accelerator.autocast():
+            local = sample_responses(policy, prompts, **how, per_device_batch_size=size, on_chunk=on_chunk)
+        with timers.measure("score"):
+            rows = [row for row in prompts["rows"] for _ in range(sampling.num_return_sequences)]
+            local |= score_responses(self.scorer, self.processing_class, local, rows, penalty=self.penalty)
+        with timers.measure("logprobs"), self.accelerator.autocast():
+            settings: dict[str, Any] = {"chunk_size": self.chunk_size, "per_device_batch_size": size}
+            settings |= {"temperature": sampling.temperature, "device": self.accelerator.device}
+            local |= evaluate_responses(actor_critic, local, **settings)
+            reference = evaluate_responses(self.reference, local, **settings)
+            local |= {f"ref_{name}": value for name, value in reference.items()}
+        return local

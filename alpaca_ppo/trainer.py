@@ -1,0 +1,402 @@
+"""PPOTrainer: the loop rollout -> _shape_reward -> _estimate_advantage -> step_with_rollouts, each step a method to
+override.
+
+The mathematics is in `functional`, sampling in `generation`, one rank's rollout in `rollouts`, what a run leaves on
+disk in `tracking`, `checkpointing` and `export`. This file says in which order they happen and on which rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+
+from alpaca_ppo import checkpointing, construction, distributed, export, inspection, metrics
+from alpaca_ppo.batching import optimizer_steps, step_batches
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.data import collate_prompts
+from alpaca_ppo.functional import gae, masked_mean, masked_whiten, policy_loss, shape_rewards, value_loss
+from alpaca_ppo.lifecycle import Lifecycle
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.rollouts import Sampling
+from alpaca_ppo.tracking import RunLog
+from alpaca_ppo.types import PromptBatch, Rollouts
+
+RewardFunc = str | PreTrainedModel | Callable[..., Any]
+
+
+class PPOTrainer:
+    """Trains a causal language model with PPO and a critic against any reward.
+
+    Args:
+        model: the policy: a path or hub id, a model in memory (trained in place), or an `ActorCritic` that brings its
+            critic.
+        reward_funcs: one source or a list: python functions with TRL's signature, `module:function` names, and
+            sequence classifiers (a path, a hub id or a model) with one label.
+        args: the configuration.
+        train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
+        eval_dataset: held-out rows of the same form, for `evaluate`.
+        processing_class: the policy's tokenizer; loaded from the model's folder by default.
+        value_model: a sequence classifier with one label to start the critic from.
+        ref_model: the reference policy; a frozen copy of the policy by default.
+        callbacks: `transformers.TrainerCallback`s.
+        optimizers: an optimizer over `ActorCritic` parameters and a schedule, each None for the default.
+        accelerator: one of your own; built from `args` by default.
+
+    Raises:
+        ValueError: for arguments that cannot work together, before any training.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | ActorCritic,
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
+        args: PPOConfig,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        processing_class: Any = None,
+        value_model: str | PreTrainedModel | None = None,
+        ref_model: str | PreTrainedModel | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.args = args
+        self.accelerator = accelerator or construction.make_accelerator(args)
+        self.processing_class = processing_class or construction.load_processing_class(model)
+        self.train_prompts = construction.make_prompts(train_dataset, self.processing_class, args)
+        self.eval_prompts = (
+            None if eval_dataset is None else construction.make_prompts(eval_dataset, self.processing_class, args)
+        )
+        self.schedule = construction.make_schedule(len(self.train_prompts), args)
+        scorer = construction.make_scorer(reward_funcs, args, self.accelerator.device)
+        actor_critic = construction.make_actor_critic(model, value_model, reward_funcs, args)
+        self.sampling = construction.make_sampling(actor_critic.policy.model, self.processing_class, args)
+        reference = construction.make_reference(actor_critic, ref_model).to(self.accelerator.device)
+        self.collector = construction.make_collector(
+            reference, scorer, self.processing_class, self.accelerator, args=args
+        )
+        self.updater, self.optimizer_steps = construction.make_updater(
+            self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
+        )
+        self.kl_controller = construction.make_kl(args)
+        self.state = TrainerState(
+            max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
+        )
+        self.lifecycle = Lifecycle(callbacks or [], self.state)
+        self.run_log: RunLog | None = None
+        self.timers = metrics.Timers()
+
+    @property
+    def model(self) -> Any:
+        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision where the run needs it."""
+        return self.updater.model
+
+    @property
+    def actor_critic(self) -> ActorCritic:
+        """Policy and critic without the wrapper of DDP or mixed precision around them."""
+        unwrapped: ActorCritic = self.accelerator.unwrap_model(self.model)
+        return unwrapped
+
+    # The loop
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
+        """Runs all steps, from a checkpoint if asked, and saves the final models; returns the last step's metrics.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
+        """
+        stats = self._begin(resume_from_checkpoint)
+        progress = self._log.progress(self.schedule.num_steps, "ppo", initial=self.state.global_step)
+        while self.state.global_step < self.schedule.num_steps and not self.lifecycle.control.should_training_stop:
+            self.lifecycle.begin_step()
+            self._notify("on_step_begin")
+            stats = self.step(self.prompt_batches(self.state.global_step))
+            self._notify("on_step_end")
+            self._end_of_step(stats)
+            progress.update(1)
+        progress.close()
+        self.save_model(stats=stats)
+        self._notify("on_train_end")
+        self._log.finish()
+        return stats
+
+    def prompt_batches(self, step: int) -> list[PromptBatch]:
+        """This rank's prompts of `step` (from 0): one batch, or none where a ragged step has fewer prompts than
+        ranks.
+        """
+        return self._collate(self.train_prompts, self.schedule.indices(step))
+
+    def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
+        """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
+        self.timers = metrics.Timers()
+        rollouts = self.rollout(prompt_batches)
+        names = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
+        rollouts.update(self._shape_reward(**{name: rollouts[name] for name in names}))  # type: ignore[typeddict-item, literal-required]
+        rollouts.update(
+            self._estimate_advantage(  # type: ignore[typeddict-item]
+                rewards=rollouts["shaped_rewards"],
+                values=rollouts["values"],
+                response_mask=rollouts["response_mask"],
+                scores=rollouts["rewards"],
+                prompt_ids=rollouts["prompt_ids"],
+            )
+        )
+        with self.timers.measure("update"):
+            train_stats = self.step_with_rollouts(rollouts)
+        self.state.global_step += 1
+        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
+        stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
+        self.kl_controller.update(stats["objective/kl_sum_seq"], n_steps=rollouts["responses"].size(0))
+        return stats
+
+    def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
+        """Samples responses to this rank's prompts, scores them and evaluates them under policy, critic and reference.
+
+        Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
+        up to `rewards`.
+        """
+        return self._collect(prompt_batches, self.sampling, seed=self.args.seed, step=self.state.global_step)
+
+    def _shape_reward(
+        self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Adds the KL penalty: (B,) or (B, R) rewards to `shaped_rewards`, `non_score_rewards` and `kl`, each (B, "
+        "R)."""
+        shaped = shape_rewards(
+            rewards,
+            logprobs,
+            ref_logprobs,
+            response_mask,
+            kl_coef=self.kl_controller.value,
+            kl_estimator=self.args.kl_estimator,
+        )
+        return shaped._asdict()
+
+    def _estimate_advantage(
+        self, rewards: Tensor, values: Tensor, response_mask: Tensor, **extra: Tensor
+    ) -> dict[str, Tensor]:
+        """`advantages` and `returns` (B, R) of shaped rewards and values (B, R).
+
+        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, and `prompt_ids` (B,), for estimators that
+        need them.
+        """
+        if self.args.whiten_rewards:
+            rewards = masked_whiten(rewards, response_mask, keep_mean=True)
+        advantages, returns = gae(rewards, values, response_mask, gamma=self.args.gamma, lam=self.args.lam)
+        if self.args.whiten_advantages:
+            advantages = masked_whiten(advantages, response_mask)
+        return {"advantages": advantages, "returns": returns}
+
+    def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
+        """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the training statistics over all
+        ranks.
+        """
+        rows = rollouts["responses"].size(0)
+        stats, steps = metrics.StatsAccumulator(), 0
+        total = optimizer_steps(rows, self.args.step_batch_size, self.args.ppo_epochs)
+        progress = self._log.progress(total, "update", leave=False)
+        for epoch in range(self.args.ppo_epochs):
+            key = (self.args.seed, self.state.global_step, epoch)
+            for batch in step_batches(rows, self.args.step_batch_size, *key):
+                self.updater.step(rollouts, batch, self.compute_loss, stats, first=steps == 0)
+                steps += 1
+                progress.update(1)
+        progress.close()
+        whole = metrics.StatsAccumulator()
+        for part in distributed.gather_list(stats, self.accelerator):
+            whole.merge(part)
+        train_stats = whole.compute(steps)
+        self.updater.warn_of_ratio(train_stats)
+        return train_stats
+
+    def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and detached statistics of one micro-batch, on the device.
+
+        The loss is this micro-batch's part of the optimizer step's loss: a masked sum over
+        `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
+        `*_max` are extremes, all others means over the micro-batch's masked tokens.
+        """
+        mask, denominator = rollouts_batch["response_mask"], rollouts_batch["denominator"]
+        outputs = self.model(
+            *(rollouts_batch[key] for key in ("queries", "query_attn_masks", "responses", "response_mask")),  # type: ignore[literal-required]
+            temperature=self.args.temperature,
+            chunk_size=self.args.logprob_chunk_size,
+        )
+        aggregation: dict[str, Any] = {"loss_agg_mode": self.args.loss_agg_mode, "denominator": denominator}
+        policy = policy_loss(
+            outputs.logprobs,
+            rollouts_batch["logprobs"],
+            rollouts_batch["advantages"],
+            mask,
+            cliprange_low=self.args.cliprange,
+            cliprange_high=self.args.cliprange_high or self.args.cliprange,
+            clip_ratio_c=self.args.clip_ratio_c,
+            **aggregation,
+        )
+        value = value_loss(
+            outputs.values,
+            rollouts_batch["values"],
+            rollouts_batch["returns"],
+            mask,
+            cliprange_value=self.args.cliprange_value,
+            **aggregation,
+        )
+        loss = policy.loss + self.args.vf_coef * value.loss
+        stats = {"loss/policy": policy.loss, "loss/value": value.loss, "loss/total": loss}
+        stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
+        stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - rollouts_batch["logprobs"]).square(), mask)
+        stats |= {f"policy/{name}": stat for name, stat in policy.stats.items()}
+        stats |= {f"val/{name}": stat for name, stat in value.stats.items()}
+        return loss, {name: stat.detach() for name, stat in stats.items()}
+
+    def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
+        """The metrics of `step` (from 1) as a flat dictionary, AlpacaFarm's names where it has them."""
+        stats = {
+            "objective/kl_coef": self.kl_controller.value,
+            "objective/lr": float(self.updater.optimizer.param_groups[0]["lr"]),
+            **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
+            **metrics.critic_stats(rollouts),
+            **{f"ppo/{name}": value for name, value in train_stats.items()},
+        }
+        local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
+        stats |= metrics.throughput_stats(rollouts, distributed.max_over_ranks(local, self.accelerator))
+        if self.args.num_logged_rollouts:
+            rows = inspection.rollout_rows(rollouts, self.processing_class, self.args.num_logged_rollouts)
+            self._log.log_rollouts(rows, step)
+        return stats
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
+        as `eval/*`.
+
+        Sampled evaluations use the same random numbers each time, so that differences come from the policy. The table
+        goes to eval/step_*.jsonl.
+
+        Raises:
+            ValueError: when the trainer has no eval dataset.
+        """
+        if self.eval_prompts is None:
+            raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
+        sampling = construction.evaluation_sampling(self.sampling, self.args)
+        self.timers = metrics.Timers()
+        batches = self._collate(self.eval_prompts, range(len(self.eval_prompts)))
+        rollouts = self._collect(batches, sampling, seed=self.args.seed + 1, step=0)
+        self._log.log_table("eval", inspection.evaluation_rows(rollouts, self.processing_class), self.state.global_step)
+        return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
+        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (default: `final/`
+        of the run).
+        """
+        folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
+        if self.accelerator.is_main_process:
+            export.save_final(
+                folder, self.actor_critic, self.processing_class, figures=stats or {}, config=asdict(self.args)
+            )
+            if self.args.push_to_hub:
+                export.push_folder(folder / "policy", str(self.args.hub_model_id))
+        self.accelerator.wait_for_everyone()
+
+    def save_checkpoint(self) -> Path:
+        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.accelerator.is_main_process:
+            extra = {
+                "global_step": self.state.global_step,
+                "kl_controller": self.kl_controller.state_dict(),
+                "data": self.schedule.identity(),
+            }
+            checkpointing.save_checkpoint(
+                folder,
+                model=self.actor_critic,
+                optimizer=self.updater.optimizer,
+                scheduler=self.updater.scheduler,
+                extra=extra,
+                save_total_limit=self.args.save_total_limit,
+            )
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    # The parts behind the loop
+
+    @property
+    def _log(self) -> RunLog:
+        if self.run_log is None:
+            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=self.state.global_step)
+        return self.run_log
+
+    def _begin(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
+        if resume_from_checkpoint:
+            self._load_checkpoint(resume_from_checkpoint)
+        else:
+            checkpointing.refuse_finished_run(self.args.output_dir)
+        # Every rank has looked at the folder before one of them writes to it.
+        self.accelerator.wait_for_everyone()
+        self._log.message(
+            f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
+            f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
+            f"micro-batches on each of {self.accelerator.num_processes} processes"
+        )
+        self._notify("on_train_begin")
+        stats: dict[str, float] = {}
+        if self.state.global_step == 0 and self.eval_prompts is not None and self.args.eval_steps:
+            stats = self.evaluate()
+            self._log.log(stats, 0)
+        return stats
+
+    def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
+        extra = checkpointing.load_checkpoint(
+            checkpointing.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
+            model=self.actor_critic,
+            optimizer=self.updater.optimizer,
+            scheduler=self.updater.scheduler,
+            expected={"data": self.schedule.identity()},
+        )
+        self.state.global_step = extra["global_step"]
+        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
+        self.kl_controller.load_state_dict(extra["kl_controller"])
+
+    def _end_of_step(self, stats: dict[str, float]) -> None:
+        step, last = self.state.global_step, self.state.global_step == self.schedule.num_steps
+        due = self.args.eval_steps and (step % self.args.eval_steps == 0 or last)
+        if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
+            stats.update(self.evaluate())
+            self._notify("on_evaluate", metrics=stats)
+        report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
+        self._log.log(stats, step, report=report)
+        if report:
+            self.state.log_history.append({"step": step, **stats})
+            self._notify("on_log", logs=stats)
+        if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
+            self.save_checkpoint()
+            self._notify("on_save")
+
+    def _notify(self, event: str, **context: Any) -> None:
+        context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}
+        context |= {"optimizer": self.updater.optimizer, "lr_scheduler": self.updater.scheduler}
+        self.lifecycle.notify(event, self.args, **context)
+
+    def _collate(self, prompts: Any, indices: Sequence[int]) -> list[PromptBatch]:
+        share = distributed.rank_share(indices, self.accelerator)
+        if not share:
+            return []
+        pad = self.sampling.pad_token_id
+        return [collate_prompts([prompts[i] for i in share], share, pad_token_id=pad, query_len=self.args.query_len)]
+
+    def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+        n = sampling.num_return_sequences
+        progress = self._log.progress(sum(len(batch["rows"]) for batch in batches) * n, "rollout", leave=False)
+        local = self.collector.collect(
+            self.actor_critic, batches, sampling, seed=seed, step=step, timers=self.timers, on_chunk=progress.update
+        )
+        progress.close()
+        rows: Rollouts = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)  # type: ignore[assignment]
+        return rows

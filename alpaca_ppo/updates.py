@@ -1,0 +1,136 @@
+"""Optimizer steps on global rollouts: which rows this rank trains, in which micro-batches, and how their losses add
+up.
+
+A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
+micro-batches or the number of ranks. A non-finite gradient never reaches the weights.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from alpaca_ppo.batching import plan_micro_batches
+from alpaca_ppo.metrics import StatsAccumulator
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.types import Rollouts
+
+LossFunction = Callable[[Rollouts], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Updater:
+    """Wrapped model, optimizer and schedule, and the optimizer step that uses them.
+
+    Args:
+        accelerator: of the run; its accumulation steps are set here.
+        actor_critic: what trains; `model` is its wrapped form.
+        optimizer: over the parameters of `actor_critic`.
+        scheduler: of the learning rate, stepped once an optimizer step.
+        step_batch_size: responses of a full optimizer step, over all ranks.
+        step_per_device_batch_size: responses of a micro-batch, at most.
+        loss_agg_mode: decides whether tokens or sequences are the denominator.
+        max_grad_norm: the gradient's norm is clipped to this.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        actor_critic: ActorCritic,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        *,
+        step_batch_size: int,
+        step_per_device_batch_size: int,
+        loss_agg_mode: str,
+        max_grad_norm: float,
+    ) -> None:
+        self.accelerator, self.scheduler = accelerator, scheduler
+        self.loss_agg_mode, self.max_grad_norm = loss_agg_mode, max_grad_norm
+        # Constant, also for a ragged batch: Accelerate and DeepSpeed count micro-batches to find the optimizer step.
+        self.micro_batches = math.ceil(step_batch_size / (step_per_device_batch_size * accelerator.num_processes))
+        accelerator.gradient_accumulation_steps = self.micro_batches
+        actor_critic.train()
+        self.model, self.optimizer = accelerator.prepare(actor_critic, optimizer)
+        self._ratio_warned = False
+
+    def step(
+        self, rollouts: Rollouts, rows: Tensor, compute_loss: LossFunction, stats: StatsAccumulator, *, first: bool
+    ) -> None:
+        """One optimizer step on the global rows `rows`, of which this rank trains its share.
+
+        Args:
+            rollouts: the global rollouts.
+            rows: (step batch,) int64, the rows of this optimizer step, the same on every rank.
+            compute_loss: the trainer's hook.
+            stats: takes the statistics of each micro-batch.
+            first: True where the policy has not moved since the rollout: the ratio's distance from 1 is recorded.
+
+        Raises:
+            FloatingPointError: when the gradient is not finite; the weights stay as they were.
+        """
+        mask = rollouts["response_mask"][rows]
+        lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
+        denominator = mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
+        for positions in plan:
+            batch = self._micro_batch(rollouts, rows[positions], denominator)
+            with self.accelerator.accumulate(self.model):
+                loss, micro_stats = compute_loss(batch)
+                # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
+                self.accelerator.backward(loss * world * self.micro_batches)
+                if self.accelerator.sync_gradients:
+                    stats.add({"policy/grad_norm": self._apply_gradients(rollouts["prompt_ids"][rows])}, tokens=1)
+            # A subclass's loss may have no ratio.
+            if first and "policy/ratio_max" in micro_stats:
+                error = torch.maximum(micro_stats["policy/ratio_max"] - 1, 1 - micro_stats["policy/ratio_min"])
+                micro_stats["policy/first_ratio_error_max"] = error
+            stats.add(micro_stats, tokens=int(batch["response_mask"].sum()))
+            stats.add_padding([lengths[i] for i in positions])
+
+    def warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
+        """Warns once where the ratio was off 1 before any update, and names the likely causes."""
+        # bfloat16 keeps 8 bits; float32 passes in other batches differ by rounding only.
+        tolerance = 0.1 if self.accelerator.mixed_precision == "bf16" else 1e-3
+        error = train_stats.get("policy/first_ratio_error_max", 0.0)
+        if error > tolerance and not self._ratio_warned:
+            self._ratio_warned = True
+            warnings.warn(
+                f"before any update the policy's ratio is off 1 by {error:.3g} (tolerance {tolerance}): old and new "
+                "log-probs disagree. Likely causes: dropout on in a custom model, another dtype or padding in an "
+                "overridden compute_loss, or an adapter's state",
+                stacklevel=3,
+            )
+
+    def _micro_batch(self, rollouts: Rollouts, rows: Tensor, denominator: Tensor) -> Rollouts:
+        """The rows on the device; without rows, one row with an empty mask, because ranks must run the same passes."""
+        dummy = len(rows) == 0
+        chosen = torch.zeros(1, dtype=torch.long) if dummy else rows
+        batch: Any = {key: value[chosen].to(self.accelerator.device) for key, value in _tensors(rollouts).items()}
+        if dummy:
+            batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+        batch["denominator"] = denominator.to(self.accelerator.device)
+        micro: Rollouts = batch
+        return micro
+
+    def _apply_gradients(self, prompt_ids: Tensor) -> Tensor:
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        norm = torch.as_tensor(norm)
+        if not bool(torch.isfinite(norm)):
+            raise FloatingPointError(
+                f"the gradient norm is {float(norm)}: the update was refused and the weights are as before it. "
+                f"Prompts of the batch: {prompt_ids.tolist()}. Look for a learning_rate that is too high, or for "
+                "non-finite values in a custom hook"
+            )
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def _tensors(rollouts: Any) -> dict[str, Tensor]:
+    return dict(rollouts)
