@@ -70,7 +70,7 @@ def sample_responses(
     `queries` to `rollout_logprobs`.
     """
     n = sampling.num_return_sequences
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device
     lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
     count, width = len(lengths), sampling.max_new_tokens
     out = {

@@ -38,22 +38,24 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     Raises:
         ValueError: when it has not exactly one label, or no linear head named `score`.
     """
+    classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
-        model = AutoModelForSequenceClassification.from_pretrained(
+        classifier = AutoModelForSequenceClassification.from_pretrained(
             model, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
         )
-    if model.config.num_labels != 1:
+    if classifier.config.num_labels != 1:
         raise ValueError(
-            f"{model.config.name_or_path or type(model).__name__} has num_labels {model.config.num_labels}; "
+            f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels "
+            f"{classifier.config.num_labels}; "
             "a critic needs a sequence classifier with num_labels=1"
         )
-    if not isinstance(dict(model.named_children()).get("score"), torch.nn.Linear):
+    if not isinstance(dict(classifier.named_children()).get("score"), torch.nn.Linear):
         raise ValueError(
-            f"{type(model).__name__} keeps its head elsewhere than in a linear layer named `score`; "
+            f"{type(classifier).__name__} keeps its head elsewhere than in a linear layer named `score`; "
             "use a decoder-only AutoModelForSequenceClassification"
         )
-    disable_dropout(model)
-    return model
+    disable_dropout(classifier)
+    return classifier
 
 
 def build_actor_critic(
@@ -71,7 +73,7 @@ def build_actor_critic(
         ValueError: when a value model is given for the shared layout.
     """
     wrapped = Policy(policy)
-    hidden_size = policy.get_output_embeddings().weight.size(1)
+    hidden_size = wrapped.head.weight.size(1)
     if critic_layout == "shared":
         if value_model is not None:
             raise ValueError(
@@ -80,9 +82,10 @@ def build_actor_critic(
             )
         return ActorCritic(wrapped, Critic(ScalarHead(hidden_size, dtype=policy.dtype), None))
     if value_model is not None:
-        backbone, weight = value_model.base_model, value_model.score.weight
-        return ActorCritic(wrapped, Critic(ScalarHead(weight.size(1), weight=weight, dtype=policy.dtype), backbone))
-    backbone = copy.deepcopy(policy.base_model)
+        weight = value_model.get_parameter("score.weight")
+        head = ScalarHead(weight.size(1), weight=weight, dtype=policy.dtype)
+        return ActorCritic(wrapped, Critic(head, value_model.base_model))
+    backbone = copy.deepcopy(wrapped.model.base_model)
     return ActorCritic(wrapped, Critic(ScalarHead(hidden_size, dtype=policy.dtype), backbone))
 
 

@@ -35,10 +35,17 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        if model.get_output_embeddings() is None:
+        if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
         self.model = model
         self._check_logits()
+
+    @property
+    def head(self) -> nn.Linear:
+        """The language-model head; its weight is (V, H)."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
 
     def states(self, packed: PackedRows) -> Tensor:
         """Hidden states (N, H) from which the N response tokens of `packed` were chosen."""
@@ -48,15 +55,14 @@ class Policy(nn.Module):
         self, states: Tensor, packed: PackedRows, responses: Tensor, *, temperature: float, chunk_size: int
     ) -> PolicyOutputs:
         """Log-probabilities and entropies (B, R) of `responses` from the hidden states of `states`."""
-        head = self.model.get_output_embeddings()
         scale, transform = logit_rule(self.model.config)
         flat = chunked_logprobs(
             states,
-            head.weight,
+            self.head.weight,
             responses[packed.rows, packed.actions],
             temperature=temperature / scale,
             chunk_size=chunk_size,
-            bias=getattr(head, "bias", None),
+            bias=self.head.bias,
             logit_transform=transform,
         )
         assert flat.entropies is not None
@@ -81,7 +87,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     def _check_logits(self) -> None:
         """One tiny forward pass: our logits must be the model's own, whatever its architecture does after the head."""
-        device = self.model.get_output_embeddings().weight.device
+        device = self.head.weight.device
         if device.type == "meta":
             return
         ids = torch.tensor([[1, 2, 3]], device=device)
@@ -90,7 +96,7 @@ class Policy(nn.Module):
         expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
         scale, transform = logit_rule(self.model.config)
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden)[0]
+        logits = self.head(hidden)[0]
         logits = (transform(logits) if transform else logits).float() * scale
         self.model.train(was_training)
         if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):

@@ -11,7 +11,7 @@ from tests.tiny_models import ARCHITECTURES, tiny_causal_lm
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
-    """Prompts of 1, 3 and 5 tokens; responses of 4, 1 and 2 tokens, one with a hole, ids that include pad (0) and eos (2)."""
+    """Prompts of 1, 3, 5 tokens, responses of 4 (with a hole), 1, 2; ids that include pad (0) and eos (2)."""
     return {
         "queries": torch.tensor([[0, 0, 0, 0, 7], [0, 0, 9, 0, 2], [5, 6, 7, 8, 9]]),
         "query_attn_masks": torch.tensor([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
