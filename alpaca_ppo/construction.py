@@ -209,10 +209,14 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
     )
 
 
-def make_scorer(reward_funcs: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
+def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
     """The reward sources, weighted as `args` says; models among them are put on `device`."""
     return build_reward(
-        reward_funcs, reward_weights=args.reward_weights, batch_size=args.rollout_per_device_batch_size, device=device
+        reward_funcs,
+        reward_weights=args.reward_weights,
+        reward_processing_classes=tokenizers,
+        batch_size=args.rollout_per_device_batch_size,
+        device=device,
     )
 
 

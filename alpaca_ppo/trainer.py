@@ -44,6 +44,8 @@ class PPOTrainer:
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
         value_model: a sequence classifier with one label to start the critic from.
         ref_model: the reference policy; a frozen copy of the policy by default.
+        reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
+            `reward_funcs`; a model from a folder brings its own.
         callbacks: `transformers.TrainerCallback`s.
         optimizers: an optimizer over `ActorCritic` parameters and a schedule, each None for the default.
         accelerator: one of your own; built from `args` by default.
@@ -62,6 +64,7 @@ class PPOTrainer:
         processing_class: Any = None,
         value_model: str | PreTrainedModel | None = None,
         ref_model: str | PreTrainedModel | None = None,
+        reward_processing_classes: Any = None,
         callbacks: Sequence[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
@@ -74,7 +77,7 @@ class PPOTrainer:
             None if eval_dataset is None else construction.make_prompts(eval_dataset, self.processing_class, args)
         )
         self.schedule = construction.make_schedule(len(self.train_prompts), args)
-        scorer = construction.make_scorer(reward_funcs, args, self.accelerator.device)
+        scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = construction.make_actor_critic(model, value_model, reward_funcs, args)
         self.sampling = construction.make_sampling(actor_critic.policy.model, self.processing_class, args)
         reference = construction.make_reference(actor_critic, ref_model).to(self.accelerator.device)

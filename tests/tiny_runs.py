@@ -1,0 +1,78 @@
+"""A tiny trainer for the tests: a random model, forty prompts of uneven length, a reward that counts even ids."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from alpaca_ppo import PPOConfig, PPOTrainer
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+
+
+def count_even(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+) -> list[float]:
+    """The number of even token ids in each response: a random model gets some of them right."""
+    return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+
+
+def prompts(count: int = 40) -> Dataset:
+    """Prompts of one to four tokens."""
+    return Dataset.from_list(
+        [{"prompt": " ".join(f"w{10 + (7 * i + j) % 50}" for j in range(1 + i % 4))} for i in range(count)]
+    )
+
+
+def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
+    """Ten prompts a step, step batches of 4, 4 and 2 rows, micro-batches of at most 3."""
+    settings: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "query_len": 4,
+        "response_len": 5,
+        "rollout_batch_size": 10,
+        "rollout_per_device_batch_size": 4,
+        "step_batch_size": 4,
+        "step_per_device_batch_size": 3,
+        "total_episodes": 20,
+        "learning_rate": 1e-3,
+        "kl_coef": 0.05,
+        "report_to": ["none"],
+        "use_cpu": True,
+        "logprob_chunk_size": 8,
+    }
+    return PPOConfig(**{**settings, **overrides})
+
+
+def tiny_trainer(
+    output_dir: Path | str,
+    *,
+    model: PreTrainedModel | None = None,
+    trainer_class: type[PPOTrainer] = PPOTrainer,
+    dtype: torch.dtype = torch.float32,
+    trainer_arguments: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> PPOTrainer:
+    """A trainer of a random Llama on `prompts()`; `overrides` replace fields of `tiny_config`."""
+    arguments: dict[str, Any] = {
+        "model": model or tiny_causal_lm("llama", dtype=dtype),
+        "reward_funcs": count_even,
+        "args": tiny_config(output_dir, **overrides),
+        "train_dataset": prompts(),
+        "processing_class": tiny_tokenizer(),
+    }
+    return trainer_class(**{**arguments, **(trainer_arguments or {})})
+
+
+def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    """A copy of every parameter of policy and critic."""
+    return {name: p.detach().clone() for name, p in trainer.actor_critic.named_parameters()}
+
+
+def metric_lines(output_dir: Path | str, *, timings: bool = False) -> list[dict[str, Any]]:
+    """metrics.jsonl, without what the clock and the memory decide unless `timings`."""
+    lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    measured = ("time/", "memory/", "tokens/per_second", "tokens/sampled_per_second")
+    return [{k: v for k, v in line.items() if timings or not k.startswith(measured)} for line in lines]
