@@ -18,6 +18,8 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker, get_available_trackers
 from tqdm import tqdm
 
+from alpaca_ppo.folders import write_text_atomically
+
 PROJECT = "alpaca_ppo"
 # What each tracker calls the name of a run; Accelerate hands all of them the project's name only.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
@@ -81,7 +83,7 @@ class RunLog:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             _drop_records_after(self.output_dir, resume_step)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-            _write_atomically(self.output_dir / "run.yaml", text)
+            write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
         if self._owns_trackers:
             self._start_trackers(names, run_name or self.output_dir.resolve().name, dict(config), resume_step)
@@ -157,7 +159,9 @@ class RunLog:
 
     def _write_rows(self, folder: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         (self.output_dir / folder).mkdir(exist_ok=True)
-        _write_atomically(self.output_dir / folder / f"step_{step:06d}.jsonl", "".join(_json_line(row) for row in rows))
+        write_text_atomically(
+            self.output_dir / folder / f"step_{step:06d}.jsonl", "".join(_json_line(row) for row in rows)
+        )
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -189,17 +193,6 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Puts `text` at `path` in one step: a reader, and a run that is killed here, sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.incomplete")
-    # A lone surrogate becomes \udXXX, which is what JSON writes for it.
-    with open(aside, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
 def _drop_records_after(output_dir: Path, step: int) -> None:
     """Drops what a resumed run will write again: later steps, and everything where `step` is 0."""
     metrics = output_dir / "metrics.jsonl"
@@ -207,7 +200,7 @@ def _drop_records_after(output_dir: Path, step: int) -> None:
         # What stands after the last line's end is half a line, left by a run that was killed as it wrote.
         lines = metrics.read_bytes().split(b"\n")[:-1]
         kept = [line.decode() + "\n" for i, line in enumerate(lines, 1) if _step_of(line, metrics, i) <= (step or -1)]
-        _write_atomically(metrics, "".join(kept))
+        write_text_atomically(metrics, "".join(kept))
     for folder in _ROW_FOLDERS:
         for path in (output_dir / folder).glob("step_*.jsonl"):
             number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)

@@ -24,13 +24,11 @@ TOP_LEVEL = set(
 )
 TIERS = (
     {"functional", "types", "config"},
-    {"batching", "kl_controllers", "distributed", "metrics"},
+    {"batching", "kl_controllers", "distributed", "metrics", "folders"},
     {"models", "data", "rewards", "generation"},
     {"construction", "rollouts", "inspection", "checkpointing", "export", "tracking"},
     {"trainer"},
 )
-# Exported folders are complete or absent by the same means as checkpoints.
-PEERS_ALLOWED = {("export", "checkpointing")}
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 
 
@@ -76,7 +74,7 @@ def tier_offences(text: str, module: str) -> list[str]:
         if top != "alpaca_ppo":
             continue
         other = rest[0] if rest else ""
-        if other == part or (part, other) in PEERS_ALLOWED:
+        if other == part:
             continue
         if other not in level:
             offences.append(f"{module} imports {name}: import it from the module that defines it")

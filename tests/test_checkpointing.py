@@ -1,0 +1,296 @@
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from alpaca_ppo import checkpointing
+from alpaca_ppo.checkpointing import (
+    FILES,
+    load_checkpoint,
+    newest_checkpoint,
+    refuse_finished_run,
+    resolve_checkpoint,
+    rotate_checkpoints,
+    save_checkpoint,
+)
+from tests.tiny_models import tiny_causal_lm
+
+EXTRA = {
+    "global_step": 3,
+    "kl": {"value": 0.1 + 0.2, "limit": math.inf},
+    "betas": (0.9, [None, True]),
+    "names": {1: "a"},
+}
+
+
+class Model(nn.Module):
+    """Two linear maps of which one is used twice, half-precision weights, and a buffer."""
+
+    def __init__(self, seed=0, width=4):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.low = nn.Parameter(torch.randn(width).bfloat16())
+        self.register_buffer("count", torch.tensor(0.5))
+        self.register_buffer("cache", torch.randn(2), persistent=False)
+
+    def forward(self, x):
+        return self.tied(self.first(x).tanh()) * self.low.float() + torch.rand_like(x) * self.count
+
+
+def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
+    model = Model(seed, width)
+    groups = [{"params": [model.first.weight], "weight_decay": 0.1}, {"params": [model.first.bias, model.low]}]
+    optimizer = optimizer(groups, lr=0.01, **options)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=20)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(run, steps):
+    """Losses of `steps` updates on random data, drawn from each of the random number generators."""
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(3, run["model"].low.numel()) + np.random.rand() + random.random()
+        loss = run["model"](x).pow(2).mean()
+        loss.backward()
+        run["optimizer"].step()
+        run["scheduler"].step()
+        run["optimizer"].zero_grad()
+        run["model"].count += 0.25
+        losses.append(loss.item())
+    return losses
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def snapshot(run):
+    rng = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    weights = {name: tensor.tolist() for name, tensor in run["model"].state_dict().items()}
+    return str((weights, run["optimizer"].state_dict(), run["scheduler"].state_dict(), rng))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    seed_all(1)
+    run = make_run()
+    train(run, 3)
+    folder = tmp_path / "checkpoint-3"
+    save_checkpoint(folder, **run, extra=EXTRA)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"optimizer": torch.optim.SGD, "momentum": 0.9},
+        {"optimizer": torch.optim.RAdam},
+    ],
+)
+def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, options):
+    seed_all(1)
+    whole = make_run(**options)
+    train(whole, 3)
+    save_checkpoint(tmp_path / "checkpoint-3", **whole, extra=EXTRA)
+    expected = train(whole, 4)
+    seed_all(2)
+    resumed = make_run(seed=7, **options)
+    train(resumed, 1)
+    assert load_checkpoint(tmp_path / "checkpoint-3", **resumed) == EXTRA
+    assert train(resumed, 4) == expected
+    assert snapshot(resumed) == snapshot(whole)
+
+
+def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
+    run = make_run()
+    save_checkpoint(tmp_path / "checkpoint-0", **run, extra={})
+    other = make_run(seed=1)
+    train(other, 2)
+    load_checkpoint(tmp_path / "checkpoint-0", **other)
+    assert other["optimizer"].state_dict() == run["optimizer"].state_dict()
+
+
+def test_weights_keep_their_place_in_memory_and_stay_tied(saved):
+    run = make_run(seed=7)
+    before = {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()}
+    load_checkpoint(saved, **run)
+    assert {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()} == before
+    assert run["model"].tied.weight is run["model"].first.weight
+
+
+def test_a_language_model_with_tied_embeddings_round_trips(tmp_path):
+    model, other = tiny_causal_lm("gpt2", seed=0), tiny_causal_lm("gpt2", seed=1)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    runs = []
+    for each in (model, other):
+        optimizer = torch.optim.AdamW(each.parameters())
+        runs.append({"model": each, "optimizer": optimizer, "scheduler": get_scheduler("constant", optimizer)})
+    save_checkpoint(tmp_path / "checkpoint-1", **runs[0], extra={})
+    load_checkpoint(tmp_path / "checkpoint-1", **runs[1])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_two_views_of_one_memory_are_both_saved(tmp_path):
+    run = make_run()
+    memory = torch.arange(8.0)
+    save_checkpoint(
+        tmp_path / "checkpoint-1", **run, extra={"low": memory[:4], "both": [memory, memory.view(2, 4).t()]}
+    )
+    extra = load_checkpoint(tmp_path / "checkpoint-1", **run)
+    assert extra["low"].tolist() == [0, 1, 2, 3]
+    assert extra["both"][1].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_states_of_the_devices_present_are_saved_and_restored(tmp_path, monkeypatch):
+    run, restored = make_run(), {}
+    states = [torch.tensor([i, 1], dtype=torch.uint8) for i in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    save_checkpoint(tmp_path / "checkpoint-1", **run, extra={})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.update({device: state.tolist()}))
+    load_checkpoint(tmp_path / "checkpoint-1", **run)
+    assert restored == {0: [0, 1], 1: [1, 1]}
+
+
+def test_nothing_in_a_checkpoint_is_pickled(saved):
+    assert sorted(path.name for path in saved.iterdir()) == sorted([*FILES, "manifest.json"])
+    assert all(path.suffix in {".json", ".safetensors"} for path in saved.iterdir())
+
+
+def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_and_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; give it as plain values"):
+        save_checkpoint(tmp_path / "checkpoint-1", **make_run(), extra={"when": 1j})
+    assert list(tmp_path.iterdir()) == []
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def set_version(folder, **entries):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def damages():
+    for name in FILES:
+        yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged: \d+ bytes"
+        yield lambda folder, name=name: flip(folder / name), f"{name} is damaged"
+        yield lambda folder, name=name: (folder / name).unlink(), f"{name} is missing"
+    yield lambda folder: truncate(folder / "manifest.json"), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
+    yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
+    yield lambda folder: set_version(folder, version=2), "this version of alpaca_ppo reads"
+    yield lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is no folder"
+
+
+@pytest.mark.parametrize(("damage", "message"), list(damages()))
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, damage, message):
+    run = make_run(seed=7)
+    train(run, 1)
+    before = snapshot(run)
+    damage(saved)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved, **run)
+    assert snapshot(run) == before
+
+
+class Wider(Model):
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.more = nn.Linear(2, 2)
+
+
+def with_model(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer, "scheduler": get_scheduler("constant", optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (make_run(7, width=5), r"tensor low is bfloat16 \(4,\) in it and bfloat16 \(5,\) here"),
+        (with_model(Wider(7)), r"tensor more.weight is absent in it and float32 \(2, 2\) here"),
+        (with_model(nn.Linear(4, 4)), r"tensor weight is absent in it"),
+        (with_model(Model(7).half()), r"tensor low is bfloat16 \(4,\) in it and float16 \(4,\) here"),
+        (with_model(Model(7)), r"optimizer group 0 is {'parameters': 1, .* in it and {'parameters': 3,"),
+        (make_run(7, optimizer=torch.optim.SGD), r"optimizer group 0 is .*'betas'.* in it and .*'momentum'"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(saved, run, message):
+    before = snapshot(run)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved, **run)
+    assert snapshot(run) == before
+
+
+def test_a_checkpoint_with_other_data_is_refused_and_the_same_data_is_not(saved):
+    with pytest.raises(ValueError, match="entry global_step is 3 in it and 4 here"):
+        load_checkpoint(saved, **make_run(7), expected={"global_step": 4})
+    assert load_checkpoint(saved, **make_run(7), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA
+
+
+def make_folders(tmp_path, *names):
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
+    assert newest_checkpoint(tmp_path / "absent") is None
+    make_folders(tmp_path, "checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.incomplete", "final")
+    (tmp_path / "checkpoint-12").write_text("a file")
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+@pytest.mark.parametrize("asked", [True, "true", "True"])
+def test_true_resumes_from_the_newest_checkpoint_and_needs_one(tmp_path, asked):
+    with pytest.raises(ValueError, match="holds no checkpoint-<step> folder"):
+        resolve_checkpoint(asked, tmp_path)
+    make_folders(tmp_path, "checkpoint-5")
+    assert resolve_checkpoint(asked, tmp_path) == tmp_path / "checkpoint-5"
+    assert resolve_checkpoint("some/where", tmp_path) == checkpointing.Path("some/where")
+
+
+@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
+def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
+    refuse_finished_run(tmp_path)
+    make_folders(tmp_path, name)
+    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
+        refuse_finished_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "left"),
+    [(None, None, [2, 9, 10, 30]), (4, None, [2, 9, 10, 30]), (2, None, [10, 30]), (1, 2, [2]), (2, 9, [9, 30])],
+)
+def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep, left):
+    make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")
+    rotate_checkpoints(tmp_path, limit, keep=None if keep is None else tmp_path / f"checkpoint-{keep}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])
+
+
+def test_saving_keeps_the_new_checkpoint_and_as_many_as_allowed(tmp_path):
+    make_folders(tmp_path, ".checkpoint-7.incomplete")
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / f"checkpoint-{step}", **make_run(), extra={}, save_total_limit=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
