@@ -289,12 +289,14 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _as_declared(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """YAML reads 1e-5 as text: bring it to the float that the field declares, and one value to a list where one is
-    declared.
-    """
-    declared = str(field.type)
-    if "float" in declared and "list" not in declared and isinstance(value, str):
-        return float(value)
+    """YAML reads 1e-5 as text: brings it to the number that the field declares, and a single value to a list."""
+    declared = str(field.type).removeprefix("<class '").removesuffix("'>")
+    if isinstance(value, str) and "str" not in declared:
+        try:
+            return float(value) if "float" in declared else int(value)
+        except ValueError as error:
+            # argparse would convert it too, but end the program with its usage text.
+            raise ValueError(f"{field.name} is {value!r} in the --config file; it must be {declared}") from error
     if "list" in declared and value is not None and not isinstance(value, list):
         return [value]
     return value

@@ -1,0 +1,27 @@
+"""A tiny float64 run for `accelerate launch`: trains, and the main process saves the final weights.
+
+Usage: run_tiny.py OUTPUT_DIR [field=value ...]; values are YAML.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.tiny_runs import tiny_trainer, weights  # noqa: E402
+
+
+def main(output_dir: str, *settings: str) -> None:
+    overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
+    torch.set_num_threads(1)
+    trainer = tiny_trainer(output_dir, dtype=torch.float64, **overrides)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        torch.save(weights(trainer), Path(output_dir) / "weights.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,42 @@
+"""Real processes: the run is the same however many there are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.tiny_runs import metric_lines
+
+SCRIPT = Path(__file__).with_name("run_tiny.py")
+LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp_cpu.yaml"
+
+
+def launch(output_dir: Path, *settings: str, processes: int) -> None:
+    """run_tiny.py on its own, or under `accelerate launch` with the configuration file that users get."""
+    command = [sys.executable, str(SCRIPT), str(output_dir), *settings]
+    if processes > 1:
+        config = ["--config_file", str(LAUNCH_CONFIG), "--num_processes", str(processes), "--main_process_port", "0"]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *config, *command[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert f"each of {processes} processes" in outcome.stdout
+
+
+@pytest.mark.parametrize("settings", [(), ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared")])
+def test_two_processes_train_the_same_model_as_one(settings, tmp_path):
+    # 20 episodes at 10 or 7 prompts a step: the last step of the second case has 6 prompts, the step batches are ragged.
+    launch(tmp_path / "one", *settings, processes=1)
+    launch(tmp_path / "two", *settings, processes=2)
+    one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
+    for name in one:
+        assert_close(two[name], one[name], rtol=1e-6, atol=1e-6)
+    for first, second in zip(metric_lines(tmp_path / "one"), metric_lines(tmp_path / "two"), strict=True):
+        assert first.keys() == second.keys()
+        for name in first:
+            if "padding" not in name:
+                assert second[name] == pytest.approx(first[name], rel=1e-6, abs=1e-8), name

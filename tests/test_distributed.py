@@ -1,0 +1,35 @@
+"""How rows of several ranks become one batch; the real processes are in tests/integration."""
+
+import torch
+
+from alpaca_ppo import distributed
+
+
+class Rank:
+    """What `distributed` reads of an Accelerator."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.process_index, self.num_processes = index, count
+
+
+def test_shares_are_dealt_in_turn():
+    assert [distributed.rank_share([5, 6, 7, 8, 9], Rank(r, 2)) for r in range(2)] == [[5, 7, 9], [6, 8]]
+    assert distributed.rank_share([5], Rank(1, 2)) == []
+
+
+def test_gathered_rows_are_in_the_order_of_the_prompts_whatever_the_ranks(monkeypatch):
+    prompts = list(range(7))
+    for world in (1, 2, 3, 8):
+        parts = []
+        for rank in range(world):
+            share = distributed.rank_share(prompts, Rank(rank, world))
+            rows = [(p, s) for p in share for s in range(2)]
+            parts.append({"rows": torch.tensor(rows)} if rows else {})
+        monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator, parts=parts: parts)
+        gathered = distributed.gather_rows(parts[0], Rank(0, world), samples_per_prompt=2)
+        assert gathered["rows"].tolist() == [[p, s] for p in prompts for s in range(2)]
+
+
+def test_the_slowest_rank_decides_a_phase(monkeypatch):
+    monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator: [{"a": 1.0}, {"a": 3.0}])
+    assert distributed.max_over_ranks({"a": 1.0}, Rank(0, 2)) == {"a": 3.0}
