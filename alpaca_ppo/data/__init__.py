@@ -1,0 +1,20 @@
+"""Prompts: from a dataset on the hub or on disk to left-padded batches of token ids.
+
+Holds loading, templates and chat templates, tokenisation and collation. Leaves out the order in which prompts are
+visited (the trainer's) and everything about responses.
+"""
+
+from alpaca_ppo.data.collation import collate_prompts
+from alpaca_ppo.data.loading import load_prompt_dataset
+from alpaca_ppo.data.prompts import PromptDataset, prepare_prompts
+from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptTemplate, resolve_template
+
+__all__ = [
+    "PROMPT_TEMPLATES",
+    "PromptDataset",
+    "PromptTemplate",
+    "collate_prompts",
+    "load_prompt_dataset",
+    "prepare_prompts",
+    "resolve_template",
+]

@@ -1,0 +1,195 @@
+"""Tokenised prompts: templates and chat templates applied, over-long ones dropped.
+
+Token ids are kept in memory, 4 bytes each; the rows stay in the dataset (memory-mapped) and are read when asked for.
+Leaves out images, tools and the continuation of an assistant message.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from alpaca_ppo.data.templates import PromptTemplate, resolve_template
+
+_CHUNK = 1000
+
+
+class PromptDataset(Sequence[dict[str, Any]]):
+    """The prompts that fit, in the dataset's order; an index is stable and identifies a prompt's randomness.
+
+    `ds[i]` is `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text
+    or messages that the policy sees before tokenisation (with a template, the rendered text, which replaces a column
+    of that name). `num_dropped` counts prompts that were longer than `query_len`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        input_ids: "Sequence[array[int]]",
+        prompt_of: Callable[[Mapping[str, Any]], Any],
+        *,
+        num_dropped: int,
+    ) -> None:
+        assert len(dataset) == len(input_ids), (len(dataset), len(input_ids))
+        self._dataset = dataset
+        self._input_ids = input_ids
+        self._prompt_of = prompt_of
+        self.num_dropped = num_dropped
+
+    def __len__(self) -> int:
+        return len(self._input_ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        row = self._dataset[index]
+        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}}
+
+
+def prepare_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    query_len: int,
+    prompt_column: str = "prompt",
+    prompt_template: str | None = None,
+    overlong: str = "drop",
+) -> PromptDataset:
+    """The dataset's prompts as token ids, at most `query_len` tokens each.
+
+    Args:
+        dataset: rows with a prompt column: text, or messages (a list of {"role", "content"}), to which the chat
+            template is applied with the generation prompt. Rows without one, but with Alpaca's `instruction` column
+            (and `input`, which may be empty), go through the `alpaca` template.
+        tokenizer: the policy's. Text gets the special tokens it adds in front; an eos that it appends is taken off,
+            because it would end the prompt.
+        query_len: longest prompt, in tokens.
+        prompt_column: the column that holds the prompt, if it is not called `prompt`.
+        prompt_template: a named template or a format string over any columns (see `resolve_template`), instead of the
+            column.
+        overlong: what becomes of a longer prompt: `drop` it and count it, or `error`.
+
+    Raises:
+        ValueError: for a missing column, an empty or malformed prompt (naming the row), an over-long one under
+            `error`, or when none is left.
+    """
+    _check_arguments(dataset, query_len, overlong)
+    template = _template_of(dataset, prompt_column, prompt_template)
+    prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
+    kept: list[int] = []
+    input_ids: list[array[int]] = []
+    for start in range(0, len(dataset), _CHUNK):
+        columns = dataset[start : start + _CHUNK]
+        size = min(_CHUNK, len(dataset) - start)
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
+        prompts = [_checked_prompt(prompt_of, row, start + i) for i, row in enumerate(rows)]
+        for number, ids in enumerate(_tokenize(prompts, tokenizer), start):
+            if not ids:
+                raise ValueError(
+                    f"the prompt in row {number} has no tokens under this tokenizer: {prompts[number - start]!r}"
+                )
+            if len(ids) <= query_len:
+                kept.append(number)
+                input_ids.append(array("i", ids))
+            elif overlong == "error":
+                raise ValueError(
+                    f"the prompt in row {number} has {len(ids)} tokens, more than query_len ({query_len}); "
+                    "raise query_len, or set overlong_prompts: drop"
+                )
+    if not kept:
+        raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
+    return PromptDataset(dataset.select(kept), input_ids, prompt_of, num_dropped=len(dataset) - len(kept))
+
+
+def _check_arguments(dataset: Dataset, query_len: int, overlong: str) -> None:
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"the prompt dataset is a {type(dataset).__name__}; give one split as a datasets.Dataset "
+            "(Dataset.from_list(rows) makes one from a list, dataset_dict['train'] picks one from several)"
+        )
+    if len(dataset) == 0:
+        raise ValueError("the prompt dataset has no rows")
+    if query_len < 1:
+        raise ValueError(f"query_len is {query_len}; it must be at least 1")
+    if overlong not in ("drop", "error"):
+        raise ValueError(f"overlong_prompts is {overlong!r}; it must be 'drop' or 'error'")
+
+
+def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | None) -> PromptTemplate | None:
+    columns = dataset.column_names
+    if prompt_template is not None:
+        return resolve_template(prompt_template, columns)
+    if prompt_column in columns:
+        return None
+    if prompt_column == "prompt" and "instruction" in columns:
+        return resolve_template("alpaca", columns)
+    raise ValueError(
+        f"the dataset has no column {prompt_column!r}; its columns are {columns}; "
+        "name the one with the prompt as prompt_column, or give a prompt_template such as 'Question: {question}'"
+    )
+
+
+def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:
+    """The column's text or messages, the latter without the None that Arrow puts where only other messages have a key:
+    chat templates ask for keys."""
+    prompt = row[column]
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
+        for message in prompt
+    ]
+
+
+def _checked_prompt(prompt_of: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], number: int) -> Any:
+    try:
+        prompt = prompt_of(row)
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from error
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(f"the prompt in row {number} is empty; drop such rows")
+    elif isinstance(prompt, list) and prompt:
+        _check_messages(prompt, number)
+    else:
+        raise ValueError(
+            f"the prompt in row {number} is {prompt!r}; "
+            "it must be text, or a list of messages with 'role' and 'content'"
+        )
+    return prompt
+
+
+def _check_messages(messages: list[Any], number: int) -> None:
+    for message in messages:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise ValueError(f"row {number} has the message {message!r}; it needs 'role' and 'content', both text")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"the messages in row {number} end with the assistant's; "
+            "the policy answers, so the last one must be someone else's: drop the answer"
+        )
+
+
+def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of texts, or of conversations; one dataset holds one kind, as Arrow columns do."""
+    if isinstance(prompts[0], str):
+        return _tokenize_texts(prompts, tokenizer)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the prompts are messages but the tokenizer has no chat template; use an instruction model's tokenizer, "
+            "set tokenizer.chat_template, or give the prompts as text"
+        )
+    encoded: Any = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    tokenized = tokenizer(texts, add_special_tokens=True)["input_ids"]
+    plain = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    # An eos in the text itself stays: only one that the plain ids do not end with was appended by the tokenizer.
+    return [
+        list(ids[:-1]) if ids and ids[-1] == eos and ids[len(ids) - len(text_ids) :] != text_ids else list(ids)
+        for ids, text_ids in zip(tokenized, plain, strict=True)
+    ]

@@ -1,0 +1,109 @@
+"""Prompt templates: dataset columns to prompt text. Chat templates are the tokenizer's and not here."""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A format string over dataset columns, with an optional second form for rows whose optional column is empty.
+
+    `optional` names the column whose absence, None or blank text selects `without_optional`.
+    """
+
+    text: str
+    optional: str | None = None
+    without_optional: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns every row must fill, in the order of their first use."""
+        return tuple(name for name in _field_names(self.text) if name != self.optional)
+
+    def render(self, row: Mapping[str, Any]) -> str:
+        """The prompt text of one row.
+
+        Raises:
+            ValueError: where a column is None, which would print as the word "None".
+        """
+        text = self.text
+        if self.without_optional is not None and not str(row.get(self.optional or "") or "").strip():
+            text = self.without_optional
+        values = {name: row[name] for name in _field_names(text)}
+        for name, value in values.items():
+            if value is None:
+                raise ValueError(f"column {name!r} is None; drop such rows or fill the column")
+        return text.format(**values)
+
+
+# The two wordings of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), which AlpacaFarm's models were trained
+# on: not ours to improve.
+PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
+    "alpaca": PromptTemplate(
+        text=(
+            "Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+        ),
+        optional="input",
+        without_optional=(
+            "Below is an instruction that describes a task. "
+            "Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\n{instruction}\n\n### Response:"
+        ),
+    )
+}
+
+
+def resolve_template(template: str, columns: Sequence[str]) -> PromptTemplate:
+    """The named template, or `template` itself as a format string such as "Question: {question}\\nAnswer:".
+
+    Args:
+        template: a key of PROMPT_TEMPLATES, or a format string whose fields are plain column names; literal braces are
+            doubled.
+        columns: the dataset's columns.
+
+    Raises:
+        ValueError: for an unknown name, a broken format string, a field that is not a plain name, or one that is no
+            column.
+    """
+    resolved = PROMPT_TEMPLATES.get(template)
+    if resolved is None:
+        if "{" not in template:
+            raise ValueError(
+                f"prompt_template {template!r} is neither a named template ({', '.join(sorted(PROMPT_TEMPLATES))}) "
+                "nor a format string with a column in braces, such as 'Question: {question}'"
+            )
+        resolved = PromptTemplate(text=template)
+    missing = [name for name in resolved.columns if name not in columns]
+    if missing:
+        raise ValueError(
+            f"prompt_template {template!r} uses {missing}, but the dataset's columns are {list(columns)}; "
+            "rename the field (or double the braces of a literal one)"
+        )
+    return resolved
+
+
+def _field_names(text: str) -> list[str]:
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(
+            f"prompt_template {text!r} is no format string ({error}); double each literal brace"
+        ) from error
+    names: dict[str, None] = {}
+    for _, name, spec, conversion in parts:
+        if name is None:
+            continue
+        # Attribute access, indexing and conversions would let a template reach into objects; columns are all it needs.
+        if not name.isidentifier() or spec or conversion:
+            raise ValueError(
+                f"prompt_template {text!r} has the field {name!r}; "
+                "a field must be a plain column name, such as {question}"
+            )
+        names[name] = None
+    if not names:
+        raise ValueError(f"prompt_template {text!r} has no column in braces: every prompt would be the same")
+    return list(names)

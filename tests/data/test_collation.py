@@ -1,0 +1,40 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alpaca_ppo.data import collate_prompts
+
+EOS = 2
+
+
+def item(*ids):
+    return {"input_ids": list(ids), "row": {"prompt": str(ids)}}
+
+
+def test_prompts_are_padded_on_the_left():
+    batch = collate_prompts([item(5, 6), item(7), item(8, 9, 10)], [4, 0, 9], pad_token_id=0, query_len=4)
+    assert_close(batch["queries"], torch.tensor([[0, 0, 5, 6], [0, 0, 0, 7], [0, 8, 9, 10]]))
+    assert_close(batch["query_attn_masks"], torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1]]))
+    assert_close(batch["prompt_ids"], torch.tensor([4, 0, 9]))
+    assert batch["rows"] == [{"prompt": "(5, 6)"}, {"prompt": "(7,)"}, {"prompt": "(8, 9, 10)"}]
+
+
+def test_mask_counts_tokens_where_the_prompt_holds_the_pad_id():
+    batch = collate_prompts([item(EOS, 5, EOS)], [0], pad_token_id=EOS, query_len=5)
+    assert_close(batch["queries"], torch.tensor([[EOS, EOS, EOS, 5, EOS]]))
+    assert_close(batch["query_attn_masks"], torch.tensor([[0, 0, 1, 1, 1]]))
+
+
+def test_a_share_without_prompts_has_zero_rows():
+    batch = collate_prompts([], [], pad_token_id=0, query_len=3)
+    assert batch["queries"].shape == (0, 3) and batch["prompt_ids"].dtype == torch.int64 and batch["rows"] == []
+
+
+def test_a_prompt_longer_than_query_len_is_refused():
+    with pytest.raises(ValueError, match=r"prompt 7 has 3 tokens, more than query_len \(2\)"):
+        collate_prompts([item(1, 2, 3)], [7], pad_token_id=0, query_len=2)
+
+
+def test_each_prompt_needs_an_index():
+    with pytest.raises(ValueError, match=r"items \(1\) and indices \(2\)"):
+        collate_prompts([item(1)], [0, 1], pad_token_id=0, query_len=2)

@@ -1,0 +1,191 @@
+import pytest
+from datasets import Dataset, DatasetDict
+from tokenizers import normalizers
+
+from alpaca_ppo.data import prepare_prompts
+from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
+from tests.tiny_models import BOS, EOS, PAD, tiny_tokenizer
+
+WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
+ONE, TWO, THREE, USER, ASSISTANT, SYSTEM, NAMED = range(4, 11)
+
+
+def prepare(rows, tokenizer=None, *, query_len=8, **options):
+    return prepare_prompts(Dataset.from_list(rows), tokenizer or tiny_tokenizer(WORDS), query_len=query_len, **options)
+
+
+def test_a_text_prompt_keeps_every_column_of_its_row():
+    prompts = prepare([{"prompt": "one two", "answer": "three", "id": 7}])
+    assert len(prompts) == 1 and prompts.num_dropped == 0
+    assert prompts[0] == {"input_ids": [ONE, TWO], "row": {"prompt": "one two", "answer": "three", "id": 7}}
+
+
+def test_another_column_can_hold_the_prompt_and_stays_a_column():
+    prompts = prepare([{"question": "two", "answer": "three"}], prompt_column="question")
+    assert prompts[0] == {"input_ids": [TWO], "row": {"question": "two", "answer": "three", "prompt": "two"}}
+
+
+def test_a_template_renders_the_prompt_that_rewards_see():
+    prompts = prepare([{"question": "two", "prompt": "old"}], prompt_template="one {question} three")
+    assert prompts[0] == {"input_ids": [ONE, TWO, THREE], "row": {"question": "two", "prompt": "one two three"}}
+
+
+def test_alpaca_rows_need_no_option():
+    rows = [{"instruction": "one", "input": ""}, {"instruction": "one", "input": "two"}]
+    prompts = prepare(rows, byte_tokenizer(), query_len=400)
+    assert prompts[0]["row"]["prompt"].endswith("### Instruction:\none\n\n### Response:")
+    assert prompts[1]["row"]["prompt"].endswith("### Instruction:\none\n\n### Input:\ntwo\n\n### Response:")
+    assert bytes_of(prompts[1]) == prompts[1]["row"]["prompt"].encode()
+    assert prompts[1]["row"]["input"] == "two"
+
+
+def test_overlong_prompts_are_dropped_and_counted_and_the_rest_keep_their_order():
+    prompts = prepare([{"prompt": text} for text in ["one", "one two three", "two", "three two one"]], query_len=2)
+    assert prompts.num_dropped == 2
+    assert [(item["input_ids"], item["row"]["prompt"]) for item in prompts] == [([ONE], "one"), ([TWO], "two")]
+
+
+def test_a_prompt_of_exactly_query_len_stays():
+    assert prepare([{"prompt": "one two"}], query_len=2, overlong="error").num_dropped == 0
+
+
+def test_rows_beyond_the_first_chunk_are_numbered_through():
+    rows = [{"prompt": "one", "id": i} for i in range(2100)]
+    rows[3]["prompt"] = rows[1500]["prompt"] = "one two three"
+    prompts = prepare(rows, query_len=2)
+    assert len(prompts) == 2098 and prompts.num_dropped == 2
+    assert [prompts[i]["row"]["id"] for i in (0, 3, 1498, 1499, 2097)] == [0, 4, 1499, 1501, 2099]
+    with pytest.raises(ValueError, match="row 1500 has 3 tokens"):
+        prepare([*rows[:3], *rows[4:5], *rows[4:]], query_len=2, overlong="error")
+
+
+def bytes_of(item):
+    return byte_tokenizer().decode(item["input_ids"]).encode()
+
+
+@pytest.mark.parametrize(
+    "text", ["Où est l’école ? 💡", "日本語のテキスト", "x\u0301 ≠ x́\n\ttab", "£5 · €7½", "👩‍👩‍👧"]
+)
+def test_unicode_survives(text):
+    prompts = prepare([{"prompt": text}], byte_tokenizer(), query_len=99)
+    assert len(prompts[0]["input_ids"]) == len(text.encode())
+    assert bytes_of(prompts[0]) == text.encode() and prompts[0]["row"]["prompt"] == text
+
+
+@pytest.mark.parametrize(
+    ("frame", "text", "expected"),
+    [
+        ("<bos> $A <eos>", "one", [BOS, ONE]),
+        ("$A <eos>", "one two", [ONE, TWO]),
+        ("<bos> $A", "one", [BOS, ONE]),
+        # An eos or pad that the text itself has stays; only the tokenizer's own goes.
+        ("<bos> $A <eos>", "one <eos>", [BOS, ONE, EOS]),
+        ("<bos> $A", "one <eos>", [BOS, ONE, EOS]),
+        ("$A", "one <pad> <eos> two <pad>", [ONE, PAD, EOS, TWO, PAD]),
+    ],
+)
+def test_only_an_eos_that_the_tokenizer_appends_is_taken_off(frame, text, expected):
+    assert prepare([{"prompt": text}], framing_tokenizer(WORDS, frame=frame))[0]["input_ids"] == expected
+
+
+def test_messages_go_through_the_chat_template_with_the_generation_prompt():
+    messages = [{"role": "system", "content": "two"}, {"role": "user", "content": "one"}]
+    prompts = prepare([{"prompt": messages, "answer": "x"}], chat_tokenizer(WORDS), query_len=12)
+    # One <bos> a turn, as the template has it: none is added in front, and the eos of the last turn stays.
+    assert prompts[0]["input_ids"] == [BOS, SYSTEM, TWO, EOS, BOS, USER, ONE, EOS, BOS, ASSISTANT]
+    assert prompts[0]["row"] == {"prompt": messages, "answer": "x"}
+
+
+def test_a_key_that_only_other_messages_have_is_not_in_a_message():
+    rows = [
+        {"prompt": [{"role": "user", "content": "one"}]},
+        {"prompt": [{"role": "user", "content": "two", "name": "three"}]},
+    ]
+    prompts = prepare(rows, chat_tokenizer(WORDS), query_len=12)
+    assert prompts[0]["input_ids"] == [BOS, USER, ONE, EOS, BOS, ASSISTANT]
+    assert prompts[1]["input_ids"] == [BOS, USER, TWO, EOS, NAMED, BOS, ASSISTANT]
+    assert prompts[0]["row"]["prompt"] == rows[0]["prompt"]
+
+
+def test_messages_without_a_chat_template_are_refused():
+    with pytest.raises(ValueError, match="messages but the tokenizer has no chat template"):
+        prepare([{"prompt": [{"role": "user", "content": "one"}]}])
+
+
+@pytest.mark.parametrize("prompt", ["", " \n\t"])
+def test_an_empty_prompt_names_its_row(prompt):
+    with pytest.raises(ValueError, match="prompt in row 1 is empty"):
+        prepare([{"prompt": "one"}, {"prompt": prompt}])
+
+
+def test_a_prompt_without_tokens_names_its_row():
+    tokenizer = tiny_tokenizer(WORDS)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    with pytest.raises(ValueError, match="prompt in row 1 has no tokens under this tokenizer: '~'"):
+        prepare([{"prompt": "one"}, {"prompt": "~"}], tokenizer)
+
+
+@pytest.mark.parametrize("prompt", [None, []])
+def test_a_missing_prompt_names_its_row(prompt):
+    with pytest.raises(ValueError, match=r"prompt in row 0 is (None|\[\]); it must be text, or a list of messages"):
+        prepare([{"prompt": prompt}])
+
+
+def test_a_number_is_no_prompt():
+    with pytest.raises(ValueError, match="prompt in row 0 is 5"):
+        prepare([{"prompt": 5}])
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "one"}, {"role": "user", "content": 3}, "one"])
+def test_a_message_needs_role_and_content(message):
+    with pytest.raises(ValueError, match="row 0 has the message .*needs 'role' and 'content'"):
+        prepare([{"prompt": [message]}], chat_tokenizer(WORDS))
+
+
+def test_messages_that_end_with_the_answer_are_refused():
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    with pytest.raises(ValueError, match="row 0 end with the assistant's"):
+        prepare([{"prompt": messages}], chat_tokenizer(WORDS))
+
+
+def test_a_missing_column_names_those_found():
+    with pytest.raises(ValueError, match=r"no column 'prompt'; its columns are \['question', 'answer'\]"):
+        prepare([{"question": "one", "answer": "two"}])
+
+
+def test_none_under_a_template_names_row_and_column():
+    with pytest.raises(ValueError, match="row 1: column 'question' is None"):
+        prepare([{"question": "one"}, {"question": None}], prompt_template="{question}")
+
+
+def test_an_overlong_prompt_is_an_error_where_asked():
+    with pytest.raises(ValueError, match=r"row 1 has 3 tokens, more than query_len \(2\); raise query_len, or set"):
+        prepare([{"prompt": "one"}, {"prompt": "one two three"}], query_len=2, overlong="error")
+
+
+def test_a_dataset_with_only_overlong_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"all 1 prompts have more tokens than query_len \(1\)"):
+        prepare([{"prompt": "one two"}], query_len=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"query_len": 0}, "query_len is 0; it must be at least 1"),
+        ({"overlong": "truncate"}, "overlong_prompts is 'truncate'; it must be 'drop' or 'error'"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare([{"prompt": "one"}], **options)
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "one"}], DatasetDict({"train": Dataset.from_list([{"prompt": "one"}])})])
+def test_only_a_single_split_is_a_dataset(rows):
+    with pytest.raises(ValueError, match="give one split as a datasets.Dataset"):
+        prepare_prompts(rows, tiny_tokenizer(WORDS), query_len=4)
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match="no rows"):
+        prepare_prompts(Dataset.from_dict({"prompt": []}), tiny_tokenizer(WORDS), query_len=4)

@@ -1,0 +1,59 @@
+import pytest
+
+from alpaca_ppo.data import PROMPT_TEMPLATES, resolve_template
+
+ALPACA = ["instruction", "input", "output"]
+
+
+def test_alpaca_template_has_the_published_wording_with_an_input():
+    rendered = resolve_template("alpaca", ALPACA).render({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert rendered == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:"
+    )
+
+
+@pytest.mark.parametrize("row", [{"input": ""}, {"input": None}, {"input": " \n"}, {}])
+def test_alpaca_template_leaves_the_input_section_out_where_there_is_none(row):
+    rendered = PROMPT_TEMPLATES["alpaca"].render({"instruction": "Sing.", **row})
+    assert rendered == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSing.\n\n### Response:"
+    )
+
+
+def test_alpaca_template_needs_no_input_column():
+    assert "### Input" not in resolve_template("alpaca", ["instruction"]).render({"instruction": "Sing."})
+
+
+def test_format_string_takes_any_columns_and_keeps_doubled_braces():
+    template = resolve_template("{{json}} {question} ({level}) {question}", ["question", "level", "answer"])
+    assert template.columns == ("question", "level")
+    # Braces in a value are text, not fields.
+    assert template.render({"question": "{x}²?", "level": 3}) == "{json} {x}²? (3) {x}²?"
+
+
+def test_none_in_a_column_is_an_error_and_not_the_word_none():
+    with pytest.raises(ValueError, match="'question' is None"):
+        resolve_template("Q: {question}", ["question"]).render({"question": None})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("vicuna", "neither a named template \\(alpaca\\) nor a format string"),
+        ("Q: {query}", "uses \\['query'\\], but the dataset's columns are \\['question', 'answer'\\]"),
+        ("Q: {question", "no format string .*double each literal brace"),
+        ("Q: {}", "field ''"),
+        ("Q: {0}", "field '0'"),
+        ("Q: {question.__class__}", "plain column name"),
+        ("Q: {question[0]}", "plain column name"),
+        ("Q: {question!r}", "plain column name"),
+        ("Q: {question:>9}", "plain column name"),
+        ("Q: {{question}}", "every prompt would be the same"),
+    ],
+)
+def test_bad_template_is_refused_before_any_row_is_read(template, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_template(template, ["question", "answer"])
