@@ -1,0 +1,248 @@
+import asyncio
+import functools
+import sys
+import time
+
+import pytest
+
+from alpaca_ppo.rewards import FunctionReward, RewardError, build_reward, load_reward_function
+
+PROMPTS = ["Count.", "Sing.", "Où ?"]
+COMPLETIONS = ["one two", "la", "là 🎵"]
+IDS = [[5, 6, 2], [7, 2], [8, 9, 10, 2]]
+ROWS = [{"prompt": p, "answer": a, "level": i} for i, (p, a) in enumerate(zip(PROMPTS, "xyz", strict=True))]
+
+
+def score(*functions, **options):
+    return build_reward(list(functions), **options)(PROMPTS, COMPLETIONS, IDS, ROWS)
+
+
+def test_a_function_gets_texts_ids_and_every_other_column():
+    seen = {}
+
+    def record(prompts, completions, **columns):
+        seen.update(prompts=prompts, completions=completions, **columns)
+        return [0.5, 1, True]
+
+    assert score(record).rewards.tolist() == [0.5, 1.0, 1.0]
+    assert seen == {
+        "prompts": PROMPTS,
+        "completions": COMPLETIONS,
+        "completion_ids": IDS,
+        "answer": ["x", "y", "z"],
+        "level": [0, 1, 2],
+    }
+
+
+def test_a_function_without_keyword_dictionary_gets_what_it_names():
+    def named(completions, level, *, bonus=10):
+        return [len(text) + number + bonus for text, number in zip(completions, level, strict=True)]
+
+    # 7 + 0 + 10, 2 + 1 + 10, 4 + 2 + 10
+    assert score(named).rewards.tolist() == [17.0, 13.0, 16.0]
+
+
+def test_a_required_column_that_is_missing_is_named():
+    def named(completions, solution):
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"'named' requires \['solution'\].*it gives .*'answer', 'level'"):
+        score(named)
+
+
+def test_text_completions_of_message_prompts_become_assistant_messages():
+    seen = []
+
+    def record(completions, **columns):
+        seen.extend(completions)
+        return [0.0, 0.0]
+
+    messages = [{"role": "user", "content": "hi"}]
+    done = [{"role": "assistant", "content": "as it is"}]
+    build_reward(record)([messages, messages], ["hello", done], [[1], [2]], [{"prompt": messages}] * 2)
+    assert seen == [[{"role": "assistant", "content": "hello"}], done]
+
+
+def test_async_functions_wait_together():
+    def waiting(number, events):
+        async def judge(completions, **columns):
+            events.append(f"start {number}")
+            await asyncio.sleep(0.05)
+            events.append(f"end {number}")
+            return [float(number)] * len(completions)
+
+        return judge
+
+    events = []
+    result = score(waiting(1, events), waiting(2, events), lambda completions, **columns: [0.25] * len(completions))
+    assert [event.split()[0] for event in events] == ["start", "start", "end", "end"]
+    assert result.rewards.tolist() == [3.25] * 3
+    assert list(result.by_source) == ["judge", "judge_2", "lambda"]
+
+
+def test_async_functions_work_inside_a_running_loop():
+    async def judge(completions, **columns):
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def notebook_cell():
+        return score(judge).rewards.tolist()
+
+    assert asyncio.run(notebook_cell()) == [1.0] * 3
+
+
+def test_a_synchronous_function_may_run_a_loop_of_its_own():
+    async def ask():
+        return 2.0
+
+    def judge(completions, **columns):
+        return [asyncio.run(ask()) for _ in completions]
+
+    assert score(judge).rewards.tolist() == [2.0] * 3
+
+
+def test_an_async_call_is_found_behind_a_partial_or_an_object():
+    class Judge:
+        async def __call__(self, completions, **columns):
+            return [1.0] * len(completions)
+
+    async def scaled(completions, scale, **columns):
+        return [scale] * len(completions)
+
+    result = score(Judge(), functools.partial(scaled, scale=3.0))
+    assert {name: values.tolist() for name, values in result.by_source.items()} == {
+        "Judge": [1.0] * 3,
+        "scaled": [3.0] * 3,
+    }
+
+
+def fails_on(bad, *, asynchronous):
+    def judge(completions, **columns):
+        return [1 / (text != bad) for text in completions]
+
+    async def async_judge(completions, **columns):
+        await asyncio.sleep(0)
+        return judge(completions)
+
+    return async_judge if asynchronous else judge
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_exception_names_source_row_and_text(asynchronous):
+    with pytest.raises(RewardError, match="judge' raised ZeroDivisionError: division by zero, on row 2") as caught:
+        score(fails_on("là 🎵", asynchronous=asynchronous))
+    assert caught.value.row == 2 and caught.value.source.endswith("judge")
+    assert "prompt: 'Où ?'\n  completion: 'là 🎵'" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_of_the_whole_batch_names_no_single_row():
+    def judge(completions, **columns):
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        return [1.0]
+
+    with pytest.raises(RewardError, match="raised RuntimeError: too many, on a batch of 3 rows") as caught:
+        score(judge)
+    assert caught.value.row is None
+
+
+def test_a_failure_beside_an_async_function_leaves_nothing_unawaited(recwarn):
+    async def judge(completions, **columns):
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="raised ZeroDivisionError"):
+        score(judge, fails_on("la", asynchronous=False))
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+
+
+def test_keyboard_interrupt_is_not_taken_for_a_failing_function():
+    def judge(completions, **columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(judge)
+
+
+def test_a_long_text_is_shortened_at_both_ends_of_the_message():
+    prompt = "start" + "x" * 5000 + "finish"
+    with pytest.raises(RewardError) as caught:
+        build_reward(lambda completions: [None])([prompt], ["la"], [[1]], [{"prompt": prompt}])
+    assert "'startxxx" in str(caught.value) and "xxxfinish'" in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory with a package and a file of reward functions, as a user has it."""
+    (tmp_path / "judging_package").mkdir()
+    (tmp_path / "judging_package" / "judge.py").write_text(
+        "def best(completions):\n    return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "sibling_of_judge.py").write_text("BONUS = 2.0\n")
+    (tmp_path / "loose" / "json.py").write_text(
+        "from sibling_of_judge import BONUS\nSTATE = []\nnumber = 3\n"
+        "def good(completions):\n    STATE.append(1)\n    return [BONUS] * len(completions)\n"
+        "def calls(completions):\n    return [float(len(STATE))] * len(completions)\n"
+    )
+    (tmp_path / "this.py").write_text("def mine(completions):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "broken_judge.py").write_text("import no_such_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    before = dict(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.modules.clear()
+    sys.modules.update(before[0])
+    assert sys.path == before[1]
+
+
+def test_a_function_is_named_by_module_from_the_working_directory(project):
+    assert score("judging_package.judge:best").by_source["best"].tolist() == [1.0] * 3
+
+
+def test_the_working_directory_comes_before_installed_modules(project):
+    assert load_reward_function("this:mine")(["a"]) == [1.0]
+
+
+def test_a_function_is_named_by_file_and_the_file_is_loaded_once(project):
+    import json
+
+    # The file may have the name of a module that is imported, and import its neighbours.
+    result = score("loose/json.py:good", str(project / "loose" / "json.py") + ":calls")
+    assert {name: values.tolist() for name, values in result.by_source.items()} == {
+        "good": [2.0] * 3,
+        "calls": [1.0] * 3,
+    }
+    assert sys.modules["json"] is json
+
+
+def test_an_installed_function_is_named_by_its_module():
+    assert load_reward_function("time:sleep") is time.sleep
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("judging_package.judge", "must be 'module:function' or 'path/to/file.py:function'"),
+        (":best", "must be 'module:function'"),
+        ("judging_package.judge:", "must be 'module:function'"),
+        ("judging_package.jury:best", "no module 'judging_package.jury' in .* give the file instead"),
+        ("no_such_package.judge:best", "no module 'no_such_package'"),
+        ("judging_package.judge:worst", r"has no function 'worst'; it has \['best'\]"),
+        ("loose/json.py:number", r"has no function 'number'; it has \['good', 'calls'\]"),
+        ("loose/missing.py:best", "there is no file .*missing.py"),
+    ],
+)
+def test_a_bad_name_says_what_is_missing(project, spec, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward_function(spec)
+
+
+@pytest.mark.parametrize("spec", ["broken_judge:best", "broken_judge.py:best"])
+def test_an_error_inside_the_module_stays_as_it_is(project, spec):
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+            load_reward_function(spec)
+
+
+def test_a_function_reward_can_be_renamed():
+    assert FunctionReward(lambda completions: [], name="length").name == "length"

@@ -1,0 +1,246 @@
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+from alpaca_ppo.rewards import RewardError, build_reward
+from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
+from tests.tiny_models import (
+    ARCHITECTURES,
+    BOS,
+    EOS,
+    MAX_POSITIONS,
+    PAD,
+    tiny_causal_lm,
+    tiny_sequence_classifier,
+    tiny_tokenizer,
+)
+
+WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
+ONE, TWO, THREE, USER, ASSISTANT = range(4, 9)
+# Of different length, one with an eos at its end, one with it inside, one that is a single token.
+PROMPTS = ["one two", "three", "two <eos> one three", "one"]
+COMPLETIONS = [" three", " two one <eos>", " two", ""]
+
+
+def score(model, tokenizer, prompts=PROMPTS, completions=COMPLETIONS, **options):
+    scorer = build_reward(model, reward_processing_classes=tokenizer, **options)
+    rows = [{"prompt": prompt} for prompt in prompts]
+    return scorer(prompts, completions, [[1]] * len(prompts), rows).rewards
+
+
+def alone(model, sequences):
+    """Each sequence's score in a batch of its own, without any padding."""
+    with torch.no_grad():
+        return torch.cat([model(input_ids=torch.tensor([ids])).logits[:, 0] for ids in sequences]).float()
+
+
+def ids_of(tokenizer):
+    return [tokenizer(p + c)["input_ids"] for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("pad_token_id", [PAD, EOS, None])
+def test_a_batch_is_scored_as_its_rows_alone(arch, pad_token_id, batch_size):
+    model = tiny_sequence_classifier(arch, pad_token_id=pad_token_id)
+    tokenizer = tiny_tokenizer(WORDS)
+    expected = alone(model, ids_of(tokenizer))
+    assert_close(score(model, tokenizer, batch_size=batch_size), expected, atol=1e-5, rtol=1e-5)
+    assert expected.unique().numel() == len(PROMPTS)
+    assert model.config.pad_token_id == pad_token_id
+
+
+@pytest.mark.parametrize(("end", "end_id"), [(" <eos>", EOS), (" <pad>", PAD), (" two", TWO)])
+def test_without_a_pad_token_the_score_stands_at_the_very_last_token(end, end_id):
+    model = tiny_sequence_classifier("gpt2", pad_token_id=None)
+    with torch.no_grad():
+        hidden = model.transformer(torch.tensor([[ONE, end_id]])).last_hidden_state
+        expected = model.score(hidden)[0, -1]
+    rewards = score(model, tiny_tokenizer(WORDS), ["one", "one"], [end, " two three one"])
+    assert_close(rewards[:1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_tokenizers_pad_token_does_not_matter():
+    model = tiny_sequence_classifier("llama", pad_token_id=PAD)
+    tokenizer = tiny_tokenizer(WORDS)
+    expected = alone(model, ids_of(tokenizer))
+    tokenizer.pad_token = "three"
+    assert_close(score(model, tokenizer), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pad_id_outside_the_vocabulary_stands_for_none():
+    model = tiny_sequence_classifier("llama", pad_token_id=None)
+    tokenizer = tiny_tokenizer(WORDS)
+    expected = score(model, tokenizer)
+    model.config.pad_token_id = -1
+    assert_close(score(model, tokenizer), expected)
+
+
+def test_a_byte_tokenizer_without_pad_token_scores_any_text():
+    tokenizer = byte_tokenizer()
+    model = tiny_sequence_classifier("gpt2", vocab_size=len(tokenizer), pad_token_id=None)
+    prompts, completions = ["日本語 ", "Où ?"], ["🎵", " là"]
+    expected = alone(
+        model, [[b for b in tokenizer(p + c)["input_ids"]] for p, c in zip(prompts, completions, strict=True)]
+    )
+    assert len(tokenizer("日本語 🎵")["input_ids"]) == len("日本語 🎵".encode())
+    assert_close(score(model, tokenizer, prompts, completions), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_encoder_is_scored_with_its_mask():
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=1
+    )
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    for parameter in model.parameters():
+        # The default spread is so small that attention to padding would not be seen.
+        parameter.data.normal_(0.0, 0.3)
+    tokenizer = tiny_tokenizer(WORDS)
+    assert_close(score(model, tokenizer), alone(model, ids_of(tokenizer)), atol=1e-5, rtol=1e-5)
+
+
+def test_text_gets_the_special_tokens_of_the_reward_models_tokenizer():
+    model = tiny_sequence_classifier("llama")
+    tokenizer = framing_tokenizer(WORDS, frame="<bos> $A")
+    assert_close(score(model, tokenizer, ["one"], [" two"]), alone(model, [[BOS, ONE, TWO]]), atol=1e-5, rtol=1e-5)
+
+
+def test_messages_go_through_the_reward_models_chat_template():
+    model = tiny_sequence_classifier("llama")
+    messages = [{"role": "user", "content": "one"}]
+    rewards = score(model, chat_tokenizer(WORDS), [messages, messages], ["two", "three three three"])
+    expected = alone(
+        model,
+        [
+            [BOS, USER, ONE, EOS, BOS, ASSISTANT, TWO, EOS],
+            [BOS, USER, ONE, EOS, BOS, ASSISTANT, THREE, THREE, THREE, EOS],
+        ],
+    )
+    assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_text_prompt_with_a_message_completion_is_a_conversation():
+    model = tiny_sequence_classifier("llama")
+    rewards = score(model, chat_tokenizer(WORDS), ["one"], [[{"role": "assistant", "content": "two"}]])
+    expected = alone(model, [[BOS, USER, ONE, EOS, BOS, ASSISTANT, TWO, EOS]])
+    assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_keys_and_values_are_kept(arch):
+    model = tiny_sequence_classifier(arch)
+    caches = []
+    model.register_forward_hook(lambda module, inputs, output: caches.append(output.past_key_values))
+    before = model.config.to_dict()
+    score(model, tiny_tokenizer(WORDS))
+    assert caches == [None]
+    assert model.config.to_dict() == before
+
+
+def test_dropout_is_off_while_scoring_and_the_mode_comes_back():
+    model = tiny_sequence_classifier("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = score(model, tiny_tokenizer(WORDS))
+    model.train()
+    assert_close(score(model, tiny_tokenizer(WORDS)), expected)
+    assert model.training
+
+
+def test_half_precision_scores_come_out_in_float32():
+    model = tiny_sequence_classifier("llama", dtype=torch.bfloat16)
+    rewards = score(model, tiny_tokenizer(WORDS))
+    assert rewards.dtype == torch.float32 and not rewards.requires_grad
+
+
+def saved(tmp_path, model, tokenizer=None):
+    folder = tmp_path / "my-reward"
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_folder_is_loaded_in_float32_with_its_own_tokenizer(tmp_path):
+    model = tiny_sequence_classifier("llama", dtype=torch.bfloat16)
+    folder = saved(tmp_path, model, framing_tokenizer(WORDS, frame="<bos> $A"))
+    scorer = build_reward(
+        [lambda completions: [1.0] * len(completions), folder], reward_weights=[1.0, 2.0], device="cpu"
+    )
+    result = scorer(["one"], [" two"], [[1]], [{"prompt": "one"}])
+    loaded = scorer.sources[1].model
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    expected = alone(loaded, [[BOS, ONE, TWO]])
+    assert_close(result.by_source["my-reward"], expected, atol=1e-5, rtol=1e-5)
+    assert_close(result.rewards, 1.0 + 2.0 * expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_loaded_model_in_memory_finds_its_tokenizer(tmp_path):
+    folder = saved(tmp_path, tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert_close(score(model, None), score(model, tiny_tokenizer(WORDS)))
+
+
+def test_the_scorer_moves_its_models():
+    model = tiny_sequence_classifier("llama")
+    scorer = build_reward([model, lambda completions: []], reward_processing_classes=tiny_tokenizer(WORDS))
+    assert scorer.to("meta") is scorer
+    assert next(model.parameters()).device.type == "meta"
+
+
+def test_a_language_model_is_refused(tmp_path):
+    folder = saved(tmp_path, tiny_causal_lm("llama"), tiny_tokenizer(WORDS))
+    with pytest.raises(
+        ValueError, match="my-reward' has num_labels 2; a reward model is a sequence classifier with num_labels=1"
+    ):
+        build_reward(folder)
+
+
+def test_a_language_model_that_claims_one_label_is_refused_for_its_random_head(tmp_path):
+    model = tiny_causal_lm("llama")
+    model.config.num_labels = 1
+    folder = saved(tmp_path, model, tiny_tokenizer(WORDS))
+    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\], which would be random"):
+        build_reward(folder)
+
+
+def test_a_classifier_of_several_labels_is_refused():
+    model = tiny_sequence_classifier("llama")
+    model.config.num_labels = 3
+    with pytest.raises(ValueError, match="'LlamaForSequenceClassification' has num_labels 3"):
+        build_reward(model, reward_processing_classes=tiny_tokenizer(WORDS))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    model = tiny_sequence_classifier("llama")
+    with pytest.raises(ValueError, match="'LlamaForSequenceClassification' was built in memory and has no tokenizer"):
+        build_reward(model)
+    with pytest.raises(ValueError, match="my-reward' has no tokenizer beside it"):
+        build_reward(saved(tmp_path, model))
+
+
+def test_messages_without_a_chat_template_are_refused():
+    with pytest.raises(
+        RewardError, match="without chat template, but got messages; set tokenizer.chat_template, on row 0"
+    ):
+        score(tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS), [[{"role": "user", "content": "one"}]], ["two"])
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_a_text_longer_than_the_context_is_refused_and_not_cut(arch):
+    prompts = ["one", "one " * MAX_POSITIONS]
+    message = f"takes 1 to {MAX_POSITIONS} tokens and got {MAX_POSITIONS + 1}; .*, on row 1"
+    with pytest.raises(RewardError, match=message):
+        score(tiny_sequence_classifier(arch), tiny_tokenizer(WORDS), prompts, [" two", "two"])
+
+
+def test_a_text_longer_than_the_tokenizers_limit_is_refused():
+    tokenizer = tiny_tokenizer(WORDS)
+    tokenizer.model_max_length = 2
+    with pytest.raises(RewardError, match="takes 1 to 2 tokens and got 3"):
+        score(tiny_sequence_classifier("bloom"), tokenizer, ["one two"], [" three"])
+
+
+def test_an_empty_text_is_refused():
+    with pytest.raises(RewardError, match="got 0"):
+        score(tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS), [""], [""])
