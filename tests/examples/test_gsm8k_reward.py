@@ -1,0 +1,88 @@
+import pytest
+
+from alpaca_ppo.rewards import RewardError, build_reward
+from examples.rewards.gsm8k import correctness, well_formed
+
+SOLUTION = "She has 3 + 4 = <<3+4=7>>7 eggs.\n#### "
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "expected"),
+    [
+        ("7", "7", 1.0),
+        ("8", "7", 0.0),
+        ("$1,234", "1234", 1.0),
+        ("1234", "1,234", 1.0),
+        ("7.", "7", 1.0),
+        ("7.00", "7", 1.0),
+        ("0.5", ".5", 1.0),
+        ("7.5", "7", 0.0),
+        ("-7", "7", 0.0),
+        ("-$7", "-7", 1.0),
+        ("$-7", "-7", 1.0),
+        ("$ 7 dollars", "7", 1.0),
+        ("77", "7", 0.0),
+        ("seven", "7", 0.0),
+        ("", "7", 0.0),
+        # The last result counts, and one that follows no number counts as none.
+        ("8\nNo.\n#### 7", "7", 1.0),
+        ("7\nNo.\n#### 8", "7", 0.0),
+        ("7\n####", "7", 0.0),
+        ("123456789012345678901", "123456789012345678902", 0.0),
+    ],
+)
+def test_correctness_compares_the_numbers_after_the_last_hashes(written, answer, expected):
+    assert correctness(completions=[SOLUTION + written], answer=[f"Work.\n#### {answer}"]) == [expected]
+
+
+def test_correctness_is_zero_without_hashes():
+    assert correctness(completions=["The answer is 7"], answer=["#### 7"]) == [0.0]
+
+
+def test_an_answer_without_result_names_its_row():
+    scorer = build_reward(correctness)
+    rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": "two"}]
+    with pytest.raises(
+        RewardError, match="'correctness' raised ValueError: the answer has no '#### number': 'two', on row 1"
+    ):
+        scorer(["a", "b"], ["#### 1", "#### 2"], [[1], [1]], rows)
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("Work.\n#### 7", 1.0),
+        ("#### 7", 1.0),
+        ("Work.\n#### -1,234.50\n", 1.0),
+        ("Work.\n#### 7 ", 1.0),
+        ("Work. #### 7", 0.0),
+        ("Work.\n####7", 0.0),
+        ("Work.\n#### seven", 0.0),
+        ("Work.\n####", 0.0),
+        ("Work.\n#### $7", 0.0),
+        ("Work.\n#### 7 eggs", 0.0),
+        ("Work.\n#### 7.", 0.0),
+        ("Work.\n#### 1,23", 0.0),
+        ("Work.\n#### 7\nMore.", 0.0),
+        ("Work.\n#### 7\n#### 7", 0.0),
+        ("Work.\n##### 7", 0.0),
+        ("Work.\n####\n7", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_well_formed_asks_for_one_result_line_at_the_end(completion, expected):
+    assert well_formed(completions=[completion]) == [expected]
+
+
+def test_both_read_messages():
+    completions = [[{"role": "assistant", "content": "Work.\n#### 7"}], [{"role": "assistant", "content": "7"}]]
+    assert well_formed(completions=completions) == [1.0, 0.0]
+    assert correctness(completions=completions, answer=["#### 7", "#### 7"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("spec", ["examples.rewards.gsm8k:{}", "examples/rewards/gsm8k.py:{}"])
+def test_both_are_found_by_module_and_by_file(spec, monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    scorer = build_reward([spec.format("correctness"), spec.format("well_formed")], reward_weights=[1.0, 0.25])
+    result = scorer(["a"], ["#### 7"], [[1, 2]], [{"prompt": "a", "answer": "#### 7"}])
+    assert list(result.by_source) == ["correctness", "well_formed"] and result.rewards.tolist() == [1.25]
