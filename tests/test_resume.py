@@ -1,0 +1,96 @@
+"""A run that was stopped and resumed is the run that was never stopped, to the last bit."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+
+RUN = {
+    "total_episodes": 50,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "kl_controller": "proportional",
+    "target_kl": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+    "report_to": ["tensorboard"],
+    "trainer_arguments": {"eval_dataset": prompts(3)},
+}
+
+
+class StopAfter(TrainerCallback):
+    """Ends training after `step`, as a person would who interrupts the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+        return control
+
+
+def stopped_run(folder, *, after: int) -> None:
+    arguments = {**RUN["trainer_arguments"], "callbacks": [StopAfter(after)]}
+    tiny_trainer(folder, **{**RUN, "trainer_arguments": arguments}).train()
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_resumed_run_writes_the_same_metrics_and_weights_to_the_last_bit(after, tmp_path):
+    whole = tiny_trainer(tmp_path / "whole", **RUN)
+    whole.train()
+    # Stopped after step 3 the newest checkpoint is step 2's: step 3 is computed again, and its line replaced.
+    stopped_run(tmp_path / "parts", after=after)
+    assert len(metric_lines(tmp_path / "parts")) == after + 1
+    torch.manual_seed(123)
+    resumed = tiny_trainer(tmp_path / "parts", **RUN)
+    resumed.train(resume_from_checkpoint=True)
+    assert metric_lines(tmp_path / "parts") == metric_lines(tmp_path / "whole")
+    assert [line["step"] for line in metric_lines(tmp_path / "whole")] == list(range(6))
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(resumed)[name], value), name
+    for step in range(1, 6):
+        name = f"rollouts/step_{step:06d}.jsonl"
+        assert (tmp_path / "parts" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    tiny_trainer(tmp_path, total_episodes=50, save_steps=1, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_a_checkpoint_of_other_data_or_another_model_is_refused_before_anything_changes(tmp_path):
+    stopped_run(tmp_path, after=2)
+    other_data = tiny_trainer(tmp_path, **{**RUN, "rollout_batch_size": 8})
+    before = weights(other_data)
+    with pytest.raises(ValueError, match="rollout_batch_size"):
+        other_data.train(resume_from_checkpoint=True)
+    assert all(torch.equal(before[name], value) for name, value in weights(other_data).items())
+    other_model = tiny_trainer(tmp_path, model=tiny_causal_lm("gpt2"), **RUN)
+    with pytest.raises(ValueError, match="checkpoint-2"):
+        other_model.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(metric_lines(tmp_path)) == 3, "nothing was overwritten"
+
+
+def test_a_finished_run_is_not_overwritten_by_a_new_one(tmp_path):
+    tiny_trainer(tmp_path).train()
+    with pytest.raises(ValueError, match="output_dir"):
+        tiny_trainer(tmp_path).train()
+    assert len(metric_lines(tmp_path)) == 2
+
+
+def test_rollouts_on_disk_carry_text_and_numbers_of_every_token(tmp_path):
+    trainer = tiny_trainer(tmp_path, num_logged_rollouts=3)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["length"] == len(row["tokens"]) > 0
+        assert row["prompt"].startswith("w")
+        assert row["response"].split()[0] == row["tokens"][0]["text"]
+        assert row["score"] == sum(token["id"] % 2 == 0 for token in row["tokens"])
+        for token in row["tokens"]:
+            assert token["kl"] == pytest.approx(token["logprobs"] - token["ref_logprobs"], abs=1e-5)
