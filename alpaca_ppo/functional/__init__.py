@@ -1,0 +1,46 @@
+"""The mathematics of PPO as pure functions of tensors.
+
+They import torch and nothing else of the package. Masks are bool, True = counts; what stands under False reaches
+neither a value nor a gradient. Half-precision inputs are computed and returned in float32, float64 in float64. No
+function modifies its inputs or talks to other processes.
+"""
+
+from alpaca_ppo.functional.advantages import Advantages, gae
+from alpaca_ppo.functional.kl import KL_ESTIMATORS, kl_penalty
+from alpaca_ppo.functional.logprobs import ChunkedLogprobs, chunked_logprobs, entropy_from_logits, token_logprobs
+from alpaca_ppo.functional.masked import (
+    LOSS_AGG_MODES,
+    Loss,
+    aggregate_loss,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    zero_outside,
+)
+from alpaca_ppo.functional.policy_losses import policy_loss
+from alpaca_ppo.functional.shaping import ShapedRewards, last_token_index, response_lengths, shape_rewards
+from alpaca_ppo.functional.value_losses import value_loss
+
+__all__ = [
+    "KL_ESTIMATORS",
+    "LOSS_AGG_MODES",
+    "Advantages",
+    "ChunkedLogprobs",
+    "Loss",
+    "ShapedRewards",
+    "aggregate_loss",
+    "chunked_logprobs",
+    "entropy_from_logits",
+    "gae",
+    "kl_penalty",
+    "last_token_index",
+    "masked_mean",
+    "masked_var",
+    "masked_whiten",
+    "policy_loss",
+    "response_lengths",
+    "shape_rewards",
+    "token_logprobs",
+    "value_loss",
+    "zero_outside",
+]

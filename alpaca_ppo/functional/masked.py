@@ -1,0 +1,141 @@
+"""Means, variances and loss sums over the True entries of a mask.
+
+Every function removes what stands under False with `torch.where` before any arithmetic, so a NaN there changes
+neither a value nor a gradient. Nothing here knows about processes: the caller passes the whole optimizer step's count
+as `denominator` where one is needed.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How per-token losses become a scalar; see `aggregate_loss`."""
+
+LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
+
+WHITEN_EPSILON = 1e-8
+
+
+class Loss(NamedTuple):
+    """A scalar loss with its graph, and detached scalar figures about it."""
+
+    loss: Tensor
+    """Scalar."""
+    stats: dict[str, Tensor]
+    """Detached scalars, over the masked tokens of this call."""
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """`values` as float32, or unchanged where they are float64 already."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` is True and 0 elsewhere, in float32 or wider; the gradient outside is 0 too, whatever
+    stands there.
+
+    Args:
+        values: any shape and dtype.
+        mask: bool of the same shape, True = counts.
+
+    Raises:
+        ValueError: when the two shapes differ; broadcasting a mask would make its count wrong.
+    """
+    if values.shape != mask.shape:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} but values have {tuple(values.shape)}; "
+            "pass a mask with one entry for each value"
+        )
+    values = at_least_float32(values)
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 where nothing is masked in.
+
+    Args:
+        values: any shape.
+        mask: bool of the same shape, True = counts.
+        dim: dimension or dimensions to reduce.
+
+    Raises:
+        ValueError: when the two shapes differ.
+    """
+    dims = tuple(range(values.dim())) if dim is None else dim
+    # A count of 0 becomes 1: the sum is 0 there, and 0 / 0 would poison an average over micro-batches.
+    return zero_outside(values, mask).sum(dim=dims) / mask.sum(dim=dims).clamp_min(1)
+
+
+def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """The variance of `values` where `mask` is True: a scalar, 0 for fewer than two entries.
+
+    Args:
+        values: any shape.
+        mask: bool of the same shape, True = counts.
+        unbiased: divide by the masked count less one (Bessel's correction) rather than by the count.
+
+    Raises:
+        ValueError: when the two shapes differ.
+    """
+    deviations = zero_outside(values - masked_mean(values, mask), mask)
+    return deviations.square().sum() / (mask.sum() - int(unbiased)).clamp_min(1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:
+    """`(values - mean) * rsqrt(var + 1e-8)` where `mask` is True, 0 elsewhere; mean and unbiased variance are over
+    the mask.
+
+    Args:
+        values: any shape.
+        mask: bool of the same shape, True = counts.
+        keep_mean: add the mean back, so that only the scale changes.
+
+    Raises:
+        ValueError: when the two shapes differ.
+    """
+    # Zeroed before the product: 0 * NaN in its backward would reach the mean and, through it, every entry.
+    values = zero_outside(values, mask)
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
+    return zero_outside(whitened + mean if keep_mean else whitened, mask)
+
+
+def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tensor | float | None = None) -> Tensor:
+    """A scalar from per-token losses:
+
+    - `token-mean`: sum over tokens / tokens;
+    - `seq-mean-token-sum`: sum over tokens / sequences;
+    - `seq-mean-token-mean`: sum over sequences of their token means / sequences;
+    - `seq-mean-token-sum-norm`: sum over tokens / padded length R (Dr. GRPO, arXiv:2503.20783, without its division
+      by sequences).
+
+    Rows whose mask is empty are no sequences. An all-empty mask gives 0, still attached to the graph of `losses`.
+
+    Args:
+        losses: (B, R), nats or squared value units.
+        mask: (B, R) bool, True = counts.
+        mode: one of the above.
+        denominator: tokens (`token-mean`) or sequences (`seq-mean-*`) of the whole optimizer-step batch, instead of
+            this call's own count; the results of the batch's parts then add up to the result of the whole.
+            `seq-mean-token-sum-norm` does not use it: its divisor is the padded length, and parts padded to the same
+            length add up as they are.
+
+    Raises:
+        ValueError: for an unknown mode, and when the two shapes differ.
+    """
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}")
+    selected = zero_outside(losses, mask)
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(selected)
+    if mode == "seq-mean-token-sum-norm":
+        return selected.sum() / max(losses.size(-1), 1)
+    tokens = mask.sum(dim=-1)
+    if mode == "token-mean":
+        return selected.sum() / (tokens.sum().clamp_min(1) if denominator is None else denominator)
+    per_sequence = selected.sum(dim=-1)
+    if mode == "seq-mean-token-mean":
+        per_sequence = per_sequence / tokens.clamp_min(1)
+    return per_sequence.sum() / ((tokens > 0).sum().clamp_min(1) if denominator is None else denominator)

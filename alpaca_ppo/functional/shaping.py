@@ -1,0 +1,81 @@
+"""Where a response ends, and per-token rewards from a score and a KL penalty."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional.kl import kl_penalty
+from alpaca_ppo.functional.masked import at_least_float32, zero_outside
+
+
+class ShapedRewards(NamedTuple):
+    """Per-token rewards, each (B, R) and 0 outside the response mask."""
+
+    shaped_rewards: Tensor
+    """Score and KL penalty together."""
+    non_score_rewards: Tensor
+    """The KL penalty alone: -kl_coef * kl."""
+    kl: Tensor
+    """The KL estimate of each token, in nats."""
+
+
+def response_lengths(response_mask: Tensor) -> Tensor:
+    """Columns up to and including the last True of each row, holes counted; `response_mask` (B, R) bool; returns (B,)
+    int64, 0 for an empty row.
+    """
+    columns = torch.arange(1, response_mask.size(1) + 1, device=response_mask.device)
+    return torch.where(response_mask, columns, 0).amax(dim=1)
+
+
+def last_token_index(response_mask: Tensor) -> Tensor:
+    """Column of the last True of each row; `response_mask` (B, R) bool, True = a token the policy chose; returns (B,)
+    int64, -1 for an empty row.
+    """
+    return response_lengths(response_mask) - 1
+
+
+def shape_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    kl_coef: float,
+    kl_estimator: str = "k1",
+) -> ShapedRewards:
+    """`-kl_coef * kl` on every masked token, plus the score on the last masked one (the stop token, where there is
+    one).
+
+    This is the reward of arXiv:1909.08593, equation 2, with the sequence's KL spread over its tokens.
+
+    Args:
+        scores: (B,), one for a response; or (B, R), added token by token.
+        logprobs: (B, R), log-probabilities under the policy that sampled, in nats.
+        ref_logprobs: (B, R), the same under the reference.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        kl_coef: reward units per nat.
+        kl_estimator: see `kl_penalty`.
+
+    Raises:
+        ValueError: when a row's mask is empty (named), when shapes do not agree, and for an unknown estimator.
+    """
+    last = last_token_index(response_mask)
+    empty = (last < 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"response_mask has no token in rows {empty} of {len(last)}, so their scores have no place; "
+            "every response needs at least one token, its stop token included"
+        )
+    if scores.shape not in (last.shape, response_mask.shape):
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score a response, "
+            f"or {tuple(response_mask.shape)}, one a token"
+        )
+    kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)
+    non_score_rewards = -kl_coef * kl
+    token_scores = at_least_float32(scores)
+    if scores.dim() == 1:
+        slots = token_scores.new_zeros(response_mask.shape)
+        token_scores = slots.scatter(1, last.unsqueeze(1), token_scores.unsqueeze(1))
+    return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)

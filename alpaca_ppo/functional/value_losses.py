@@ -1,0 +1,56 @@
+"""The regression loss of a scalar critic. Distributional critics are not here."""
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional.masked import Loss, aggregate_loss, masked_mean, zero_outside
+
+
+def value_loss(
+    vpreds: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_value: float | None = None,
+    loss_agg_mode: str = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """Half the squared error to the returns, the larger of the raw and the clipped prediction's:
+
+        loss = 0.5 * aggregate(max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2))
+
+    The clipped form is that of OpenAI Baselines' PPO2; no paper motivates it, and None leaves the plain squared error.
+
+    Args:
+        vpreds: (B, R), the critic's predictions; the gradient flows here.
+        old_values: (B, R), its predictions when the rollout was made.
+        returns: (B, R), targets, not whitened.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        cliprange_value: c, how far a prediction may move from the old one with effect; None = no clipping.
+        loss_agg_mode: see `aggregate_loss`.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss, and the stats `clipfrac` (share of tokens whose clipped error is the larger), `error` (mean squared
+        error before clipping) and `vpred` (mean prediction), over the masked tokens of this call; 0 without any.
+
+    Raises:
+        ValueError: when cliprange_value is not positive, for an unknown mode, and for shapes that differ.
+    """
+    if cliprange_value is not None and not cliprange_value > 0:
+        raise ValueError(f"cliprange_value is {cliprange_value}; it must be positive, None switches value clipping off")
+    vpreds = zero_outside(vpreds, response_mask)
+    old_values = zero_outside(old_values, response_mask).detach()
+    returns = zero_outside(returns, response_mask).detach()
+    error = (vpreds - returns).square()
+    losses = error
+    if cliprange_value is not None:
+        clipped = vpreds.clamp(old_values - cliprange_value, old_values + cliprange_value)
+        losses = torch.maximum(error, (clipped - returns).square())
+    stats = {
+        "clipfrac": masked_mean((losses > error).to(error.dtype), response_mask),
+        "error": masked_mean(error.detach(), response_mask),
+        "vpred": masked_mean(vpreds.detach(), response_mask),
+    }
+    return Loss(0.5 * aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)

@@ -1,0 +1,101 @@
+import pytest
+import torch
+from torch import nan, tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import gae, masked_whiten
+from tests.golden_cases import golden_cases
+
+
+def test_gae_by_hand():
+    # A1 = 4 - 2 = 2;  A0 = (0 + .5*2 - 1) + .5*.5*A1 = 0.5;  returns = A + V
+    rewards, values, mask = tensor([[0.0, 4.0, 0.0]]), tensor([[1.0, 2.0, 0.0]]), tensor([[True, True, False]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert_close(advantages, tensor([[0.5, 2.0, 0.0]]))
+    assert_close(returns, tensor([[1.5, 4.0, 0.0]]))
+
+
+def test_gae_starts_at_the_first_masked_token():
+    # A3 = 1 - .5 = .5;  A2 = (0 + .99*.5 - .4) + .99*.95*.5 = .095 + .47025 = .56525
+    rewards, values = tensor([[0.0, 0, 0, 1]]), tensor([[0.2, 0.3, 0.4, 0.5]])
+    advantages, _ = gae(rewards, values, tensor([[False, False, True, True]]), gamma=0.99, lam=0.95)
+    assert_close(advantages, tensor([[0.0, 0.0, 0.56525, 0.5]]))
+
+
+def test_gae_skips_holes_as_if_their_columns_were_not_there():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    dense = gae(rewards, values, torch.ones(2, 3, dtype=torch.bool), gamma=0.9, lam=0.8)
+    # rows with their three tokens in different columns
+    columns = tensor([[0, 2, 5], [1, 3, 4]])
+    mask = torch.zeros(2, 6, dtype=torch.bool).scatter(1, columns, True)
+    holed_rewards, holed_values = (
+        torch.full((2, 6), 100.0, dtype=torch.float64).scatter(1, columns, x) for x in (rewards, values)
+    )
+    holed = gae(holed_rewards, holed_values, mask, gamma=0.9, lam=0.8)
+    for sparse, expected in zip(holed, dense, strict=True):
+        assert_close(sparse.gather(1, columns), expected)
+        assert sparse[~mask].eq(0).all()
+
+
+def test_gae_of_lam_zero_is_the_one_step_error():
+    # r + .5 * V_next - V: 1 + .5*3 - 2 = .5;  2 + 0 - 3 = -1
+    advantages, _ = gae(tensor([[1.0, 2.0]]), tensor([[2.0, 3.0]]), torch.ones(1, 2).bool(), gamma=0.5, lam=0.0)
+    assert_close(advantages, tensor([[0.5, -1.0]]))
+
+
+def test_gae_of_lam_and_gamma_one_is_return_to_go_less_value():
+    # returns-to-go 1 + 2 + 4 = 7, 6, 4; values 2, 3, 5
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    advantages, returns = gae(tensor([[1.0, 2, 4]]), tensor([[2.0, 3, 5]]), mask, gamma=1.0, lam=1.0)
+    assert_close(advantages, tensor([[5.0, 3.0, -1.0]]))
+    assert_close(returns, tensor([[7.0, 6.0, 4.0]]))
+
+
+def test_gae_ignores_what_stands_outside_the_mask():
+    mask = tensor([[False, True, False, True, False]])
+    rewards = tensor([[nan, 1.0, nan, 2.0, nan]], dtype=torch.float64, requires_grad=True)
+    values = tensor([[nan, 0.5, nan, 0.25, nan]], dtype=torch.float64, requires_grad=True)
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=0.5)
+    # A3 = 2 - .25 = 1.75;  A1 = 1 + .25 - .5 + .5*1.75 = 1.625
+    assert_close(advantages, tensor([[0.0, 1.625, 0.0, 1.75, 0.0]]).double())
+    assert_close(returns, tensor([[0.0, 2.125, 0.0, 2.0, 0.0]]).double())
+    for grad in torch.autograd.grad((advantages + returns).square().sum(), (rewards, values)):
+        assert grad.isfinite().all() and grad[~mask].eq(0).all()
+
+
+def test_gae_gradients_match_finite_differences():
+    torch.manual_seed(0)
+    rewards, values = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = tensor([[True, False, True, True], [True, True, False, False]])
+    assert gradcheck(lambda r, v: gae(r, v, mask, gamma=0.9, lam=0.7), (rewards, values))
+
+
+def test_gae_of_a_row_or_batch_without_tokens_is_zero():
+    nothing = gae(torch.ones(1, 3), torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool), gamma=0.9, lam=0.9)
+    assert nothing.advantages.eq(0).all() and nothing.returns.eq(0).all()
+    empty = gae(torch.ones(2, 0), torch.ones(2, 0), torch.zeros(2, 0, dtype=torch.bool), gamma=0.9, lam=0.9)
+    assert empty.advantages.shape == (2, 0)
+
+
+def test_gae_computes_half_precision_in_float32():
+    ones = torch.ones(1, 3, dtype=torch.bfloat16)
+    result = gae(ones, ones, torch.ones(1, 3, dtype=torch.bool), gamma=0.99, lam=0.95)
+    assert all(tensor.dtype == torch.float32 for tensor in result)
+
+
+@pytest.mark.parametrize("name", ["gamma", "lam"])
+def test_gae_refuses_a_rate_outside_zero_to_one(name):
+    rates = {"gamma": 0.9, "lam": 0.9} | {name: 1.5}
+    with pytest.raises(ValueError, match=rf"{name} is 1.5; it must be in \[0, 1\]"):
+        gae(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), **rates)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("gae"))
+def test_gae_matches_golden(inputs, expected):
+    advantages, returns = gae(**inputs)
+    assert_close(advantages, expected["advantages_inside_mask"], rtol=0, atol=1e-6)
+    assert_close(returns, expected["returns_inside_mask"], rtol=0, atol=1e-6)
+    whitened = masked_whiten(advantages, inputs["response_mask"])
+    assert_close(whitened, expected["whitened_advantages_inside_mask"], rtol=0, atol=1e-6)

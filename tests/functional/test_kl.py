@@ -1,0 +1,81 @@
+import math
+
+import pytest
+import torch
+from torch import tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import KL_ESTIMATORS, kl_penalty
+from tests.golden_cases import golden_cases
+
+SMOOTH = ("k1", "abs", "k2", "k3", "k1_clamped")
+
+
+def test_estimators_by_hand():
+    # d = -0.5 - (-1.0) = 0.5 and -2.0 - (-1.5) = -0.5
+    logprobs, ref_logprobs = tensor([-0.5, -2.0]), tensor([-1.0, -1.5])
+    expected = {
+        "k1": [0.5, -0.5],
+        "abs": [0.5, 0.5],
+        "k2": [0.125, 0.125],
+        "k3": [math.exp(-0.5) - 1 + 0.5, math.exp(0.5) - 1 - 0.5],
+        "k1_clamped": [0.5, 0.0],
+    }
+    expected["k1+"], expected["k3+"] = expected["k1"], expected["k3"]
+    assert set(expected) == set(KL_ESTIMATORS)
+    for estimator, value in expected.items():
+        assert_close(kl_penalty(logprobs, ref_logprobs, estimator), tensor(value))
+
+
+@pytest.mark.parametrize("estimator", SMOOTH)
+def test_gradients_match_finite_differences(estimator):
+    logprobs = tensor([-0.5, -2.0, -1.1], dtype=torch.float64, requires_grad=True)
+    ref_logprobs = tensor([-1.0, -1.5, -0.2], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda p, q: kl_penalty(p, q, estimator), (logprobs, ref_logprobs))
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+"])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(estimator):
+    # d/d logprobs of d^2 / 2 is d = 0.5 and -0.5
+    logprobs, ref_logprobs = tensor([-0.5, -2.0], requires_grad=True), tensor([-1.0, -1.5])
+    kl = kl_penalty(logprobs, ref_logprobs, estimator)
+    assert_close(kl, kl_penalty(logprobs, ref_logprobs, estimator.removesuffix("+")), rtol=0, atol=0)
+    (grad,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert_close(grad, tensor([0.5, -0.5]))
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_equal_policies_have_no_kl(estimator):
+    logprobs = tensor([-0.5, -12.0])
+    assert kl_penalty(logprobs, logprobs.clone(), estimator).eq(0).all()
+
+
+def test_k3_is_bounded_and_finite_however_far_the_policies_are():
+    # d = -100: exp(20) - 1 - 20 is cut to 10; d = +100: -d is cut to -20, exp(-20) - 1 + 20
+    k3 = kl_penalty(tensor([-101.0, -1.0]), tensor([-1.0, -101.0]), "k3")
+    assert_close(k3, tensor([10.0, 10.0]))
+    assert_close(kl_penalty(tensor([-1.0]), tensor([-9.0]), "k3"), tensor([math.exp(-8) - 1 + 8]))
+
+
+def test_k3_of_nearly_equal_policies_keeps_its_digits_in_float32():
+    # d^2 / 2 = 5e-9 to first order, which exp(-d) - 1 + d in float32 cannot resolve
+    k3 = kl_penalty(tensor([0.0]), tensor([-1e-4]), "k3")
+    assert_close(k3, tensor([5e-9]), rtol=0.5, atol=0)
+
+
+def test_half_precision_is_computed_in_float32():
+    logprobs, ref_logprobs = tensor([-1.5], dtype=torch.bfloat16), tensor([-1.25], dtype=torch.bfloat16)
+    assert_close(kl_penalty(logprobs, ref_logprobs, "k3"), tensor([math.exp(0.25) - 1.25]))
+
+
+def test_an_unknown_estimator_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"KL estimator is 'k4'; it must be one of k1, abs, k2, k3, k1_clamped, k1\+"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+    with pytest.raises(ValueError, match="'abs\\+'"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "abs+")
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("kl_penalty"))
+def test_kl_penalty_matches_golden(inputs, expected):
+    assert_close(kl_penalty(**inputs), expected["kl"], rtol=0, atol=1e-6)

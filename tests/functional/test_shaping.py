@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch import nan, tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import KL_ESTIMATORS, last_token_index, response_lengths, shape_rewards
+from tests.golden_cases import golden_cases
+
+HOLED = tensor([[True, False, True, False], [True, True, False, False]])
+
+
+def test_a_length_reaches_to_the_last_true_over_holes():
+    mask = torch.cat([HOLED, torch.zeros(1, 4, dtype=torch.bool)])
+    assert response_lengths(mask).tolist() == [3, 2, 0]
+    assert last_token_index(mask).tolist() == [2, 1, -1]
+
+
+def test_shape_rewards_by_hand():
+    # kl = (-0.12 + 0.15, -0.08 + 0.10) = (0.03, 0.02); times -0.01; the score on the last token
+    logprobs, ref_logprobs = tensor([[-0.12, -0.08]]), tensor([[-0.15, -0.10]])
+    shaped = shape_rewards(tensor([1.0]), logprobs, ref_logprobs, torch.ones(1, 2, dtype=torch.bool), kl_coef=0.01)
+    assert_close(shaped.shaped_rewards, tensor([[-0.0003, 0.9998]]))
+    assert_close(shaped.non_score_rewards, tensor([[-0.0003, -0.0002]]))
+    assert_close(shaped.kl, tensor([[0.03, 0.02]]))
+
+
+def test_the_score_stands_on_the_last_masked_token_not_after_it():
+    zeros = torch.zeros(2, 4)
+    shaped = shape_rewards(tensor([5.0, 7.0]), zeros, zeros, HOLED, kl_coef=0.1)
+    assert_close(shaped.shaped_rewards, tensor([[0.0, 0, 5, 0], [0, 7, 0, 0]]))
+
+
+def test_scores_of_tokens_are_added_token_by_token_inside_the_mask():
+    zeros = torch.zeros(2, 4)
+    scores = tensor([[1.0, nan, 2.0, nan], [3.0, 4.0, nan, 9.0]])
+    shaped = shape_rewards(scores, zeros + 1, zeros, HOLED, kl_coef=0.5)
+    assert_close(shaped.shaped_rewards, tensor([[0.5, 0, 1.5, 0], [2.5, 3.5, 0, 0]]))
+
+
+def test_without_a_kl_coefficient_only_the_score_is_left():
+    torch.manual_seed(0)
+    shaped = shape_rewards(tensor([5.0, 7.0]), torch.randn(2, 4), torch.randn(2, 4), HOLED, kl_coef=0.0)
+    assert_close(shaped.shaped_rewards, tensor([[0.0, 0, 5, 0], [0, 7, 0, 0]]))
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_nan_outside_the_mask_reaches_neither_rewards_nor_gradients(estimator):
+    logprobs = tensor([[-0.5, nan, -0.4, nan], [-0.1, -0.2, nan, nan]], dtype=torch.float64, requires_grad=True)
+    ref_logprobs = logprobs.detach() - 0.25
+    scores = tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    shaped = shape_rewards(scores, logprobs, ref_logprobs, HOLED, kl_coef=0.1, kl_estimator=estimator)
+    for result in shaped:
+        assert result.isfinite().all() and result[~HOLED].eq(0).all()
+    grads = torch.autograd.grad(shaped.shaped_rewards.sum(), (logprobs, scores))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0][~HOLED].eq(0).all()
+
+
+def test_gradients_match_finite_differences():
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2,), (2, 4), (2, 4))]
+    assert gradcheck(lambda *x: shape_rewards(*x, HOLED, kl_coef=0.3, kl_estimator="k3"), inputs)
+
+
+def test_half_precision_gives_float32():
+    logprobs = torch.zeros(2, 4, dtype=torch.bfloat16)
+    shaped = shape_rewards(tensor([1.0, 2.0], dtype=torch.bfloat16), logprobs, logprobs, HOLED, kl_coef=0.1)
+    assert all(result.dtype == torch.float32 for result in shaped)
+
+
+def test_a_row_without_a_token_is_refused_by_number():
+    mask = HOLED.clone()
+    mask[1] = False
+    with pytest.raises(ValueError, match=r"no token in rows \[1\] of 2"):
+        shape_rewards(torch.ones(2), torch.zeros(2, 4), torch.zeros(2, 4), mask, kl_coef=0.1)
+
+
+def test_scores_of_another_shape_are_refused():
+    with pytest.raises(
+        ValueError, match=r"scores has shape \(3,\); it must be \(2,\), one score a response, or \(2, 4\)"
+    ):
+        shape_rewards(torch.ones(3), torch.zeros(2, 4), torch.zeros(2, 4), HOLED, kl_coef=0.1)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("shape_rewards"))
+def test_shape_rewards_matches_golden(inputs, expected):
+    shaped = shape_rewards(**inputs)
+    assert_close(shaped.shaped_rewards, expected["shaped_rewards"], rtol=0, atol=1e-6)
+    assert_close(shaped.non_score_rewards, expected["non_score_rewards"], rtol=0, atol=1e-6)
+    assert_close(shaped.kl, expected["kl_inside_mask"], rtol=0, atol=1e-6)
