@@ -1,0 +1,220 @@
+"""The folders a run leaves behind: a policy and a value model that `from_pretrained` loads, and the policy's model card.
+
+What is needed to continue the run is not here (`checkpointing`).
+"""
+
+import contextlib
+import copy
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import HfApi
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import logging
+
+from alpaca_ppo.folders import StrPath, write_folder_atomically, write_text_atomically
+from alpaca_ppo.models import ActorCritic
+
+
+def save_final(
+    folder: StrPath,
+    actor_critic: ActorCritic,
+    processing_class: Any,
+    *,
+    figures: Mapping[str, float],
+    config: Mapping[str, Any],
+) -> None:
+    """Writes `folder`/policy, with its model card, and `folder`/value; each complete or as it was before.
+
+    Args:
+        folder: for both; nothing else in it is touched.
+        actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's.
+        processing_class: the policy's tokenizer, saved with either.
+        figures: the run's last metrics, for the card.
+        config: the run's configuration, plain values, for the card.
+
+    Raises:
+        ValueError: as `save_value_model`; the policy is saved by then.
+    """
+    policy = actor_critic.policy.model
+    with write_folder_atomically(Path(folder) / "policy") as aside:
+        _write_policy(aside, policy, processing_class)
+        write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
+    backbone = actor_critic.critic.backbone
+    head = actor_critic.critic.head.weight
+    save_value_model(
+        Path(folder) / "value", policy.base_model if backbone is None else backbone, head, processing_class
+    )
+
+
+def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
+    """Writes weights (of an adapter alone, where `policy` is one), configuration and tokenizer, all or nothing."""
+    with write_folder_atomically(folder) as aside:
+        _write_policy(aside, policy, processing_class)
+
+
+def save_value_model(folder: StrPath, backbone: nn.Module, head_weight: Tensor, processing_class: Any) -> None:
+    """Writes the critic as a sequence classifier with one label, all or nothing.
+
+    `AutoModelForSequenceClassification` loads it; `score` applied to the hidden state at position t is the value after
+    reading tokens 0..t.
+
+    Args:
+        folder: of the model.
+        backbone: a base model of transformers (`LlamaModel`, ...), without a head.
+        head_weight: (1, H).
+        processing_class: the tokenizer, saved too. Its pad token tells the classifier where a padded row ends.
+
+    Raises:
+        ValueError: as `empty_classifier`.
+    """
+    classifier = empty_classifier(backbone)
+    if processing_class.pad_token_id is not None:
+        classifier.config.pad_token_id = processing_class.pad_token_id
+    prefix = classifier.base_model_prefix
+    weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
+    with write_folder_atomically(folder) as aside, _quiet_unless_watched():
+        classifier.save_pretrained(aside, state_dict=weights | {"score.weight": head_weight.detach()})
+        processing_class.save_pretrained(aside)
+        write_text_atomically(aside / "README.md", _VALUE_CARD)
+
+
+def empty_classifier(backbone: nn.Module) -> PreTrainedModel:
+    """A sequence classifier with one label around the architecture of `backbone`, without memory for weights.
+
+    Worth calling before a long run: it fails where the critic could not be saved at its end.
+
+    Raises:
+        ValueError: when transformers has no such classifier, or one that is not `backbone` and a linear head `score`.
+    """
+    config = copy.deepcopy(backbone.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=backbone.dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers has no sequence classifier for model_type {config.model_type!r}, so its critic cannot be "
+            "saved as one; give a value_model of an architecture that has one"
+        ) from error
+    needed = {f"{classifier.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
+    if different := needed ^ set(classifier.state_dict()):
+        raise ValueError(
+            f"{type(classifier).__name__} is not {type(backbone).__name__} and a linear head `score` without bias: "
+            f"they differ in {', '.join(sorted(different)[:4])}; give a value_model of another architecture"
+        )
+    return classifier
+
+
+def write_model_card(
+    folder: StrPath, *, figures: Mapping[str, float], config: Mapping[str, Any], base_model: str | None
+) -> None:
+    """Writes README.md into `folder`: front matter, the run's figures as a table, how to load it, its configuration.
+
+    Args:
+        folder: of the policy.
+        figures: names and numbers; timings (`time/`) are left out.
+        config: plain values.
+        base_model: hub id or folder that training started from. A folder is not named, the hub could not link it.
+    """
+    adapter = (Path(folder) / "adapter_config.json").exists()
+    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    if base_model and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model) and not Path(base_model).exists():
+        front["base_model"] = base_model
+    front["tags"] = ["alpaca_ppo", "ppo", "rlhf"]
+    rows = [f"| `{name}` | {figures[name]:.4g} |" for name in sorted(figures) if not name.startswith("time/")]
+    text = _CARD.format(
+        front=yaml.safe_dump(front, sort_keys=False).strip(),
+        figures="\n".join(["| Figure | Last step |", "| --- | ---: |", *rows]) if rows else "None were recorded.",
+        package="peft" if adapter else "transformers",
+        loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
+        config=yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).strip(),
+    )
+    write_text_atomically(Path(folder) / "README.md", text)
+
+
+def push_folder(folder: StrPath, hub_model_id: str) -> None:
+    """Uploads `folder` to the hub repository `hub_model_id`, made if it is missing, with the user's own login."""
+    api = HfApi()
+    api.create_repo(hub_model_id, exist_ok=True)
+    api.upload_folder(repo_id=hub_model_id, folder_path=folder, commit_message="Upload a policy trained by alpaca_ppo")
+
+
+def _write_policy(folder: Path, policy: PreTrainedModel, processing_class: Any) -> None:
+    with _quiet_unless_watched():
+        policy.save_pretrained(folder)
+    processing_class.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _quiet_unless_watched() -> Iterator[None]:
+    """Keeps the progress bars of transformers out of log files."""
+    silence = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if silence:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            logging.enable_progress_bar()
+
+
+_CARD = """\
+---
+{front}
+---
+
+# A language model trained with PPO
+
+Trained by `alpaca_ppo`: a policy, a critic and a KL penalty towards the model that training started from.
+
+## Figures
+
+{figures}
+
+`objective/*` are of the rollouts, `ppo/*` of the updates, `eval/*` of held-out prompts; KL is in nats.
+
+## Use
+
+```python
+from {package} import {loader}
+from transformers import AutoTokenizer
+
+model = {loader}.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+## Configuration
+
+```yaml
+{config}
+```
+"""
+
+_VALUE_CARD = """\
+---
+library_name: transformers
+tags:
+- alpaca_ppo
+- ppo
+- value-model
+---
+
+# The critic of a PPO run
+
+```python
+from transformers import AutoModelForSequenceClassification
+
+critic = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1)
+hidden = critic.base_model(input_ids).last_hidden_state
+values = critic.score(hidden)  # values[:, t] is the expected return after reading tokens 0..t
+```
+
+A later run starts from it with `value_model`.
+"""

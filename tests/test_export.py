@@ -1,0 +1,212 @@
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
+from transformers.utils import logging
+
+from alpaca_ppo import export
+from alpaca_ppo.export import (
+    empty_classifier,
+    push_folder,
+    save_final,
+    save_policy,
+    save_value_model,
+    write_model_card,
+)
+from alpaca_ppo.models import build_actor_critic
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+
+FIGURES = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
+CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
+IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
+
+
+def front_matter(folder):
+    return yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_saved_critic_loads_as_a_classifier_and_gives_the_same_values(tmp_path, arch):
+    backbone = tiny_causal_lm(arch).base_model
+    head = torch.randn(1, backbone.get_input_embeddings().weight.size(1))
+    save_value_model(tmp_path / "value", backbone, head, tiny_tokenizer())
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "value", num_labels=1, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        values = loaded.eval().score(loaded.base_model(IDS).last_hidden_state).squeeze(-1)
+        expected = (backbone(IDS).last_hidden_state * head).sum(-1)
+    torch.testing.assert_close(values, expected)
+    assert torch.equal(loaded.score.weight, head)
+    assert loaded.config.pad_token_id == PAD
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "value")) == 64
+
+
+def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path):
+    classifier = tiny_sequence_classifier("llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token_id = EOS
+    save_value_model(tmp_path / "value", classifier.base_model, classifier.score.weight, tokenizer)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32).eval()
+    padded = torch.tensor([[5, 9, 11, EOS], [8, 6, 4, 10]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(padded).logits[0], classifier(padded[:1, :3]).logits[0])
+
+
+def test_a_tokenizer_without_a_pad_token_leaves_the_model_s_own(tmp_path):
+    classifier, tokenizer = tiny_sequence_classifier("qwen2"), tiny_tokenizer()
+    tokenizer.pad_token = None
+    save_value_model(tmp_path / "value", classifier.base_model, classifier.score.weight, tokenizer)
+    assert json.loads((tmp_path / "value" / "config.json").read_text())["pad_token_id"] == PAD
+
+
+def test_exporting_changes_neither_the_backbone_nor_its_configuration(tmp_path):
+    model = tiny_causal_lm("llama", dtype=torch.bfloat16)
+    before = (model.config.to_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    save_value_model(tmp_path / "value", model.base_model, torch.ones(1, 32), tiny_tokenizer())
+    assert model.config.to_dict() == before[0]
+    assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype="auto")
+    assert loaded.base_model.dtype == torch.bfloat16
+
+
+class Nameless(nn.Module):
+    """A base model of an architecture that has no sequence classifier."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import ViTConfig
+
+        self.config, self.dtype = ViTConfig(), torch.float32
+
+
+def test_an_architecture_without_a_classifier_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="no sequence classifier for model_type 'vit'.*give a value_model"):
+        save_value_model(tmp_path / "value", Nameless(), torch.ones(1, 4), tiny_tokenizer())
+    assert not (tmp_path / "value").exists()
+
+
+def test_a_classifier_with_another_head_is_refused_by_name():
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8)
+    with pytest.raises(ValueError, match="BertForSequenceClassification is not BertModel .* classifier.bias"):
+        empty_classifier(BertModel(config))
+
+
+def test_an_empty_classifier_takes_no_memory():
+    classifier = empty_classifier(tiny_causal_lm("llama").base_model)
+    assert all(parameter.is_meta for parameter in classifier.parameters())
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_a_saved_policy_loads_with_its_tokenizer(tmp_path, arch):
+    policy = tiny_causal_lm(arch)
+    save_policy(tmp_path / "policy", policy, tiny_tokenizer(["hello"]))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, policy(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy")("hello")["input_ids"] == [4]
+    assert [path.name for path in (tmp_path / "policy").glob("*.bin")] == []
+
+
+def test_a_failing_save_leaves_the_older_policy_whole(tmp_path):
+    save_policy(tmp_path / "policy", tiny_causal_lm("llama"), tiny_tokenizer())
+    before = sorted(path.name for path in (tmp_path / "policy").iterdir())
+
+    class Broken:
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_policy(tmp_path / "policy", tiny_causal_lm("gpt2"), Broken())
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == before
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["model_type"] == "llama"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, layout):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=layout)
+    with torch.no_grad():
+        actor_critic.critic.head.weight.normal_()
+        if layout == "separate":
+            actor_critic.critic.backbone.get_input_embeddings().weight.mul_(2)
+    (tmp_path / "notes.txt").write_text("mine")
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32)
+    embedded = actor_critic.policy.model.get_input_embeddings().weight
+    assert torch.equal(policy.get_input_embeddings().weight, embedded)
+    assert torch.equal(value.get_input_embeddings().weight, embedded * (2 if layout == "separate" else 1))
+    assert torch.equal(value.score.weight, actor_critic.critic.head.weight)
+    assert "| `objective/kl` | 0.1235 |" in (tmp_path / "policy" / "README.md").read_text()
+    assert "values[:, t]" in (tmp_path / "value" / "README.md").read_text()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_card_has_front_matter_figures_and_configuration(tmp_path):
+    write_model_card(tmp_path, figures=FIGURES, config=CONFIG, base_model="someone/some-model")
+    assert front_matter(tmp_path) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "someone/some-model",
+        "tags": ["alpaca_ppo", "ppo", "rlhf"],
+    }
+    text = (tmp_path / "README.md").read_text()
+    assert "| `eval/reward` | 1 |\n| `objective/kl` | 0.1235 |\n" in text
+    assert "time/rollout" not in text
+    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == CONFIG
+    assert "from transformers import AutoModelForCausalLM" in text
+
+
+@pytest.mark.parametrize("base_model", [None, "", "here", "/some/absolute/folder", "outputs/a/b"])
+def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    write_model_card(tmp_path, figures={}, config={}, base_model=base_model)
+    assert "base_model" not in front_matter(tmp_path)
+    assert "None were recorded." in (tmp_path / "README.md").read_text()
+
+
+def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
+    policy = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    save_policy(tmp_path / "policy", policy, tiny_tokenizer())
+    write_model_card(tmp_path / "policy", figures=FIGURES, config=CONFIG, base_model=None)
+    assert front_matter(tmp_path / "policy")["library_name"] == "peft"
+    assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in (tmp_path / "policy" / "README.md").read_text()
+    assert not (tmp_path / "policy" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_saving_shows_progress_bars_on_a_terminal_only_and_restores_them(tmp_path, monkeypatch, watched):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched, raising=False)
+    logging.enable_progress_bar()
+    seen = []
+
+    class Policy:
+        def save_pretrained(self, folder):
+            seen.append(logging.is_progress_bar_enabled())
+
+    save_policy(tmp_path / "policy", Policy(), Policy())
+    assert seen[0] is watched
+    assert logging.is_progress_bar_enabled()
+
+
+def test_pushing_makes_the_repository_and_uploads_the_folder(tmp_path, monkeypatch):
+    calls = []
+
+    class Api:
+        def create_repo(self, repo_id, *, exist_ok):
+            calls.append(("create", repo_id, exist_ok))
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            calls.append(("upload", repo_id, folder_path))
+
+    monkeypatch.setattr(export, "HfApi", Api)
+    push_folder(tmp_path, "me/model")
+    assert calls == [("create", "me/model", True), ("upload", "me/model", tmp_path)]
