@@ -1,4 +1,4 @@
-"""The folders a run leaves behind: a policy and a value model that `from_pretrained` loads, and the policy's model card.
+"""The folders a run leaves behind: a policy and a value model that `from_pretrained` loads, and model cards.
 
 What is needed to continue the run is not here (`checkpointing`).
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import HfApi
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
@@ -46,11 +46,9 @@ def save_final(
     with write_folder_atomically(Path(folder) / "policy") as aside:
         _write_policy(aside, policy, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
-    backbone = actor_critic.critic.backbone
-    head = actor_critic.critic.head.weight
-    save_value_model(
-        Path(folder) / "value", policy.base_model if backbone is None else backbone, head, processing_class
-    )
+    own: Any = actor_critic.critic.backbone
+    backbone = policy.base_model if own is None else own
+    save_value_model(Path(folder) / "value", backbone, actor_critic.critic.head.weight, processing_class)
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
@@ -59,7 +57,7 @@ def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any)
         _write_policy(aside, policy, processing_class)
 
 
-def save_value_model(folder: StrPath, backbone: nn.Module, head_weight: Tensor, processing_class: Any) -> None:
+def save_value_model(folder: StrPath, backbone: PreTrainedModel, head_weight: Tensor, processing_class: Any) -> None:
     """Writes the critic as a sequence classifier with one label, all or nothing.
 
     `AutoModelForSequenceClassification` loads it; `score` applied to the hidden state at position t is the value after
@@ -85,7 +83,7 @@ def save_value_model(folder: StrPath, backbone: nn.Module, head_weight: Tensor, 
         write_text_atomically(aside / "README.md", _VALUE_CARD)
 
 
-def empty_classifier(backbone: nn.Module) -> PreTrainedModel:
+def empty_classifier(backbone: PreTrainedModel) -> PreTrainedModel:
     """A sequence classifier with one label around the architecture of `backbone`, without memory for weights.
 
     Worth calling before a long run: it fails where the critic could not be saved at its end.
@@ -143,7 +141,9 @@ def push_folder(folder: StrPath, hub_model_id: str) -> None:
     """Uploads `folder` to the hub repository `hub_model_id`, made if it is missing, with the user's own login."""
     api = HfApi()
     api.create_repo(hub_model_id, exist_ok=True)
-    api.upload_folder(repo_id=hub_model_id, folder_path=folder, commit_message="Upload a policy trained by alpaca_ppo")
+    api.upload_folder(
+        repo_id=hub_model_id, folder_path=Path(folder), commit_message="Upload a policy trained by alpaca_ppo"
+    )
 
 
 def _write_policy(folder: Path, policy: PreTrainedModel, processing_class: Any) -> None:

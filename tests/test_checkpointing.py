@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
@@ -120,6 +121,10 @@ def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
     train(other, 2)
     load_checkpoint(tmp_path / "checkpoint-0", **other)
     assert other["optimizer"].state_dict() == run["optimizer"].state_dict()
+
+
+def test_shared_weights_are_saved_once_and_derived_buffers_not_at_all(saved):
+    assert set(load_file(saved / "model.safetensors")) == {"first.weight", "first.bias", "low", "count"}
 
 
 def test_weights_keep_their_place_in_memory_and_stay_tied(saved):

@@ -5,8 +5,14 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    ViTConfig,
+)
 from transformers.utils import logging
 
 from alpaca_ppo import export
@@ -76,19 +82,11 @@ def test_exporting_changes_neither_the_backbone_nor_its_configuration(tmp_path):
     assert loaded.base_model.dtype == torch.bfloat16
 
 
-class Nameless(nn.Module):
-    """A base model of an architecture that has no sequence classifier."""
-
-    def __init__(self):
-        super().__init__()
-        from transformers import ViTConfig
-
-        self.config, self.dtype = ViTConfig(), torch.float32
-
-
 def test_an_architecture_without_a_classifier_is_refused_by_name(tmp_path):
+    backbone = tiny_causal_lm("llama").base_model
+    backbone.config = ViTConfig()
     with pytest.raises(ValueError, match="no sequence classifier for model_type 'vit'.*give a value_model"):
-        save_value_model(tmp_path / "value", Nameless(), torch.ones(1, 4), tiny_tokenizer())
+        save_value_model(tmp_path / "value", backbone, torch.ones(1, 32), tiny_tokenizer())
     assert not (tmp_path / "value").exists()
 
 
