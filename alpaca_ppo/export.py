@@ -46,8 +46,8 @@ def save_final(
     with write_folder_atomically(Path(folder) / "policy") as aside:
         _write_policy(aside, policy, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
-    own: Any = actor_critic.critic.backbone
-    backbone = policy.base_model if own is None else own
+    own = actor_critic.critic.backbone
+    backbone: Any = policy.base_model if own is None else own
     save_value_model(Path(folder) / "value", backbone, actor_critic.critic.head.weight, processing_class)
 
 
