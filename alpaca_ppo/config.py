@@ -6,11 +6,11 @@ the number of processes.
 """
 
 import dataclasses
-import math
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import yaml
@@ -142,17 +142,19 @@ class PPOConfig:
                 f"* "
                 f"num_return_sequences = {self.responses_per_step}; set it to {self.responses_per_step} or less"
             )
+        if self.kl_controller == "horizon" and self.responses_per_step >= 5 * self.kl_horizon:
+            shortest = self.responses_per_step // 5 + 1
+            raise ValueError(
+                f"kl_horizon is {self.kl_horizon}: a step could turn kl_coef negative; use {shortest} or more"
+            )
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
         if not self.eval_do_sample and (self.eval_top_p is not None or self.eval_top_k is not None):
-            raise ValueError(
-                f"eval_top_p ({self.eval_top_p}) and eval_top_k ({self.eval_top_k}) act on sampled responses only; "
-                "set eval_do_sample: true or null them"
-            )
+            given = f"eval_top_p ({self.eval_top_p}) and eval_top_k ({self.eval_top_k})"
+            raise ValueError(f"{given} act on sampled responses only; set eval_do_sample: true or null them")
         if self.truncate_after and not self.truncate_tokens:
             raise ValueError(
-                f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name the tokens or set it "
-                f"to 0"
+                f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name them or use 0"
             )
 
 
@@ -202,12 +204,7 @@ def _check_types(arguments: Any) -> None:
             raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; it must be {wanted}")
 
 
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
-
-
-_Rule = tuple[str, Callable[[Any], bool], str]
-_RANGES: tuple[_Rule, ...] = (
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "logging_steps query_len response_len total_epochs total_episodes rollout_batch_size "
         "rollout_per_device_batch_size step_batch_size "
@@ -219,17 +216,18 @@ _RANGES: tuple[_Rule, ...] = (
     ("seed save_steps eval_steps num_logged_rollouts truncate_after warmup_steps", lambda v: v >= 0, "0 or more"),
     (
         "temperature cliprange cliprange_high cliprange_value target_kl k_beta max_grad_norm adam_epsilon",
-        lambda v: _finite(v) and v > 0,
+        lambda v: isfinite(v) and v > 0,
         "a positive number",
     ),
-    ("kl_coef vf_coef learning_rate weight_decay", lambda v: _finite(v) and v >= 0, "0 or more"),
+    ("kl_coef vf_coef learning_rate weight_decay", lambda v: isfinite(v) and v >= 0, "0 or more"),
+    ("k_beta", lambda v: v < 5, "below 5, or one step could make kl_coef negative"),
     ("gamma lam", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("cliprange", lambda v: v < 1, "below 1, or the ratio's lower bound would be negative"),
-    ("clip_ratio_c", lambda v: _finite(v) and v > 1, "above 1, or null"),
+    ("clip_ratio_c", lambda v: isfinite(v) and v > 1, "above 1, or null"),
     ("eval_top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    ("penalty_reward_value", _finite, "a finite number, or null"),
-    ("reward_weights", lambda v: len(v) > 0 and all(_finite(w) for w in v), "a list of finite numbers, or null"),
+    ("penalty_reward_value", isfinite, "a finite number, or null"),
+    ("reward_weights", lambda v: len(v) > 0 and all(isfinite(w) for w in v), "a list of finite numbers, or null"),
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "overlong_prompts": ("drop", "error"),

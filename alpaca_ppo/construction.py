@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
 from alpaca_ppo.batching import PromptSchedule, optimizer_steps
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
+from alpaca_ppo.export import empty_classifier
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
 from alpaca_ppo.models import (
@@ -110,7 +111,10 @@ def make_actor_critic(
         for backbone in (policy, value_model):
             if backbone is not None:
                 backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return build_actor_critic(policy, critic_layout=args.critic_layout, value_model=value_model)
+    actor_critic = build_actor_critic(policy, critic_layout=args.critic_layout, value_model=value_model)
+    # Fails now, not after the last step, where transformers has no sequence classifier to save the critic as.
+    empty_classifier(actor_critic.critic.backbone or policy.base_model)
+    return actor_critic
 
 
 def make_optimizer(model: torch.nn.Module, args: PPOConfig) -> torch.optim.Optimizer:
@@ -168,6 +172,23 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> Prompt
         prompt_template=args.prompt_template,
         overlong=args.overlong_prompts,
     )
+
+
+def make_eval_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset | None:
+    """The tokenised held-out prompts, or None without a dataset.
+
+    Raises:
+        ValueError: when no prompt of the dataset is left.
+    """
+    if dataset is None:
+        return None
+    prompts = make_prompts(dataset, processing_class, args)
+    if len(prompts) == 0:
+        raise ValueError(
+            f"eval_dataset has no prompt left: {prompts.num_dropped} of {len(dataset)} were longer than query_len "
+            f"({args.query_len})"
+        )
+    return prompts
 
 
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:

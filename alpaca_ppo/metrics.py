@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional import masked_mean, masked_var
+from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
 from alpaca_ppo.types import Rollouts
 
 
@@ -141,7 +141,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/response_length": float(lengths.mean()),
         "objective/unstopped_share": float((~rollouts["stopped"]).float().mean()),
         "mismatch/logprob_abs_mean": float(masked_mean(mismatch.abs(), mask)),
-        "mismatch/k3": float(masked_mean(torch.exp(-mismatch) - 1 + mismatch, mask)),
+        "mismatch/k3": float(masked_mean(kl_penalty(rollouts["logprobs"], rollouts["rollout_logprobs"], "k3"), mask)),
         "mismatch/ratio_max": float(torch.exp(mismatch[mask]).max()),
     }
 

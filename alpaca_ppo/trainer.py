@@ -73,9 +73,7 @@ class PPOTrainer:
         self.accelerator = accelerator or construction.make_accelerator(args)
         self.processing_class = processing_class or construction.load_processing_class(model)
         self.train_prompts = construction.make_prompts(train_dataset, self.processing_class, args)
-        self.eval_prompts = (
-            None if eval_dataset is None else construction.make_prompts(eval_dataset, self.processing_class, args)
-        )
+        self.eval_prompts = construction.make_eval_prompts(eval_dataset, self.processing_class, args)
         self.schedule = construction.make_schedule(len(self.train_prompts), args)
         scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = construction.make_actor_critic(model, value_model, reward_funcs, args)
@@ -103,8 +101,7 @@ class PPOTrainer:
     @property
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
-        unwrapped: ActorCritic = self.accelerator.unwrap_model(self.model)
-        return unwrapped
+        return self.accelerator.unwrap_model(self.model)
 
     # The loop
 
@@ -114,7 +111,8 @@ class PPOTrainer:
         Args:
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
         """
-        stats = self._begin(resume_from_checkpoint)
+        self._begin(resume_from_checkpoint)
+        stats: dict[str, float] = {}
         progress = self._log.progress(self.schedule.num_steps, "ppo", initial=self.state.global_step)
         while self.state.global_step < self.schedule.num_steps and not self.lifecycle.control.should_training_stop:
             self.lifecycle.begin_step()
@@ -336,7 +334,7 @@ class PPOTrainer:
             self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=self.state.global_step)
         return self.run_log
 
-    def _begin(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
+    def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
         if resume_from_checkpoint:
             self._load_checkpoint(resume_from_checkpoint)
         else:
@@ -349,11 +347,8 @@ class PPOTrainer:
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
-        stats: dict[str, float] = {}
         if self.state.global_step == 0 and self.eval_prompts is not None and self.args.eval_steps:
-            stats = self.evaluate()
-            self._log.log(stats, 0)
-        return stats
+            self._log.log(self.evaluate(), 0)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
         extra = checkpointing.load_checkpoint(

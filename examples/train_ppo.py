@@ -19,27 +19,26 @@ sys.path.insert(0, str(Path.cwd()))
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Parses the arguments, trains, and returns the last step's metrics."""
-    script, args = parse_args([ScriptArguments, PPOConfig], argv)
-    trust = script.trust_remote_code
-    data = {"config_name": script.dataset_config}
-    train_dataset = load_prompt_dataset(script.dataset_name, split=script.dataset_train_split, **data)
+    script_args, args = parse_args([ScriptArguments, PPOConfig], argv)
+    trust = script_args.trust_remote_code
+    data = {"config_name": script_args.dataset_config}
+    train_dataset = load_prompt_dataset(script_args.dataset_name, split=script_args.dataset_train_split, **data)
     eval_dataset = None
-    if script.eval_dataset_name or script.dataset_test_split:
-        eval_dataset = load_prompt_dataset(
-            script.eval_dataset_name or script.dataset_name, split=script.dataset_test_split or "train", **data
-        )
-    value, reference = script.value_model_name_or_path, script.ref_model_name_or_path
+    if script_args.eval_dataset_name or script_args.dataset_test_split:
+        name = script_args.eval_dataset_name or script_args.dataset_name
+        eval_dataset = load_prompt_dataset(name, split=script_args.dataset_test_split, **data)
+    value, reference = script_args.value_model_name_or_path, script_args.ref_model_name_or_path
     trainer = PPOTrainer(
-        model=load_causal_lm(script.model_name_or_path, trust_remote_code=trust),
-        reward_funcs=[*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
+        model=load_causal_lm(script_args.model_name_or_path, trust_remote_code=trust),
+        reward_funcs=[*(script_args.reward_model_name_or_path or []), *(script_args.reward_funcs or [])],
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        processing_class=AutoTokenizer.from_pretrained(script.model_name_or_path, trust_remote_code=trust),
+        processing_class=AutoTokenizer.from_pretrained(script_args.model_name_or_path, trust_remote_code=trust),
         value_model=value and load_sequence_classifier(value, trust_remote_code=trust),
         ref_model=reference and load_causal_lm(reference, trust_remote_code=trust),
     )
-    resume = script.resume_from_checkpoint
+    resume = script_args.resume_from_checkpoint
     return trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
 
 

@@ -26,7 +26,8 @@ TIERS = (
     {"functional", "types", "config"},
     {"batching", "kl_controllers", "distributed", "metrics", "folders"},
     {"models", "data", "rewards", "generation"},
-    {"construction", "rollouts", "inspection", "checkpointing", "export", "tracking"},
+    {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
+    {"construction"},
     {"trainer"},
 )
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
