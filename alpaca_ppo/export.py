@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import HfApi
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
@@ -47,7 +47,7 @@ def save_final(
         _write_policy(aside, policy, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
     own = actor_critic.critic.backbone
-    backbone: Any = policy.base_model if own is None else own
+    backbone = policy.base_model if own is None else own
     save_value_model(Path(folder) / "value", backbone, actor_critic.critic.head.weight, processing_class)
 
 
@@ -57,7 +57,7 @@ def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any)
         _write_policy(aside, policy, processing_class)
 
 
-def save_value_model(folder: StrPath, backbone: PreTrainedModel, head_weight: Tensor, processing_class: Any) -> None:
+def save_value_model(folder: StrPath, backbone: nn.Module, head_weight: Tensor, processing_class: Any) -> None:
     """Writes the critic as a sequence classifier with one label, all or nothing.
 
     `AutoModelForSequenceClassification` loads it; `score` applied to the hidden state at position t is the value after
@@ -83,7 +83,7 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head_weight: Te
         write_text_atomically(aside / "README.md", _VALUE_CARD)
 
 
-def empty_classifier(backbone: PreTrainedModel) -> PreTrainedModel:
+def empty_classifier(backbone: nn.Module) -> PreTrainedModel:
     """A sequence classifier with one label around the architecture of `backbone`, without memory for weights.
 
     Worth calling before a long run: it fails where the critic could not be saved at its end.
@@ -91,11 +91,12 @@ def empty_classifier(backbone: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: when transformers has no such classifier, or one that is not `backbone` and a linear head `score`.
     """
-    config = copy.deepcopy(backbone.config)
+    base: Any = backbone
+    config = copy.deepcopy(base.config)
     config.num_labels = 1
     try:
         with torch.device("meta"):
-            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=backbone.dtype)
+            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=base.dtype)
     except ValueError as error:
         raise ValueError(
             f"transformers has no sequence classifier for model_type {config.model_type!r}, so its critic cannot be "
