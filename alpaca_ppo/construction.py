@@ -174,23 +174,6 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> Prompt
     )
 
 
-def make_eval_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset | None:
-    """The tokenised held-out prompts, or None without a dataset.
-
-    Raises:
-        ValueError: when no prompt of the dataset is left.
-    """
-    if dataset is None:
-        return None
-    prompts = make_prompts(dataset, processing_class, args)
-    if len(prompts) == 0:
-        raise ValueError(
-            f"eval_dataset has no prompt left: {prompts.num_dropped} of {len(dataset)} were longer than query_len "
-            f"({args.query_len})"
-        )
-    return prompts
-
-
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
     """Which prompts each step takes; one epoch where `args` names neither epochs nor episodes."""
     epochs = 1 if args.total_epochs is None and args.total_episodes is None else args.total_epochs
@@ -203,7 +186,7 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
     """How the policy is sampled in training.
 
     Raises:
-        ValueError: when there is no stop token at all, or more samples a prompt than a device batch holds.
+        ValueError: when nothing stops a response, or a prompt has more samples than a device batch holds.
     """
     if args.num_return_sequences > args.rollout_per_device_batch_size:
         raise ValueError(
@@ -212,16 +195,12 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
         )
     stop = resolve_stop_tokens(processing_class, policy.generation_config)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
-    if not stop and not truncate:
-        raise ValueError(
-            "no stop token: the tokenizer and the generation config have no eos_token; set one, or set truncate_tokens"
-        )
     pad = processing_class.pad_token_id
     return Sampling(
         max_new_tokens=args.response_len,
         temperature=args.temperature,
         # Masks come from lengths, so any id can stand for padding.
-        pad_token_id=pad if pad is not None else (stop + truncate)[0],
+        pad_token_id=pad if pad is not None else stop[0],
         stop_token_ids=stop,
         truncate_token_ids=truncate,
         truncate_after=args.truncate_after,

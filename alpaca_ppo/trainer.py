@@ -73,7 +73,9 @@ class PPOTrainer:
         self.accelerator = accelerator or construction.make_accelerator(args)
         self.processing_class = processing_class or construction.load_processing_class(model)
         self.train_prompts = construction.make_prompts(train_dataset, self.processing_class, args)
-        self.eval_prompts = construction.make_eval_prompts(eval_dataset, self.processing_class, args)
+        self.eval_prompts = None
+        if eval_dataset is not None:
+            self.eval_prompts = construction.make_prompts(eval_dataset, self.processing_class, args)
         self.schedule = construction.make_schedule(len(self.train_prompts), args)
         scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = construction.make_actor_critic(model, value_model, reward_funcs, args)
@@ -102,8 +104,6 @@ class PPOTrainer:
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
         return self.accelerator.unwrap_model(self.model)
-
-    # The loop
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
         """Runs all steps, from a checkpoint if asked, and saves the final models; returns the last step's metrics.
@@ -291,8 +291,6 @@ class PPOTrainer:
         self._log.log_table("eval", inspection.evaluation_rows(rollouts, self.processing_class), self.state.global_step)
         return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
 
-    # Saving
-
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (default: `final/`
         of the run).
@@ -325,8 +323,6 @@ class PPOTrainer:
             )
         self.accelerator.wait_for_everyone()
         return folder
-
-    # The parts behind the loop
 
     @property
     def _log(self) -> RunLog:
