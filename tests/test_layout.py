@@ -37,6 +37,10 @@ def sources(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
+def assert_none(offences: list[str]) -> None:
+    assert not offences, "\n".join(["", *offences])
+
+
 def named(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -140,13 +144,13 @@ def test_top_level_holds_what_the_design_names_and_nothing_else():
 
 
 def test_imports_point_one_way_between_the_tiers():
-    assert [o for p in sources(PACKAGE) for o in tier_offences(p.read_text(), module_name(p))] == []
+    assert_none([o for p in sources(PACKAGE) for o in tier_offences(p.read_text(), module_name(p))])
 
 
 def test_functional_imports_torch_and_the_standard_library_only():
     modules = sources(PACKAGE / "functional")
     assert modules
-    assert [o for p in modules for o in leaf_offences(p.read_text(), module_name(p))] == []
+    assert_none([o for p in modules for o in leaf_offences(p.read_text(), module_name(p))])
 
 
 @pytest.mark.parametrize(
@@ -184,13 +188,13 @@ def test_a_module_without_a_tier_and_a_leaf_with_a_library_are_found():
 
 def test_files_stay_within_their_line_limit():
     lengths = {p: len(p.read_text().splitlines()) for folder in (PACKAGE, EXAMPLES) for p in sources(folder)}
-    assert [f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)] == []
+    assert_none([f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)])
 
 
 def test_functions_stay_within_forty_lines():
-    assert [
-        o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))
-    ] == []
+    assert_none(
+        [o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))]
+    )
 
 
 def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
@@ -202,7 +206,7 @@ def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
 
 def test_no_module_has_a_name_that_says_nothing():
     everything = [p for folder in (PACKAGE, EXAMPLES, TESTS) for p in sources(folder)]
-    assert [named(p) for p in everything if SAYS_NOTHING & set(p.relative_to(ROOT).with_suffix("").parts)] == []
+    assert_none([named(p) for p in everything if SAYS_NOTHING & set(p.relative_to(ROOT).with_suffix("").parts)])
 
 
 def test_no_test_is_skipped_or_expected_to_fail_and_nothing_is_left_to_do():
@@ -210,7 +214,7 @@ def test_no_test_is_skipped_or_expected_to_fail_and_nothing_is_left_to_do():
     pattern = re.compile(r"pytest\.(skip|xfail|importorskip)|mark\.(skip|xfail)|\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
     everything = [p for folder in (PACKAGE, EXAMPLES, TESTS) for p in sources(folder) if p != Path(__file__)]
     lines = [(p, i, line) for p in everything for i, line in enumerate(p.read_text().splitlines(), 1)]
-    assert [f"{named(p)}:{i} {line.strip()}" for p, i, line in lines if pattern.search(line)] == []
+    assert_none([f"{named(p)}:{i} {line.strip()}" for p, i, line in lines if pattern.search(line)])
 
 
 @pytest.mark.parametrize("class_name", ["PPOConfig", "ScriptArguments"])
@@ -220,7 +224,7 @@ def test_every_configuration_field_is_read_by_code_outside_config(class_name):
     assert fields
     others = [p for folder in (PACKAGE, EXAMPLES) for p in sources(folder) if p != config]
     read = set().union(*(options_read(p.read_text()) for p in others))
-    assert [f"{class_name}.{field} is read by no code" for field in fields if field not in read] == []
+    assert_none([f"{class_name}.{field} is read by no code" for field in fields if field not in read])
 
 
 def test_a_field_counts_as_read_only_when_it_is_taken_from_arguments():
