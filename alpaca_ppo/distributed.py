@@ -36,6 +36,9 @@ def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_pe
             dictionary.
         accelerator: of the run.
         samples_per_prompt: rows of each prompt.
+
+    Raises:
+        ValueError: when a tensor has (B,) rows on one rank and (B, R) on another.
     """
     parts = gather_list({key: value.cpu() for key, value in rows.items()}, accelerator)
     world = len(parts)
@@ -46,6 +49,10 @@ def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_pe
         places.append((prompt * world + rank) * samples_per_prompt + sample)
     order = torch.cat(places).argsort()
     filled = [part for part in parts if part]
+    for key, first in filled[0].items():
+        if any(part[key].shape[1:] != first.shape[1:] for part in filled):
+            shapes = ", ".join(str(tuple(part[key].shape)) for part in filled)
+            raise ValueError(f"{key} differs in shape between processes: {shapes}; score every row's tokens, or none's")
     return {key: torch.cat([part[key] for part in filled])[order] for key in filled[0]}
 
 

@@ -1,5 +1,6 @@
 """How rows of several ranks become one batch; the real processes are in tests/integration."""
 
+import pytest
 import torch
 
 from alpaca_ppo import distributed
@@ -33,3 +34,10 @@ def test_gathered_rows_are_in_the_order_of_the_prompts_whatever_the_ranks(monkey
 def test_the_slowest_rank_decides_a_phase(monkeypatch):
     monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator: [{"a": 1.0}, {"a": 3.0}])
     assert distributed.max_over_ranks({"a": 1.0}, Rank(0, 2)) == {"a": 3.0}
+
+
+def test_ranks_that_disagree_on_a_shape_are_told_so(monkeypatch):
+    parts = [{"rewards": torch.zeros(2)}, {"rewards": torch.zeros(2, 5)}]
+    monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator: parts)
+    with pytest.raises(ValueError, match=r"rewards differs in shape between processes: \(2,\), \(2, 5\)"):
+        distributed.gather_rows(parts[0], Rank(0, 2), samples_per_prompt=1)
