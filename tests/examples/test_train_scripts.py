@@ -1,0 +1,170 @@
+"""The supervised and the reward-model script on tiny models: what they learn from, and what they write."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from alpaca_ppo.rewards import build_reward
+from examples import train_reward_model, train_sft
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+
+QUICK = "--use_cpu --report_to none --save_strategy no --disable_tqdm true --learning_rate 1e-2".split()
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = tiny_tokenizer()
+    model = tiny_causal_lm("llama")
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def words(tokenizer, *ids):
+    return " ".join(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sft_arguments(**changes):
+    return train_sft.SFTArguments(**{"model_name_or_path": "m", "dataset_name": "d", **changes})
+
+
+def pair_arguments(**changes):
+    return train_reward_model.RewardModelArguments(**{"model_name_or_path": "m", "dataset_name": "d", **changes})
+
+
+def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
+    tokenizer = tiny_tokenizer()
+    dataset = Dataset.from_list([{"prompt": words(tokenizer, 10, 11), "completion": words(tokenizer, 12)}])
+    (example,) = train_sft.tokenize(dataset, tokenizer, sft_arguments())
+    assert example == {
+        "input_ids": [10, 11, 12, tokenizer.eos_token_id],
+        "labels": [-100, -100, 12, tokenizer.eos_token_id],
+        "length": 4,
+    }
+
+
+def test_demonstrations_longer_than_max_length_are_left_out():
+    tokenizer = tiny_tokenizer()
+    rows = [{"prompt": words(tokenizer, 10), "completion": words(tokenizer, *range(12, 12 + n))} for n in (2, 3)]
+    kept = train_sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=4))
+    assert [row["length"] for row in kept] == [4]
+    with pytest.raises(ValueError, match="no example fits into max_length .3."):
+        train_sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=3))
+
+
+def test_unusable_demonstrations_are_named():
+    tokenizer = tiny_tokenizer()
+    dataset = Dataset.from_list([{"prompt": "a", "answer": 3}])
+    with pytest.raises(ValueError, match="no column 'completion', only .'prompt', 'answer'."):
+        train_sft.tokenize(dataset, tokenizer, sft_arguments())
+    with pytest.raises(ValueError, match="the completion 3 is a int; it must be text"):
+        train_sft.tokenize(dataset, tokenizer, sft_arguments(completion_column="answer"))
+
+
+@pytest.mark.parametrize("arguments", [sft_arguments, pair_arguments])
+@pytest.mark.parametrize("name", ["model_name_or_path", "dataset_name"])
+def test_a_missing_name_is_an_error_with_the_flag(arguments, name):
+    with pytest.raises(ValueError, match=f"{name} is not set; give --{name}"):
+        arguments(**{name: ""})
+
+
+def test_a_length_without_room_is_an_error():
+    with pytest.raises(ValueError, match="max_length is 1"):
+        sft_arguments(max_length=1)
+
+
+def test_supervised_training_writes_a_model_that_learned_its_demonstration(model_folder, tmp_path):
+    tokenizer = tiny_tokenizer()
+    row = {"prompt": words(tokenizer, 10, 11), "completion": words(tokenizer, 12, 13)}
+    data = write(tmp_path / "sft.jsonl", [row] * 16)
+    names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    train_sft.main([*names, *QUICK, "--num_train_epochs", "10", "--per_device_train_batch_size", "8"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        best = model(**tokenizer(row["prompt"] + " " + row["completion"], return_tensors="pt")).logits[0].argmax(-1)
+    assert best[1:].tolist() == [12, 13, tokenizer.eos_token_id]
+    assert [path.suffix for path in (tmp_path / "out").glob("model*")] == [".safetensors"]
+
+
+def pairs(tokenizer, number):
+    """Token 20 is good, token 30 is bad, whatever surrounds them."""
+    return [
+        {
+            "prompt": words(tokenizer, 10 + i % 3, 14),
+            "chosen": " " + words(tokenizer, 20, *[15] * (i % 4)),
+            "rejected": " " + words(tokenizer, 30, *[15] * (i % 3)),
+        }
+        for i in range(number)
+    ]
+
+
+def test_a_pair_is_tokenised_as_two_whole_texts():
+    tokenizer = tiny_tokenizer()
+    dataset = Dataset.from_list(pairs(tokenizer, 2))
+    assert train_reward_model.tokenize(dataset, tokenizer, pair_arguments())[1] == {
+        "chosen": [11, 14, 20, 15],
+        "rejected": [11, 14, 30, 15],
+        "length": 4,
+    }
+
+
+def test_a_conversation_is_tokenised_by_the_chat_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    row = {"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "chosen": words(tokenizer, 20)}
+    dataset = Dataset.from_list([row | {"rejected": words(tokenizer, 30)}])
+    (pair,) = train_reward_model.tokenize(dataset, tokenizer, pair_arguments())
+    assert (pair["chosen"], pair["rejected"]) == ([10, 20], [10, 30])
+
+
+def test_unusable_pairs_are_named():
+    tokenizer = tiny_tokenizer()
+    dataset = Dataset.from_list(pairs(tokenizer, 1))
+    with pytest.raises(ValueError, match="lacks .'rejected'."):
+        train_reward_model.tokenize(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
+    with pytest.raises(ValueError, match="no pair fits into max_length .2."):
+        train_reward_model.tokenize(dataset, tokenizer, pair_arguments(max_length=2))
+
+
+def test_the_pair_loss_is_bradley_terry():
+    class Fixed(torch.nn.Module):
+        def forward(self, scores):
+            return type("Output", (), {"logits": scores.unsqueeze(-1)})
+
+    trainer = train_reward_model.RewardTrainer.__new__(train_reward_model.RewardTrainer)
+    # Margins 1 and -2: (log(1 + e^-1) + log(1 + e^2)) / 2 = (0.313262 + 2.126928) / 2
+    loss, margins = trainer.compute_loss(Fixed(), {"scores": torch.tensor([3.0, 0.0, 2.0, 2.0])}, return_outputs=True)
+    assert loss.item() == pytest.approx(1.220095, abs=1e-6)
+    assert margins.tolist() == [1.0, -2.0]
+
+
+def test_reward_training_writes_a_classifier_that_scores_as_the_trainer_will_ask(model_folder, tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    data = write(tmp_path / "pairs.jsonl", pairs(tokenizer, 32))
+    names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    evaluation = ["--dataset_test_split", "train[:8]", "--eval_strategy", "epoch", "--logging_strategy", "epoch"]
+    train_reward_model.main([*names, *QUICK, *evaluation, "--num_train_epochs", "4"])
+    assert "'eval_accuracy': '1'" in capsys.readouterr().out.splitlines()[-2]
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
+        assert "score.weight" in weights.keys()
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.num_labels == 1
+    scorer = build_reward(str(tmp_path / "out"))
+    held_out = pairs(tokenizer, 40)[32:]
+    prompts = [row["prompt"] for row in held_out]
+    good, bad = (
+        scorer(prompts, [row[side] for row in held_out], [[] for _ in held_out], held_out).rewards
+        for side in ("chosen", "rejected")
+    )
+    assert bool((good > bad).all())
