@@ -1,0 +1,227 @@
+"""The laboratory's stages, from a grammar to a trained policy: what each one writes, and what it depends on."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.folders import write_text_atomically
+from examples import train_reward_model, train_sft
+from examples.mini_farm import evaluation, preferences
+from examples.mini_farm.base import write_base
+from examples.mini_farm.splits import SPLITS, Row, draw_splits, prompt_of, read_rows, write_rows
+from examples.mini_farm.stages import run_stage
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+PRESETS = EXAMPLES / "configs"
+KEEP_NOTHING = {"save_strategy": "no"}
+GOLD = "examples.mini_farm.annotators:gold"
+
+
+def _arg(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class LabArguments:
+    """Sizes of the laboratory; the defaults fit two CPU cores and some five minutes."""
+
+    root: str = _arg("outputs/quickstart", "Folder of all stages.")
+    data_seed: int = _arg(0, "Seed of everything before PPO.")
+    sft_rows: int = _arg(8000, "Demonstrations.")
+    preference_rows: int = _arg(3000, "Instructions whose answers are compared.")
+    held_out_pairs: int = _arg(500, "How many of the comparisons only measure the reward model.")
+    unlabeled_rows: int = _arg(4000, "Instructions for PPO.")
+    val_rows: int = _arg(512, "Held-out instructions.")
+    vocab_size: int = _arg(1024, "Tokens of the tokenizer, at most.")
+    hidden_size: int = _arg(160, "Width of the model.")
+    num_layers: int = _arg(3, "Its layers.")
+    sft_epochs: float = _arg(3.0, "Passes over the demonstrations.")
+    reward_epochs: float = _arg(2.0, "Passes over the pairs.")
+    best_of: int = _arg(16, "Samples of best-of-n.")
+    ppo_preset: str = _arg(str(PRESETS / "mini_farm.yaml"), "YAML of train_ppo.py.")
+    ppo_episodes: int | None = _arg(None, "Prompts of a PPO run, instead of the preset's.")
+
+
+class Lab:
+    """The stages under one root. Each property and method returns the folder of its stage, filled."""
+
+    def __init__(self, arguments: LabArguments) -> None:
+        self.arguments = arguments
+        self.root = Path(arguments.root)
+
+    @cached_property
+    def data(self) -> Path:
+        """The four splits."""
+        settings = {"seed": self.arguments.data_seed, **{s: getattr(self.arguments, f"{s}_rows") for s in SPLITS}}
+
+        def fill(folder: Path) -> None:
+            for split, rows in draw_splits(settings["seed"], settings).items():
+                write_rows(folder / f"{split}.jsonl", rows)
+
+        sources = _code("grammar", "lexicon", "demonstrations", "splits")
+        return run_stage(self.root / "data", "data", fill, settings=settings, sources=sources)
+
+    @cached_property
+    def base(self) -> Path:
+        """Tokenizer and untrained model."""
+        settings = {
+            "vocab_size": self.arguments.vocab_size,
+            "hidden_size": self.arguments.hidden_size,
+            "num_layers": self.arguments.num_layers,
+            "num_heads": 4,
+            "max_length": 96,
+            "seed": self.arguments.data_seed,
+        }
+
+        def fill(folder: Path) -> None:
+            texts = [prompt_of(row) + row["output"] for row in read_rows(self.data / "sft.jsonl")]
+            write_base(folder, texts, **settings)
+
+        return run_stage(
+            self.root / "base",
+            "tokenizer and untrained model",
+            fill,
+            settings=settings,
+            parents=[self.data],
+            sources=_code("base"),
+        )
+
+    @cached_property
+    def sft(self) -> Path:
+        """The supervised model."""
+        preset = PRESETS / "mini_farm_sft.yaml"
+        settings = {"num_train_epochs": self.arguments.sft_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
+
+        def fill(folder: Path) -> None:
+            train_sft.main(_argv(preset, self.base, self.data / "sft.jsonl", folder, settings))
+
+        return run_stage(
+            self.root / "sft",
+            "supervised fine-tuning",
+            fill,
+            settings=settings,
+            parents=[self.data, self.base],
+            sources=[preset, EXAMPLES / "train_sft.py"],
+        )
+
+    @cached_property
+    def pairs(self) -> Path:
+        """Labelled comparisons: train.jsonl and, to measure the reward model with, test.jsonl."""
+        settings = {"seed": self.arguments.data_seed, "held_out": self.arguments.held_out_pairs}
+
+        def fill(folder: Path) -> None:
+            rows = read_rows(self.data / "preference.jsonl")
+            pairs = preferences.collect_pairs(self.sft, rows, seed=settings["seed"])
+            write_rows(folder / "test.jsonl", pairs[: settings["held_out"]])
+            write_rows(folder / "train.jsonl", pairs[settings["held_out"] :])
+
+        return run_stage(
+            self.root / "pairs",
+            "pairs, compared by the annotators",
+            fill,
+            settings=settings,
+            parents=[self.data, self.sft],
+            sources=_code("annotators", "lexicon", "preferences", "sampling"),
+        )
+
+    @cached_property
+    def reward_model(self) -> Path:
+        """The reward model; agreement.json says how often it agrees with the gold score on held-out pairs."""
+        preset = PRESETS / "mini_farm_reward.yaml"
+        settings = {"num_train_epochs": self.arguments.reward_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
+
+        def fill(folder: Path) -> None:
+            train_reward_model.main(_argv(preset, self.sft, self.pairs / "train.jsonl", folder, settings))
+            measured = preferences.agreement(folder, read_rows(self.pairs / "test.jsonl"))
+            write_text_atomically(folder / "agreement.json", json.dumps(measured, indent=2) + "\n")
+
+        return run_stage(
+            self.root / "reward_model",
+            "reward model",
+            fill,
+            settings=settings,
+            parents=[self.sft, self.pairs],
+            sources=[preset, EXAMPLES / "train_reward_model.py"],
+        )
+
+    @property
+    def held_out(self) -> list[Row]:
+        """The instructions of the evaluation."""
+        return read_rows(self.data / "val.jsonl")
+
+    @cached_property
+    def sft_answers(self) -> Path:
+        """Answers of the supervised model and of best-of-n to the held-out instructions."""
+        settings = {"best_of": self.arguments.best_of, "seed": self.arguments.data_seed}
+
+        def fill(folder: Path) -> None:
+            evaluation.evaluate_sft(folder, self.sft, self.reward_model, self.held_out, **settings)
+
+        return run_stage(
+            self.root / "sft_answers",
+            f"held-out answers of SFT and best-of-{self.arguments.best_of}",
+            fill,
+            settings=settings,
+            parents=[self.data, self.sft, self.reward_model],
+            sources=_code("annotators", "lexicon", "evaluation", "sampling"),
+        )
+
+    def ppo(self, name: str, *, seed: int, overrides: Mapping[str, Any] | None = None) -> Path:
+        """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy."""
+        preset = Path(self.arguments.ppo_preset)
+        settings = {"seed": seed, **(overrides or {})}
+        if self.arguments.ppo_episodes is not None:
+            settings["total_episodes"] = self.arguments.ppo_episodes
+
+        def fill(folder: Path) -> None:
+            rewards = {"reward_model_name_or_path": self.reward_model, "reward_funcs": GOLD}
+            argv = _argv(preset, self.sft, self.data / "unlabeled.jsonl", folder, {**rewards, **settings})
+            subprocess.run([sys.executable, str(EXAMPLES / "train_ppo.py"), *argv], check=True, env=_environment())
+
+        return run_stage(
+            self.root / name,
+            f"PPO, seed {seed}",
+            fill,
+            settings=settings,
+            parents=[self.data, self.sft, self.reward_model],
+            sources=[preset, EXAMPLES / "train_ppo.py", *_code("annotators", "lexicon")],
+        )
+
+    def ppo_answers(self, run: Path) -> Path:
+        """Answers of the policy that the PPO run in `run` ended with to the held-out instructions."""
+        settings = {"seed": self.arguments.data_seed + 1}
+
+        def fill(folder: Path) -> None:
+            policy = run / "final" / "policy"
+            evaluation.evaluate_policy(folder, policy, self.sft, self.reward_model, self.held_out, **settings)
+
+        return run_stage(
+            self.root / f"{run.name}_answers",
+            "held-out answers of PPO",
+            fill,
+            settings=settings,
+            parents=[self.data, run, self.sft, self.reward_model],
+            sources=_code("annotators", "lexicon", "evaluation", "sampling"),
+        )
+
+
+def _code(*modules: str) -> list[Path]:
+    return [Path(__file__).with_name(f"{module}.py") for module in modules]
+
+
+def _argv(preset: Path, model: Path, data: Path, output: Path, settings: Mapping[str, Any]) -> list[str]:
+    """The command line of a training script: its preset, what it reads and writes, and the settings that win."""
+    paths = {"config": preset, "model_name_or_path": model, "dataset_name": data, "output_dir": output}
+    return [str(part) for name, value in {**paths, **settings}.items() for part in (f"--{name}", value)]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with the folder of `examples` on the path of modules."""
+    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
