@@ -139,8 +139,7 @@ class PPOConfig:
         if self.step_batch_size > self.responses_per_step:
             raise ValueError(
                 f"step_batch_size ({self.step_batch_size}) is larger than the responses of a step, rollout_batch_size "
-                f"* "
-                f"num_return_sequences = {self.responses_per_step}; set it to {self.responses_per_step} or less"
+                f"* num_return_sequences = {self.responses_per_step}; set it to {self.responses_per_step} or less"
             )
         if self.kl_controller == "horizon" and self.responses_per_step >= 5 * self.kl_horizon:
             shortest = self.responses_per_step // 5 + 1

@@ -76,7 +76,7 @@ def sample_responses(
     out = {
         "responses": torch.full((count, n, width), sampling.pad_token_id),
         "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
-        "rollout_logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
+        "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
         "stopped": torch.zeros(count, n, dtype=torch.bool),
     }
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
@@ -90,12 +90,11 @@ def sample_responses(
             step=step,
             **vars(sampling),
         )
-        out["responses"][chunk] = generation.responses.cpu().view(-1, n, width)
-        out["response_mask"][chunk] = generation.response_mask.cpu().view(-1, n, width)
-        out["rollout_logprobs"][chunk] = generation.logprobs.cpu().view(-1, n, width).to(out["rollout_logprobs"].dtype)
-        out["stopped"][chunk] = generation.stopped.cpu().view(-1, n)
+        for key, value in vars(generation).items():
+            out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
         on_chunk(len(chunk) * n)
     flat = {key: value.flatten(0, 1) for key, value in out.items()}
+    flat["rollout_logprobs"] = flat.pop("logprobs")
     for key in ("queries", "query_attn_masks", "prompt_ids"):
         flat[key] = prompts[key].repeat_interleave(n, dim=0)  # type: ignore[literal-required]
     flat["sample_ids"] = torch.arange(n).repeat(count)

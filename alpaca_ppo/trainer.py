@@ -20,6 +20,7 @@ from alpaca_ppo import checkpointing, construction, distributed, export, inspect
 from alpaca_ppo.batching import optimizer_steps, step_batches
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import collate_prompts
+from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.functional import gae, masked_mean, masked_whiten, policy_loss, shape_rewards, value_loss
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
@@ -331,6 +332,9 @@ class PPOTrainer:
         return self.run_log
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
+        if self.accelerator.is_main_process:
+            clean_leftovers(self.args.output_dir)
+        self.accelerator.wait_for_everyone()
         if resume_from_checkpoint:
             self._load_checkpoint(resume_from_checkpoint)
         else:

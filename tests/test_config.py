@@ -59,6 +59,11 @@ def test_a_config_file_that_is_missing_malformed_or_unknown_is_refused(tmp_path)
         ({"report_to": "none"}, "report_to is 'none', a str; it must be list"),
         ({"total_epochs": 1, "total_episodes": 2}, r"total_epochs \(1\) and total_episodes \(2\) are both set"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, r"step_batch_size \(16\) is larger than"),
+        (
+            {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},
+            "kl_horizon is 10: .* use 13 or more",
+        ),
+        ({"k_beta": 5.0}, "k_beta is 5.0; it must be below 5"),
         ({"push_to_hub": True}, "hub_model_id is not set"),
         ({"eval_top_p": 0.9}, "act on sampled responses only"),
         ({"truncate_after": 3}, "truncate_tokens is not set"),
