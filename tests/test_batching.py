@@ -112,6 +112,7 @@ def test_packing_drops_columns_that_no_row_needs():
     response_mask = torch.zeros(2, 300, dtype=torch.bool)
     response_mask[:, :3] = True
     assert pack_rows(queries, masks, responses, response_mask).input_ids.shape == (2, 4)
+    queries[:, -9:], masks[:, -9:] = 4, 1
     dummy = pack_rows(queries[:1], masks[:1], responses[:1], torch.zeros(1, 300, dtype=torch.bool))
     assert dummy.input_ids.shape == (1, 1)
     assert dummy.rows.numel() == 0

@@ -18,7 +18,7 @@ def test_parts_add_up_means_are_weighted_by_tokens_and_extremes_kept():
     one.add(tensors(loss__total=0.5, clipfrac=0.25, ratio_min=0.9, ratio_max=1.1), tokens=4)
     one.add(tensors(loss__total=0.25, clipfrac=1.0, ratio_min=0.8, ratio_max=1.0), tokens=2)
     # A dummy micro-batch has no tokens: its zeros must not pull the mean or the extremes.
-    two.add(tensors(loss__total=0.0, clipfrac=0.0, ratio_min=1.0, ratio_max=1.0), tokens=0)
+    two.add(tensors(loss__total=0.0, clipfrac=0.0, ratio_min=0.0, ratio_max=9.0), tokens=0)
     two.add(tensors(loss__total=0.125, clipfrac=0.5, ratio_min=0.95, ratio_max=1.3), tokens=2)
     one.merge(two)
     # loss: (0.5 + 0.25 + 0 + 0.125) / 2 steps; clipfrac: (1 + 2 + 1) / 8

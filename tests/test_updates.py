@@ -1,0 +1,123 @@
+"""What an optimizer step does with the options: against losses computed here, on the whole batch at once."""
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from alpaca_ppo.functional import policy_loss, value_loss
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import prompts, tiny_trainer, weights
+
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def drifted_rollouts(trainer):
+    """Rollouts whose old log-probs and values are off the model's, so that every clip range has something to clip."""
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    generator = torch.Generator().manual_seed(0)
+    mask = rollouts["response_mask"]
+    for name, scale in (("logprobs", 0.5), ("values", 0.3)):
+        noise = scale * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+        rollouts[name] = torch.where(mask, rollouts[name] + noise, 0.0)
+    for name in ("advantages", "returns"):
+        rollouts[name] = torch.where(mask, torch.randn(mask.shape, generator=generator, dtype=torch.float64), 0.0)
+    return rollouts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_of_an_optimizer_step_is_that_of_the_unsplit_batch_with_every_option(mode, tmp_path):
+    options = {"cliprange": 0.1, "cliprange_high": 0.3, "clip_ratio_c": 1.5, "cliprange_value": 0.05, "vf_coef": 0.7}
+    model = tiny_causal_lm("llama", dtype=torch.float64)
+    settings = {**options, "loss_agg_mode": mode, "step_batch_size": 10, "ppo_epochs": 1, "temperature": 0.7}
+    trainer = tiny_trainer(tmp_path, model=model, **settings)
+    rollouts = drifted_rollouts(trainer)
+    keys = ("queries", "query_attn_masks", "responses", "response_mask")
+    with torch.no_grad():
+        now = trainer.actor_critic(*(rollouts[key] for key in keys), temperature=0.7, chunk_size=1000)
+    mask = rollouts["response_mask"]
+    policy = policy_loss(
+        now.logprobs,
+        rollouts["logprobs"],
+        rollouts["advantages"],
+        mask,
+        cliprange_low=0.1,
+        cliprange_high=0.3,
+        clip_ratio_c=1.5,
+        loss_agg_mode=mode,
+    )
+    value = value_loss(
+        now.values, rollouts["values"], rollouts["returns"], mask, cliprange_value=0.05, loss_agg_mode=mode
+    )
+    with pytest.warns(UserWarning, match="ratio is off 1"):
+        stats = trainer.step_with_rollouts(rollouts)
+    assert stats["loss/policy"] == pytest.approx(float(policy.loss), rel=1e-9)
+    assert stats["loss/value"] == pytest.approx(float(value.loss), rel=1e-9)
+    assert stats["loss/total"] == pytest.approx(float(policy.loss + 0.7 * value.loss), rel=1e-9)
+    for name in ("clipfrac", "clipfrac_lower", "approx_kl_k3", "ratio_max"):
+        assert stats[f"policy/{name}"] == pytest.approx(float(policy.stats[name]), rel=1e-6), name
+        assert stats[f"policy/{name}"] > 0, "the case exercises the option"
+
+
+def test_the_gradient_is_clipped_to_its_largest_norm(tmp_path):
+    moved = []
+    for limit in (1e-3, 1e9):
+        model = tiny_causal_lm("llama", dtype=torch.float64)
+        trainer = tiny_trainer(
+            tmp_path / str(limit), model=model, max_grad_norm=limit, step_batch_size=10, ppo_epochs=1
+        )
+        optimizer = trainer.updater.optimizer.optimizer
+        norms = []
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_, norms=norms: norms.append(
+                torch.nn.utils.get_total_norm(p.grad for g in optimizer.param_groups for p in g["params"])
+            )
+        )
+        stats = trainer.step(trainer.prompt_batches(0))
+        moved.append(float(norms[0]))
+    assert moved[0] == pytest.approx(1e-3, rel=1e-3)
+    assert moved[1] == pytest.approx(stats["ppo/policy/grad_norm"], rel=1e-6)
+    assert moved[1] > 1e-2
+
+
+def test_the_learning_rate_follows_its_schedule_over_optimizer_steps(tmp_path):
+    # 2 steps of 10 rows, step batches of 5, one epoch: 4 optimizer steps. Linear from 1e-3 to 0: after 2 and 4 steps.
+    trainer = tiny_trainer(tmp_path, step_batch_size=5, ppo_epochs=1, lr_scheduler_type="linear")
+    rates = [trainer.step(trainer.prompt_batches(step))["objective/lr"] for step in range(2)]
+    assert rates == pytest.approx([5e-4, 0.0])
+
+
+def test_every_epoch_and_every_step_shuffles_its_rows_anew(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    seen = []
+    original = trainer.updater.step
+    trainer.updater.step = lambda rollouts, rows, *a, **k: (
+        seen.append(tuple(rows.tolist())),
+        original(rollouts, rows, *a, **k),
+    )
+    for step in range(2):
+        trainer.step(trainer.prompt_batches(step))
+    # Two steps of two epochs of three step batches (4, 4, 2 rows).
+    assert [len(rows) for rows in seen] == [4, 4, 2] * 4
+    orders = [sum((list(rows) for rows in seen[i : i + 3]), []) for i in range(0, 12, 3)]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_trackers_hear_only_every_logging_steps_and_the_last(tmp_path):
+    trainer = tiny_trainer(tmp_path, total_episodes=50, logging_steps=2, report_to=["tensorboard"])
+    trainer.train()
+    board = EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert [event.step for event in board.Scalars("objective/scores")] == [2, 4, 5]
+    assert [entry["step"] for entry in trainer.state.log_history] == [2, 4, 5]
+
+
+def test_evaluation_noise_is_the_same_at_every_step(tmp_path):
+    arguments = {"eval_dataset": prompts(5)}
+    trainer = tiny_trainer(tmp_path, eval_do_sample=True, learning_rate=0.0, trainer_arguments=arguments)
+    first = trainer.evaluate()
+    before = weights(trainer)
+    trainer.step(trainer.prompt_batches(0))
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    second = trainer.evaluate()
+    assert first["eval/scores"] == second["eval/scores"]
+    assert first["eval/kl_sum_seq"] == second["eval/kl_sum_seq"]
