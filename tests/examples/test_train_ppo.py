@@ -1,0 +1,106 @@
+"""examples/train_ppo.py as a user starts it: folders and files in, a trained model out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
+from examples import train_ppo
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A run of two steps with a reward model and a reward function, as a YAML file."""
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "policy")
+    tiny_sequence_classifier("llama", seed=1).save_pretrained(tmp_path / "reward")
+    for name in ("policy", "reward"):
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    prompts(20).to_json(tmp_path / "train.jsonl")
+    prompts(4).to_json(tmp_path / "test.jsonl")
+    (tmp_path / "my_rewards.py").write_text(
+        "async def brief(prompts, completions, **columns):\n    return [-float(len(c.split())) for c in completions]\n"
+    )
+    settings = {
+        "model_name_or_path": str(tmp_path / "policy"),
+        "reward_model_name_or_path": str(tmp_path / "reward"),
+        "reward_funcs": f"{tmp_path / 'my_rewards.py'}:brief",
+        "reward_weights": [1.0, 0.1],
+        "dataset_name": str(tmp_path / "train.jsonl"),
+        "eval_dataset_name": str(tmp_path / "test.jsonl"),
+        "output_dir": str(tmp_path / "run"),
+        "init_value_with_reward": True,
+        "query_len": 4,
+        "response_len": 4,
+        "rollout_batch_size": 10,
+        "rollout_per_device_batch_size": 10,
+        "step_batch_size": 5,
+        "step_per_device_batch_size": 5,
+        "eval_steps": 1,
+        "save_steps": 1,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_the_script_trains_evaluates_saves_and_resumes(config, tmp_path):
+    stats = train_ppo.main(["--config", str(config)])
+    assert {"objective/scores/reward", "objective/scores/brief", "eval/scores"} <= stats.keys()
+    lines = metric_lines(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert yaml.safe_load((tmp_path / "run/run.yaml").read_text())["reward_weights"] == [1.0, 0.1]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run/final/policy")
+    train_ppo.main(
+        ["--config", str(config), "--resume_from_checkpoint", str(tmp_path / "run/checkpoint-1"), "--seed", "42"]
+    )
+    assert metric_lines(tmp_path / "run") == lines
+
+
+def test_two_processes_run_the_script_to_the_same_curve(config, tmp_path):
+    train_ppo.main(["--config", str(config)])
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    launch += ["--config_file", str(ROOT / "examples/accelerate_configs/ddp_cpu.yaml"), "--main_process_port", "0"]
+    launch += [str(ROOT / "examples/train_ppo.py"), "--config", str(config), "--output_dir", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    outcome = subprocess.run(launch, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    for one, two in zip(metric_lines(tmp_path / "run"), metric_lines(tmp_path / "two"), strict=True):
+        for name in ("objective/scores", "ppo/loss/total", "eval/scores", "objective/kl_sum_seq"):
+            if name in one:
+                assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    assert (tmp_path / "two/final/value/model.safetensors").exists()
+
+
+# Presets of the two other scripts are theirs to test.
+PRESETS = [p for p in sorted((ROOT / "examples/configs").glob("*.yaml")) if not p.stem.endswith(("_sft", "_reward"))]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_is_valid(path):
+    given = yaml.safe_load(path.read_text())
+    required = {"model_name_or_path": "m", "dataset_name": "d"}
+    flags = [text for name, value in required.items() if name not in given for text in (f"--{name}", value)]
+    if not given.get("reward_funcs"):
+        flags += ["--reward_funcs", "a:b"]
+    script_args, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *flags])
+    for name, value in given.items():
+        parsed = getattr(script_args, name, None) if hasattr(script_args, name) else getattr(args, name)
+        assert parsed == (value if not isinstance(parsed, list) or isinstance(value, list) else [value]), name
+
+
+def test_rollouts_are_json_lines(config, tmp_path):
+    train_ppo.main(["--config", str(config), "--num_logged_rollouts", "2", "--total_episodes", "10"])
+    lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
+    assert [set(json.loads(line)) >= {"prompt", "response", "score", "tokens"} for line in lines] == [True, True]
