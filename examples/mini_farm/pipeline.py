@@ -41,7 +41,7 @@ class LabArguments:
     vocab_size: int = _arg(1024, "Tokens of the tokenizer, at most.")
     hidden_size: int = _arg(160, "Width of the model.")
     num_layers: int = _arg(3, "Its layers.")
-    sft_epochs: float = _arg(3.0, "Passes over the demonstrations.")
+    sft_epochs: float = _arg(2.5, "Passes over the demonstrations.")
     reward_epochs: float = _arg(2.0, "Passes over the pairs.")
     best_of: int = _arg(16, "Samples of best-of-n.")
     ppo_preset: str = _arg(str(PRESETS / "mini_farm.yaml"), "YAML of train_ppo.py.")

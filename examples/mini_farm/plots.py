@@ -1,0 +1,116 @@
+"""Two figures: how a PPO run went, and how too long a run goes wrong."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+
+from examples.mini_farm.evaluation import Summary  # noqa: E402
+
+PROXY, GOLD, KL = "objective/scores/reward_model", "objective/scores/gold", "objective/kl_sum_seq"
+BLUE, GOLDEN, GREY, RED = "#2c6fbb", "#c98a00", "#777777", "#b3322c"
+Metrics = Sequence[Mapping[str, Any]]
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The steps of a PPO run, from its metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def smooth(numbers: Sequence[float], *, window: int = 5) -> list[float]:
+    """The running mean over the last `window` steps, fewer at the start."""
+    return [sum(part) / len(part) for part in (numbers[max(0, i + 1 - window) : i + 1] for i in range(len(numbers)))]
+
+
+def plot_run(runs: Mapping[str, Metrics], summaries: Sequence[Summary], path: Path) -> None:
+    """Rewards, KL, length and explained variance over the steps of `runs`; gold against KL, with the table's points."""
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    figure.suptitle("PPO in the laptop laboratory (thin: each step, thick: mean of 5 steps)", fontsize=14)
+    panels = (
+        (PROXY, "Reward model's score (what PPO maximises)", "score", BLUE),
+        (GOLD, "Annotators' gold score (never seen by PPO)", "score", GOLDEN),
+        (KL, "KL to the supervised model", "nats per answer", RED),
+        ("objective/response_length", "Length of the answers", "tokens", BLUE),
+        ("ppo/val/explained_variance", "Critic: explained variance of the returns", "share (1 = perfect)", BLUE),
+    )
+    for axis, (key, title, unit, colour) in zip(axes.flat, panels, strict=False):
+        _curves(axis, runs, key, colour)
+        axis.set(title=title, xlabel="PPO step", ylabel=unit)
+    _gold_against_kl(axes.flat[5], runs, summaries)
+    _save(figure, path)
+
+
+def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
+    """Proxy and gold over the steps and over the KL of one long run, each relative to the supervised model."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+    figure.suptitle("Over-optimisation: the reward model is pleased, the annotators no longer are", fontsize=14)
+    steps, kl = [row["step"] for row in metrics], smooth([row[KL] for row in metrics])
+    for key, label, colour in ((PROXY, "reward model (proxy)", BLUE), (GOLD, "annotators (gold)", GOLDEN)):
+        gain = [row[key] - metrics[0][key] for row in metrics]
+        axes[0].plot(steps, gain, color=colour, alpha=0.25, linewidth=1)
+        axes[0].plot(steps, smooth(gain), color=colour, linewidth=2.5, label=label)
+        axes[1].scatter(kl, smooth(gain), color=colour, s=14, label=label)
+        best = max(range(len(gain)), key=smooth(gain).__getitem__)
+        axes[0].axvline(
+            steps[best], color=colour, linestyle=":", label=f"highest {label.split(' (')[0]}: step {steps[best]}"
+        )
+    axes[0].set(title="Over time", xlabel="PPO step", ylabel="gain over the supervised model (score)")
+    axes[1].set(title="Against the distance travelled", xlabel="KL to the supervised model (nats per answer)")
+    axes[1].set_ylabel("gain over the supervised model (score)")
+    for axis in axes:
+        axis.axhline(0, color=GREY, linewidth=0.8)
+        axis.grid(alpha=0.25)
+        axis.legend()
+    _save(figure, path)
+
+
+def _curves(axis: Axes, runs: Mapping[str, Metrics], key: str, colour: str) -> None:
+    for number, (name, metrics) in enumerate(runs.items()):
+        steps, numbers = [row["step"] for row in metrics], [row[key] for row in metrics]
+        shade = colour if len(runs) == 1 else f"C{number}"
+        axis.plot(steps, numbers, color=shade, alpha=0.25, linewidth=1)
+        axis.plot(steps, smooth(numbers), color=shade, linewidth=2.5, label=name)
+    axis.grid(alpha=0.25)
+    if len(runs) > 1:
+        axis.legend()
+
+
+def _gold_against_kl(axis: Axes, runs: Mapping[str, Metrics], summaries: Sequence[Summary]) -> None:
+    for number, metrics in enumerate(runs.values()):
+        path = [smooth([row[key] for row in metrics]) for key in (KL, GOLD)]
+        axis.plot(
+            *path,
+            color=GREY if len(runs) == 1 else f"C{number}",
+            linewidth=1.5,
+            alpha=0.6,
+            label=None if number else "PPO, step by step",
+        )
+    for summary, marker in zip(summaries, "osDDDDDD", strict=False):
+        axis.errorbar(
+            summary.kl,
+            summary.gold,
+            yerr=2 * summary.gold_error,
+            fmt=marker,
+            markersize=9,
+            capsize=4,
+            label=summary.method,
+        )
+    axis.set(
+        title="Gold score bought with KL (bars: 2 s.e.)",
+        xlabel="KL to the supervised model (nats per answer)",
+        ylabel="gold score",
+    )
+    axis.grid(alpha=0.25)
+    axis.legend()
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
