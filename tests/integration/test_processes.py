@@ -29,7 +29,7 @@ def launch(output_dir: Path, *settings: str, processes: int) -> None:
 
 @pytest.mark.parametrize("settings", [(), ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared")])
 def test_two_processes_train_the_same_model_as_one(settings, tmp_path):
-    # 20 episodes at 10 or 7 prompts a step: the last step of the second case has 6 prompts, the step batches are ragged.
+    # 20 episodes at 10 or 7 prompts a step: the last step of the second case has 6 prompts; step batches are ragged.
     launch(tmp_path / "one", *settings, processes=1)
     launch(tmp_path / "two", *settings, processes=2)
     one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
