@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Waiting OpenMP threads that spin make two processes on two cores several times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 usable := $(shell test "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version 2>/dev/null)
 ifeq ($(usable),)
 .PHONY: $(STAMP)

@@ -288,7 +288,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 def _as_declared(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """YAML reads 1e-5 as text: brings it to the number that the field declares, and a single value to a list."""
     declared = str(field.type).removeprefix("<class '").removesuffix("'>")
-    if isinstance(value, str) and "str" not in declared:
+    if isinstance(value, str) and ("int" in declared or "float" in declared) and "str" not in declared:
         try:
             return float(value) if "float" in declared else int(value)
         except ValueError as error:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from transformers import TrainingArguments
 
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config import KL_ESTIMATORS, LOSS_AGG_MODES
@@ -20,6 +21,13 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert args.truncate_tokens == ["stop"]
     assert args.gamma == PPOConfig().gamma
     assert script.reward_funcs == ["a:b"]
+
+
+def test_text_of_a_field_that_is_no_number_stays_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text('lr_scheduler_type: cosine\nsave_strategy: "no"\n')
+    (arguments,) = parse_args([TrainingArguments], ["--config", str(path), "--output_dir", str(tmp_path)])
+    assert (arguments.lr_scheduler_type, arguments.save_strategy) == ("cosine", "no")
 
 
 def test_a_config_file_that_is_missing_malformed_or_unknown_is_refused(tmp_path):
