@@ -110,6 +110,7 @@ def make_actor_critic(
     if args.gradient_checkpointing:
         for backbone in (policy, value_model):
             if backbone is not None:
+                # Newer transformers say activation_checkpointing_enable; 5.17, which must work too, has only this.
                 backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     actor_critic = build_actor_critic(policy, critic_layout=args.critic_layout, value_model=value_model)
     # Fails now, not after the last step, where transformers has no sequence classifier to save the critic as.
