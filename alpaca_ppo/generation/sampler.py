@@ -70,30 +70,29 @@ def generate(
     _check_arguments(max_new_tokens, num_return_sequences, temperature, top_k, top_p, backend)
     queries, mask = _trimmed(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
-    keys = stream_keys(
-        seed=seed, step=step, prompt_ids=prompt_ids.to(model.device), num_return_sequences=num_return_sequences
-    )
     responses = GrowingResponses(
-        keys,
+        stream_keys(
+            seed=seed, step=step, prompt_ids=prompt_ids.to(model.device), num_return_sequences=num_return_sequences
+        ),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad_token_id,
         choosing=Choosing(temperature, do_sample, top_k, top_p),
-        stop_rule=StopRule(
-            stop_token_ids, truncate_token_ids=truncate_token_ids, truncate_after=truncate_after, device=model.device
-        ),
+        stop_rule=_stop_rule(model, stop_token_ids, truncate_token_ids, truncate_after),
         logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
     )
     grow = decode if backend == "decode" else decode_with_generate
+    size = {"num_return_sequences": num_return_sequences, "max_new_tokens": max_new_tokens}
     with _eval_mode(model):
-        grow(
-            model,
-            queries,
-            mask,
-            num_return_sequences=num_return_sequences,
-            max_new_tokens=max_new_tokens,
-            responses=responses,
-        )
+        grow(model, queries, mask, **size, responses=responses)
     return _checked(responses.finish())
+
+
+def _stop_rule(
+    model: PreTrainedModel, stop_token_ids: Sequence[int], truncate_token_ids: Sequence[int], truncate_after: int
+) -> StopRule:
+    return StopRule(
+        stop_token_ids, truncate_token_ids=truncate_token_ids, truncate_after=truncate_after, device=model.device
+    )
 
 
 def _check_arguments(
