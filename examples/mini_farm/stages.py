@@ -1,16 +1,26 @@
-"""Stages of an experiment on disk: each fills one folder, and runs again only when what it depends on has changed."""
+"""Stages of an experiment on disk: each fills one folder, and runs again only when what it depends on has changed.
 
+The screen gets one line a stage. Whatever the stage itself has to say (progress bars, warnings, losses) goes to log.txt
+in its folder, and the end of that to the screen where the stage fails.
+"""
+
+import contextlib
 import hashlib
 import json
+import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.folders import write_text_atomically
 
-MARKER = "stage.json"
+MARKER, LOG = "stage.json", "log.txt"
+SHOWN_ON_FAILURE = 25
+"""Lines of the log."""
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run_stage(
@@ -44,7 +54,13 @@ def run_stage(
     folder.mkdir(parents=True)
     print(f"  {title:<58} ", end="", flush=True)
     start = time.perf_counter()
-    fill(folder)
+    try:
+        with _output_to(folder / LOG):
+            fill(folder)
+    except Exception:
+        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        print("\n".join(["failed", f"The end of {folder / LOG}:", *lines[-SHOWN_ON_FAILURE:]]), flush=True)
+        raise
     seconds = time.perf_counter() - start
     marker = {"fingerprint": fingerprint, "seconds": round(seconds, 1), "settings": dict(settings)}
     write_text_atomically(folder / MARKER, json.dumps(marker, indent=2) + "\n")
@@ -52,13 +68,42 @@ def run_stage(
     return folder
 
 
+@contextlib.contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Sends to `log` what this process and its children write to standard output and error.
+
+    By file descriptor: loggers and progress bars hold on to the stream that was there when they were made.
+    """
+    streams = (sys.stdout, sys.stderr)
+    for stream in streams:
+        stream.flush()
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with log.open("wb") as file:
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            yield
+        finally:
+            for stream in streams:
+                stream.flush()
+            for descriptor, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
 def _fingerprint(settings: Mapping[str, Any], sources: Sequence[Path], parents: Sequence[Path]) -> str:
     depends_on = {
         "settings": dict(settings),
-        "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
+        "sources": {_name(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
         "parents": [_marker(parent)["fingerprint"] for parent in parents],
     }
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def _name(path: Path) -> str:
+    """The path of a source from the repository on, so that a checkout that moved keeps its stages."""
+    path = path.resolve()
+    return str(path.relative_to(_REPOSITORY)) if path.is_relative_to(_REPOSITORY) else path.name
 
 
 def _marker(folder: Path) -> dict[str, Any]:

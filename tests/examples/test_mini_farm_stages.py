@@ -1,0 +1,119 @@
+"""The laboratory's stages: what is kept, what runs again, and what reaches the screen."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from examples.mini_farm.stages import _REPOSITORY, LOG, MARKER, SHOWN_ON_FAILURE, _name, run_stage
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """Runs a stage in tmp_path / name, and counts how often it was filled."""
+    source = tmp_path / "source.py"
+    source.write_text("a = 1")
+
+    def run(name="one", fill=None, **changes):
+        def count(folder):
+            runs.append(name)
+            (folder / "made.txt").write_text("made")
+            if fill:
+                fill(folder)
+
+        inputs = {"settings": {"seed": 1}, "sources": [source], "parents": []}
+        return run_stage(tmp_path / name, f"stage {name}", count, **(inputs | changes))
+
+    runs = run.runs = []
+    run.source = source
+    return run
+
+
+def test_a_filled_folder_is_kept_while_nothing_changes(stage, capsys):
+    folder = stage()
+    assert stage() == folder
+    assert stage.runs == ["one"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert "stage one" in first and first.endswith(" s")
+    assert "stage one" in second and second.endswith("kept from an earlier run")
+
+
+def test_another_setting_fills_the_folder_again(stage):
+    stage()
+    stage(settings={"seed": 2})
+    assert stage.runs == ["one", "one"]
+
+
+def test_a_changed_source_fills_the_folder_again(stage):
+    stage()
+    stage.source.write_text("a = 2")
+    stage()
+    assert stage.runs == ["one", "one"]
+
+
+def test_sources_of_one_name_in_two_folders_of_the_repository_are_told_apart(tmp_path):
+    assert _name(_REPOSITORY / "alpaca_ppo" / "__init__.py") != _name(_REPOSITORY / "examples" / "__init__.py")
+    assert _name(tmp_path / "source.py") == "source.py"
+
+
+def test_a_parent_that_was_filled_differently_fills_its_children_again(stage):
+    parent = stage("parent")
+    stage("child", parents=[parent])
+    stage("parent", settings={"seed": 2})
+    stage("child", parents=[parent])
+    assert stage.runs == ["parent", "child", "parent", "child"]
+
+
+def test_what_a_killed_run_left_behind_is_removed(stage, tmp_path):
+    folder = stage()
+    (folder / MARKER).unlink()
+    (folder / "half written").write_text("")
+    stage()
+    assert stage.runs == ["one", "one"]
+    assert sorted(path.name for path in folder.iterdir()) == [LOG, "made.txt", MARKER]
+
+
+def test_the_marker_holds_the_settings(stage):
+    assert json.loads((stage() / MARKER).read_text())["settings"] == {"seed": 1}
+
+
+# In a process of its own, because pytest puts its own streams in the place of standard output and error.
+CHATTER = """
+import logging, subprocess, sys
+from pathlib import Path
+from examples.mini_farm.stages import run_stage
+
+handler = logging.StreamHandler()  # Holds on to the stream of this moment, as the loggers of a library do.
+
+def fill(folder):
+    handler.emit(logging.makeLogRecord({"msg": "logged"}))
+    print("printed")
+    subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write('by a child')"], check=True)
+
+run_stage(Path(sys.argv[1]), "one", fill, settings={})
+print("after")
+"""
+
+
+def test_everything_a_stage_writes_goes_to_its_log_and_one_line_to_the_screen(tmp_path):
+    command = [sys.executable, "-c", CHATTER, str(tmp_path / "one")]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=_REPOSITORY, check=True)
+    screen = ran.stdout.splitlines()
+    assert len(screen) == 2 and screen[0].split() == ["one", "0", "s"] and screen[1] == "after"
+    assert ran.stderr == ""
+    assert (tmp_path / "one" / LOG).read_text().splitlines() == ["logged", "printed", "by a child"]
+
+
+def test_a_failing_stage_shows_the_end_of_its_log_and_fills_again(stage, capsys):
+    def fail(folder):
+        subprocess.run([sys.executable, "-c", "print(*range(100), sep='\\n')"], check=True)
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        stage(fill=fail)
+    first, where, *tail = capsys.readouterr().out.splitlines()
+    assert first.endswith("failed") and LOG in where
+    assert tail == [str(number) for number in range(100 - SHOWN_ON_FAILURE, 100)]
+    stage()
+    assert stage.runs == ["one", "one"]
