@@ -14,7 +14,10 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: most words become one token, and decoding gives the text back exactly."""
+    """A byte-level BPE tokenizer: most words become one token, and decoding gives the text back exactly.
+
+    Bytes that `texts` do not hold become <unk>: the vocabulary is small, and its words fill it.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
