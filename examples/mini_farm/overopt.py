@@ -1,39 +1,113 @@
 """Over-optimisation: `python -m examples.mini_farm.overopt` trains long under a weak KL penalty and draws what happens.
 
 The reward model's score keeps rising, the annotators' rises and then falls (Gao et al., arXiv:2210.10760; AlpacaFarm,
-arXiv:2305.14387, section 4.3).
+arXiv:2305.14387, section 4.3). Supervised and reward model are the quickstart's; only PPO's preset differs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
 
 from alpaca_ppo.config import parse_args
-from examples.mini_farm.pipeline import Lab, LabArguments
-from examples.mini_farm.plots import GOLD, KL, PROXY, plot_overoptimisation, read_metrics, smooth
+from examples.mini_farm.pipeline import PRESETS, Lab, LabArguments
+from examples.mini_farm.plots import GOLD, KL, PROXY, Metrics, plot_overoptimisation, read_metrics
+from examples.mini_farm.report import REPORT, SECTIONS, machine, write_section
+from examples.mini_farm.splits import read_rows
+
+WINDOW = 8
+"""PPO steps whose mean is a figure of the report: about a thousand answers."""
+SHOWN_ANSWERS = 4
 
 
 @dataclass(frozen=True)
 class OveroptArguments:
-    """How long and how weakly held."""
+    """Which run, and where the report goes."""
 
-    episodes: int = field(default=25600, metadata={"help": "Prompts of the run."})
-    kl_coef: float = field(default=0.002, metadata={"help": "Weight of the KL penalty."})
+    overopt_preset: str = field(
+        default=str(PRESETS / "mini_farm_overopt.yaml"), metadata={"help": "YAML of the long run."}
+    )
     seed: int = field(default=1, metadata={"help": "Seed of PPO."})
+    report: str = field(default=str(REPORT), metadata={"help": "File to write."})
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs what is not there yet, writes overopt.png and prints the best and the last step of each score."""
+@dataclass(frozen=True)
+class Stretch:
+    """Means over some successive steps, `first` to `last`."""
+
+    first: int
+    last: int
+    proxy: float
+    gold: float
+    gold_error: float
+    """Standard error of `gold`, from the spread of the steps."""
+    kl: float
+
+
+def stretches(metrics: Metrics, *, window: int) -> list[Stretch]:
+    """Every `window` successive steps of a run; `window` is at least 2 and at most the run's length."""
+    parts = [metrics[start : start + window] for start in range(len(metrics) - window + 1)]
+    return [
+        Stretch(
+            first=part[0]["step"],
+            last=part[-1]["step"],
+            proxy=fmean(row[PROXY] for row in part),
+            gold=fmean(row[GOLD] for row in part),
+            gold_error=stdev(row[GOLD] for row in part) / window**0.5,
+            kl=fmean(row[KL] for row in part),
+        )
+        for part in parts
+    ]
+
+
+def reading(metrics: Metrics, *, window: int = WINDOW) -> str:
+    """Start, highest gold and end of a run of at least `window` steps: a table, and whether it is over-optimisation."""
+    parts = stretches(metrics, window=window)
+    best, end = max(parts, key=lambda part: part.gold), parts[-1]
+    lines = [
+        f"| {name} | {part.first} to {part.last} | {part.proxy:.2f} | {part.gold:.2f} ± {part.gold_error:.2f} | "
+        f"{part.kl:.1f} |"
+        for name, part in (("start", parts[0]), ("highest gold", best), ("end", end))
+    ]
+    rise, fall, error = end.proxy - best.proxy, best.gold - end.gold, (best.gold_error**2 + end.gold_error**2) ** 0.5
+    verdict = (
+        "The reward model is ever more pleased with what the annotators like ever less: over-optimisation."
+        if rise > 0 and fall > 4 * error
+        else "That is no over-optimisation: the run is too short, or the KL penalty too strong."
+    )
+    return (
+        "| | PPO steps | proxy reward | gold score | KL to SFT (nats) |\n|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + f"\n\nFrom the stretch of highest gold to the end, the proxy reward changed by {rise:+.2f} and the gold "
+        f"score by {-fall:+.2f} ± {error:.2f}. {verdict}"
+    )
+
+
+def last_answers(run: Path) -> str:
+    """A few answers of the last step of a PPO run, as a list."""
+    (*_, last) = sorted((run / "rollouts").glob("step_*.jsonl"))
+    return "\n".join(
+        f"- *{row['prompt'].strip()}* {row['response'].removesuffix('<eos>')} (proxy {row['score']:.1f})"
+        for row in read_rows(last)[:SHOWN_ANSWERS]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> str:
+    """Runs what is not there yet, writes the report's section and its figure, and returns the section's text."""
     arguments, lab_arguments = parse_args([OveroptArguments, LabArguments], argv)
     lab = Lab(lab_arguments)
-    overrides = {"total_episodes": arguments.episodes, "kl_coef": arguments.kl_coef}
-    metrics = read_metrics(lab.ppo("overopt", seed=arguments.seed, overrides=overrides))
-    plot_overoptimisation(metrics, lab.root / "overopt.png")
-    for key, name in ((PROXY, "proxy reward"), (GOLD, "gold score"), (KL, "KL")):
-        means = smooth([row[key] for row in metrics])
-        best = max(range(len(means)), key=means.__getitem__)
-        highest = f"highest {means[best]:6.2f} at step {metrics[best]['step']}"
-        print(f"{name:<13} first {means[0]:6.2f}   {highest:<28} last {means[-1]:6.2f}")
-    print(f"Figure: {lab.root / 'overopt.png'}")
+    run = lab.ppo("overopt", seed=arguments.seed, preset=Path(arguments.overopt_preset))
+    metrics, figure = read_metrics(run), lab.root / "overopt.png"
+    plot_overoptimisation(metrics, figure)
+    text = (
+        f"Written by `make overopt`: one long run (`{Path(arguments.overopt_preset).name}`) under a weak KL penalty, "
+        f"on the same supervised and reward models. Means over {WINDOW} steps; ± is a standard error.\n\n"
+        f"{reading(metrics)}\n\nThe first answers recorded at the last step:\n\n{last_answers(run)}\n\n"
+        f"Made on {machine()}."
+    )
+    write_section(Path(arguments.report), SECTIONS[1], text, figure)
+    print(f"\n{text}\n\nWritten: {arguments.report}\nFigure: {figure}")
+    return text
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from examples.mini_farm.stages import run_stage
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 PRESETS = EXAMPLES / "configs"
-KEEP_NOTHING = {"save_strategy": "no"}
+PACKAGE = sorted((EXAMPLES.parent / "alpaca_ppo").rglob("*.py"))
+"""A change of it trains PPO again, and only PPO: that is what one works on."""
+KEEP_NOTHING = {"save_strategy": "no", "disable_tqdm": "true"}
 GOLD = "examples.mini_farm.annotators:gold"
 
 
@@ -172,10 +174,10 @@ class Lab:
             sources=_code("annotators", "lexicon", "evaluation", "sampling"),
         )
 
-    def ppo(self, name: str, *, seed: int, overrides: Mapping[str, Any] | None = None) -> Path:
+    def ppo(self, name: str, *, seed: int, preset: Path | None = None) -> Path:
         """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy."""
-        preset = Path(self.arguments.ppo_preset)
-        settings = {"seed": seed, **(overrides or {})}
+        preset = preset or Path(self.arguments.ppo_preset)
+        settings = {"seed": seed}
         if self.arguments.ppo_episodes is not None:
             settings["total_episodes"] = self.arguments.ppo_episodes
 
@@ -186,11 +188,11 @@ class Lab:
 
         return run_stage(
             self.root / name,
-            f"PPO, seed {seed}",
+            f"PPO, seed {seed}, {preset.name}",
             fill,
             settings=settings,
             parents=[self.data, self.sft, self.reward_model],
-            sources=[preset, EXAMPLES / "train_ppo.py", *_code("annotators", "lexicon")],
+            sources=[preset, EXAMPLES / "train_ppo.py", *_code("annotators", "lexicon"), *PACKAGE],
         )
 
     def ppo_answers(self, run: Path) -> Path:
@@ -203,7 +205,7 @@ class Lab:
 
         return run_stage(
             self.root / f"{run.name}_answers",
-            "held-out answers of PPO",
+            f"held-out answers of {run.name}",
             fill,
             settings=settings,
             parents=[self.data, run, self.sft, self.reward_model],

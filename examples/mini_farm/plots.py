@@ -14,7 +14,7 @@ from matplotlib.axes import Axes  # noqa: E402
 
 from examples.mini_farm.evaluation import Summary  # noqa: E402
 
-PROXY, GOLD, KL = "objective/scores/reward_model", "objective/scores/gold", "objective/kl_sum_seq"
+PROXY, GOLD, KL = "objective/scores", "objective/scores/gold", "objective/kl_sum_seq"
 BLUE, GOLDEN, GREY, RED = "#2c6fbb", "#c98a00", "#777777", "#b3322c"
 Metrics = Sequence[Mapping[str, Any]]
 
