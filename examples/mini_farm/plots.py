@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from PIL import Image
 
 matplotlib.use("Agg")
 
@@ -49,21 +51,21 @@ def plot_run(runs: Mapping[str, Metrics], summaries: Sequence[Summary], path: Pa
 
 def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
     """Proxy and gold over the steps and over the KL of one long run, each relative to the supervised model."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
-    figure.suptitle("Over-optimisation: the reward model is pleased, the annotators no longer are", fontsize=14)
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5.2), layout="constrained", sharey=True)
+    figure.suptitle("A long run under a weak KL penalty: what PPO maximises, and what is wanted", fontsize=14)
     steps, kl = [row["step"] for row in metrics], smooth([row[KL] for row in metrics])
-    for key, label, colour in ((PROXY, "reward model (proxy)", BLUE), (GOLD, "annotators (gold)", GOLDEN)):
+    for key, label, colour in ((PROXY, "proxy: reward model", BLUE), (GOLD, "gold: annotators", GOLDEN)):
         gain = [row[key] - metrics[0][key] for row in metrics]
         axes[0].plot(steps, gain, color=colour, alpha=0.25, linewidth=1)
         axes[0].plot(steps, smooth(gain), color=colour, linewidth=2.5, label=label)
         axes[1].scatter(kl, smooth(gain), color=colour, s=14, label=label)
-        best = max(range(len(gain)), key=smooth(gain).__getitem__)
-        axes[0].axvline(
-            steps[best], color=colour, linestyle=":", label=f"highest {label.split(' (')[0]}: step {steps[best]}"
-        )
-    axes[0].set(title="Over time", xlabel="PPO step", ylabel="gain over the supervised model (score)")
+    gold = smooth([row[GOLD] for row in metrics])
+    best = max(range(len(gold)), key=gold.__getitem__)
+    axes[0].axvline(steps[best], color=GOLDEN, linestyle=":", label=f"gold is highest: step {steps[best]}")
+    axes[1].axvline(kl[best], color=GOLDEN, linestyle=":", label=f"gold is highest: {kl[best]:.0f} nats")
+    axes[0].set(title="Over time (thin: each step, thick: mean of 5 steps)", xlabel="PPO step")
+    axes[0].set_ylabel("gain over the supervised model (score)")
     axes[1].set(title="Against the distance travelled", xlabel="KL to the supervised model (nats per answer)")
-    axes[1].set_ylabel("gain over the supervised model (score)")
     for axis in axes:
         axis.axhline(0, color=GREY, linewidth=0.8)
         axis.grid(alpha=0.25)
@@ -71,10 +73,15 @@ def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
     _save(figure, path)
 
 
+def _shade(number: int, runs: Mapping[str, Metrics], alone: str) -> str:
+    """The colour of a run in all panels; `alone` where there is no other."""
+    return alone if len(runs) == 1 else f"C{number}"
+
+
 def _curves(axis: Axes, runs: Mapping[str, Metrics], key: str, colour: str) -> None:
     for number, (name, metrics) in enumerate(runs.items()):
         steps, numbers = [row["step"] for row in metrics], [row[key] for row in metrics]
-        shade = colour if len(runs) == 1 else f"C{number}"
+        shade = _shade(number, runs, colour)
         axis.plot(steps, numbers, color=shade, alpha=0.25, linewidth=1)
         axis.plot(steps, smooth(numbers), color=shade, linewidth=2.5, label=name)
     axis.grid(alpha=0.25)
@@ -83,34 +90,33 @@ def _curves(axis: Axes, runs: Mapping[str, Metrics], key: str, colour: str) -> N
 
 
 def _gold_against_kl(axis: Axes, runs: Mapping[str, Metrics], summaries: Sequence[Summary]) -> None:
-    for number, metrics in enumerate(runs.values()):
+    shades = {name: _shade(number, runs, BLUE) for number, name in enumerate(runs)}
+    for name, metrics in runs.items():
         path = [smooth([row[key] for row in metrics]) for key in (KL, GOLD)]
-        axis.plot(
-            *path,
-            color=GREY if len(runs) == 1 else f"C{number}",
-            linewidth=1.5,
-            alpha=0.6,
-            label=None if number else "PPO, step by step",
-        )
-    for summary, marker in zip(summaries, "osDDDDDD", strict=False):
+        axis.plot(*path, color=shades[name], linewidth=1.5, alpha=0.5)
+    for summary in summaries:
         axis.errorbar(
             summary.kl,
             summary.gold,
             yerr=2 * summary.gold_error,
-            fmt=marker,
-            markersize=9,
+            fmt="D" if summary.method in runs else "o" if summary.kl == 0 else "s",
+            color=shades.get(summary.method, "black" if summary.kl == 0 else RED),
+            markersize=8,
             capsize=4,
             label=summary.method,
         )
     axis.set(
-        title="Gold score bought with KL (bars: 2 s.e.)",
+        title="Gold score bought with KL (points: held-out, ± 2 s.e.)",
         xlabel="KL to the supervised model (nats per answer)",
-        ylabel="gold score",
+        ylabel="score",
     )
     axis.grid(alpha=0.25)
-    axis.legend()
+    axis.legend(loc="lower right")
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110)
+    """As PNG of 128 colours, a third of the size."""
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=100)
     pyplot.close(figure)
+    Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True)

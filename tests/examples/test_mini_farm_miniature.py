@@ -1,0 +1,121 @@
+"""The whole laboratory in miniature, as a user starts it: from a grammar to the table, then again."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from examples.mini_farm import overopt, quickstart, results
+from examples.mini_farm.splits import prompt_of, read_rows
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MINIATURE = (
+    "--sft_rows 160 --preference_rows 24 --held_out_pairs 8 --unlabeled_rows 16 --val_rows 8 --vocab_size 700 "
+    "--hidden_size 16 --num_layers 1 --sft_epochs 0.2 --reward_epochs 1 --best_of 2 --ppo_episodes 16"
+).split()
+STAGES = ("data", "base", "sft", "pairs", "reward_model", "sft_answers", "ppo_seed_1", "ppo_seed_1_answers")
+
+
+def run_quickstart(root):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "examples.mini_farm.quickstart", "--root", str(root), *MINIATURE]
+    ran = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory):
+    """The folder of a first run and its screen."""
+    root = tmp_path_factory.mktemp("laboratory") / "quickstart"
+    return root, run_quickstart(root)
+
+
+def test_the_screen_is_a_line_a_stage_then_the_table(laboratory):
+    _, ran = laboratory
+    title, *stages = ran.stdout.split("\n\n")[0].splitlines()
+    assert title.startswith("AlpacaFarm in miniature")
+    assert len(stages) == len(STAGES) and all(line.endswith(" s") for line in stages)
+    rows = [line.strip("|").split("|") for line in ran.stdout.split("\n\n")[1].splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["SFT", "best-of-2", "PPO"]
+    assert all(len(row) == 7 for row in rows)
+    assert rows[0][3].strip() == "50.0 %" and rows[0][6].strip() == "0.00"
+    assert ran.stderr == ""
+
+
+def test_every_stage_leaves_its_folder_with_a_log(laboratory):
+    root, _ = laboratory
+    for stage in STAGES:
+        assert (root / stage / "stage.json").is_file() and (root / stage / "log.txt").is_file()
+    assert "train_loss" in (root / "sft" / "log.txt").read_text()
+
+
+def test_the_trained_policy_loads_and_is_not_the_supervised_model(laboratory):
+    root, _ = laboratory
+    policy = AutoModelForCausalLM.from_pretrained(root / "final" / "policy")
+    sft = AutoModelForCausalLM.from_pretrained(root / "sft")
+    weights = [model.state_dict()["model.layers.0.mlp.up_proj.weight"] for model in (policy, sft)]
+    assert not weights[0].equal(weights[1])
+    tokenizer = AutoTokenizer.from_pretrained(root / "final" / "policy")
+    prompt = prompt_of(read_rows(root / "data" / "val.jsonl")[0])
+    answer = policy.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(answer[0]).startswith(prompt)
+    assert AutoModelForSequenceClassification.from_pretrained(root / "reward_model").config.num_labels == 1
+
+
+def test_the_figure_is_a_picture(laboratory):
+    root, _ = laboratory
+    with Image.open(root / "results.png") as image:
+        image.verify()
+        assert image.format == "PNG"
+
+
+def test_only_the_reward_model_trains_the_policy(laboratory):
+    root, _ = laboratory
+    (step,) = [json.loads(line) for line in (root / "ppo_seed_1" / "metrics.jsonl").read_text().splitlines()]
+    assert step["objective/scores"] == pytest.approx(step["objective/scores/reward_model"])
+    assert step["objective/scores/gold"] != pytest.approx(step["objective/scores/reward_model"])
+
+
+def test_a_second_run_trains_nothing_and_shows_the_same_table(laboratory, capsys):
+    root, first = laboratory
+    written = {stage: (root / stage / "stage.json").stat().st_mtime_ns for stage in STAGES}
+    quickstart.main(["--root", str(root), *MINIATURE])
+    second = capsys.readouterr().out
+    assert written == {stage: (root / stage / "stage.json").stat().st_mtime_ns for stage in STAGES}
+    assert second.count("kept from an earlier run") == len(STAGES)
+    assert second.split("\n\n")[1] == first.stdout.split("\n\n")[1]
+
+
+def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(laboratory, tmp_path):
+    root, _ = laboratory
+    trained = (root / "reward_model" / "stage.json").stat().st_mtime_ns
+    report = tmp_path / "RESULTS.md"
+    common = ["--root", str(root), "--report", str(report), *MINIATURE]
+    summaries = results.main([*common, "--seeds", "1", "2"])
+    assert [line.method for line in summaries] == ["SFT", "best-of-2", "PPO, seed 1", "PPO, seed 2"]
+    assert summaries[2].kl != summaries[3].kl
+    # As long as a window of the report.
+    overopt.main([*common[:-1], str(overopt.WINDOW * 2), "--overopt_preset", str(short_preset(tmp_path))])
+    text = report.read_text()
+    assert "| PPO, seed 2 " in text and "| highest gold | 1 to 8 |" in text
+    assert all((tmp_path / figure).is_file() for figure in ("results.png", "overopt.png"))
+    assert str(root) not in text and str(REPOSITORY) not in text
+    assert (root / "reward_model" / "stage.json").stat().st_mtime_ns == trained
+
+
+def short_preset(folder):
+    """The preset of the long run with steps of two prompts."""
+    preset = shutil.copy(overopt.OveroptArguments().overopt_preset, folder)
+    lines = Path(preset).read_text().splitlines()
+    sizes = {"rollout_batch_size": 2, "rollout_per_device_batch_size": 2, "step_batch_size": 2}
+    sizes |= {"step_per_device_batch_size": 2}
+    kept = [line for line in lines if line.split(":")[0] not in sizes]
+    Path(preset).write_text("\n".join([*kept, *(f"{name}: {size}" for name, size in sizes.items())]))
+    return preset
