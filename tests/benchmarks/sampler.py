@@ -1,4 +1,4 @@
-"""How fast the sampler is, as ratios within one run: `python -m tests.benchmarks.sampler` (a minute on two cores).
+"""How fast the sampler is, in ratios of one run: `python -m tests.benchmarks.sampler`, two minutes on an idle core.
 
 Not a test: it prints, and asserts nothing, because times on a shared machine are no claim that a build should fail on.
 """
@@ -14,7 +14,7 @@ from alpaca_ppo.generation import generate
 from alpaca_ppo.generation.choosing import choose_tokens
 from tests.tiny_models import PAD, tiny_causal_lm
 
-VOCAB, BATCH, NEW_TOKENS, REPEATS = 512, 64, 64, 5
+VOCAB, BATCH, NEW_TOKENS, REPEATS = 512, 64, 64, 3
 
 
 def seconds(*calls: Callable[[], object]) -> list[float]:

@@ -53,6 +53,21 @@ def test_the_generator_is_splitmix64() -> None:
         assert uniforms(torch.tensor([1234567]), position).item() == ((output >> 12) + 0.5) / 2**52
 
 
+def splitmix64(state: int, counter: int) -> int:
+    """Output `counter` of the generator in Python's own integers."""
+    x = (state + (counter + 1) * GOLDEN) & MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def test_a_key_is_the_generator_started_by_each_coordinate_in_turn() -> None:
+    # Pinned, because the same run must come out of a later version too.
+    keys = stream_keys(seed=-7, step=11, prompt_ids=torch.tensor([5, 2**40]), num_return_sequences=2)
+    prompts = [splitmix64(splitmix64(splitmix64(-7 & MASK, 0), 11), prompt) for prompt in (5, 2**40)]
+    assert keys.tolist() == [signed(splitmix64(prompt, sample)) for prompt in prompts for sample in range(2)]
+
+
 def test_uniforms_reach_neither_zero_nor_one() -> None:
     # The output function maps 0 to 0, so the key -GOLDEN gives the smallest number. The key of the largest is found by
     # running the function backwards from 2^64 - 1.

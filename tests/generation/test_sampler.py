@@ -59,6 +59,7 @@ def assert_same(actual: Generation, expected: Generation, tolerance: float = 1e-
     assert torch.equal(actual.responses, expected.responses)
     assert torch.equal(actual.response_mask, expected.response_mask)
     assert torch.equal(actual.stopped, expected.stopped)
+    assert (actual.logprobs[~actual.response_mask] == 0).all()
     # Relative too: these models' logits reach tens, and float32 counts from there.
     assert_close(actual.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
 
