@@ -1,4 +1,4 @@
-"""What the trainer's constructor assembles: accelerator, tokenizer, models, optimizer and schedule, each from plain
+"""What the trainer's constructor assembles: accelerator, tokenizer, models, prompts and rewards, each from plain
 arguments.
 
 Kept apart from `trainer.py` so that the loop can be read on its own.
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
+from transformers import AutoTokenizer, PreTrainedModel
 
-from alpaca_ppo.batching import PromptSchedule, optimizer_steps
+from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.export import empty_classifier
@@ -30,7 +30,6 @@ from alpaca_ppo.models import (
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.rollouts import RolloutCollector, Sampling
 from alpaca_ppo.tracking import RunLog
-from alpaca_ppo.updates import Updater
 
 
 def make_accelerator(args: PPOConfig) -> Accelerator:
@@ -118,35 +117,6 @@ def make_actor_critic(
     return actor_critic
 
 
-def make_optimizer(model: torch.nn.Module, args: PPOConfig) -> torch.optim.Optimizer:
-    """AdamW over what trains; weight decay acts on matrices only, not on biases and norms."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-    )
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, total_steps: int) -> Any:
-    """The named learning-rate schedule over `total_steps` optimizer steps.
-
-    Raises:
-        ValueError: when transformers knows no schedule of that name.
-    """
-    try:
-        return get_scheduler(
-            args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps
-        )
-    except ValueError as error:
-        raise ValueError(f"lr_scheduler_type is {args.lr_scheduler_type!r}: {error}") from error
-
-
 def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None) -> Policy:
     """The frozen reference policy: `ref_model`, or a copy of the policy as it is now.
 
@@ -187,13 +157,15 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
     """How the policy is sampled in training.
 
     Raises:
-        ValueError: when nothing stops a response, or a prompt has more samples than a device batch holds.
+        ValueError: when nothing stops a response, a prompt has more samples than a device batch holds, or prompt and
+            response may be longer than the model's positions.
     """
     if args.num_return_sequences > args.rollout_per_device_batch_size:
         raise ValueError(
             f"num_return_sequences ({args.num_return_sequences}) is larger than rollout_per_device_batch_size "
             f"({args.rollout_per_device_batch_size}); a prompt's samples are drawn together, so raise the latter"
         )
+    _check_positions(policy, args)
     stop = resolve_stop_tokens(processing_class, policy.generation_config)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     pad = processing_class.pad_token_id
@@ -208,6 +180,16 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
         num_return_sequences=args.num_return_sequences,
         backend=args.generation_backend,
     )
+
+
+def _check_positions(policy: PreTrainedModel, args: PPOConfig) -> None:
+    # Models without positions of their own (BLOOM) do not say how many they have.
+    limit = getattr(policy.config, "max_position_embeddings", None)
+    if limit is not None and args.query_len + args.response_len > limit:
+        raise ValueError(
+            f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the model's "
+            f"max_position_embeddings ({limit}); lower one of them"
+        )
 
 
 def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
@@ -231,36 +213,6 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int)
         config=asdict(args),
         resume_step=resume_step,
     )
-
-
-def make_updater(
-    accelerator: Accelerator,
-    actor_critic: ActorCritic,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    *,
-    args: PPOConfig,
-    schedule: PromptSchedule,
-) -> tuple[Updater, int]:
-    """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
-    schedule.
-    """
-    total = sum(
-        optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
-        for step in range(schedule.num_steps)
-    )
-    optimizer = optimizer or make_optimizer(actor_critic, args)
-    updater = Updater(
-        accelerator,
-        actor_critic,
-        optimizer,
-        scheduler or make_scheduler(optimizer, args, total),
-        step_batch_size=args.step_batch_size,
-        step_per_device_batch_size=args.step_per_device_batch_size,
-        loss_agg_mode=args.loss_agg_mode,
-        max_grad_norm=args.max_grad_norm,
-    )
-    return updater, total
 
 
 def make_collector(

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
-from alpaca_ppo import checkpointing, construction, distributed, export, inspection, metrics
+from alpaca_ppo import checkpointing, construction, distributed, export, inspection, metrics, optimization
 from alpaca_ppo.batching import optimizer_steps, step_batches
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import collate_prompts
@@ -85,7 +85,7 @@ class PPOTrainer:
         self.collector = construction.make_collector(
             reference, scorer, self.processing_class, self.accelerator, args=args
         )
-        self.updater, self.optimizer_steps = construction.make_updater(
+        self.updater, self.optimizer_steps = optimization.make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.kl_controller = construction.make_kl(args)

@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 
 import alpaca_ppo
-from alpaca_ppo import construction
+from alpaca_ppo import optimization
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
@@ -59,6 +59,11 @@ def test_a_policy_that_nothing_stops_is_refused(tmp_path):
     refused(tmp_path, "no response would ever stop", model=model, arguments={"processing_class": tokenizer})
 
 
+def test_prompts_and_responses_must_fit_the_models_positions(tmp_path):
+    refused(tmp_path, r"query_len \(4\) \+ response_len \(600\) is more than .* \(512\)", response_len=600)
+    tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), response_len=600)
+
+
 def test_an_evaluation_without_prompts_is_refused(tmp_path):
     long = Dataset.from_list([{"prompt": "w10 w11 w12 w13 w14 w15"}] * 2)
     refused(tmp_path, "all 2 prompts have more tokens than query_len", arguments={"eval_dataset": long})
@@ -103,7 +108,7 @@ def test_models_load_from_folders_in_float32_whatever_the_checkpoint_holds(tmp_p
 
 def test_weight_decay_acts_on_matrices_only():
     model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout="shared")
-    optimizer = construction.make_optimizer(model, tiny_config("unused", weight_decay=0.1))
+    optimizer = optimization.make_optimizer(model, tiny_config("unused", weight_decay=0.1))
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert all(p.dim() >= 2 for p in decayed["params"])

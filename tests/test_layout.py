@@ -27,7 +27,7 @@ TIERS = (
     {"batching", "kl_controllers", "distributed", "metrics", "folders"},
     {"models", "data", "rewards", "generation"},
     {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
-    {"construction"},
+    {"construction", "optimization"},
     {"trainer"},
 )
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}

@@ -1,0 +1,71 @@
+"""Optimizer, learning-rate schedule and updater from a run's configuration."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import get_scheduler
+
+from alpaca_ppo.batching import PromptSchedule, optimizer_steps
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.updates import Updater
+
+
+def make_optimizer(model: torch.nn.Module, args: PPOConfig) -> torch.optim.Optimizer:
+    """AdamW over what trains; weight decay acts on matrices only, not on biases and norms."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, total_steps: int) -> Any:
+    """The named learning-rate schedule over `total_steps` optimizer steps.
+
+    Raises:
+        ValueError: when transformers knows no schedule of that name.
+    """
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps
+        )
+    except ValueError as error:
+        raise ValueError(f"lr_scheduler_type is {args.lr_scheduler_type!r}: {error}") from error
+
+
+def make_updater(
+    accelerator: Accelerator,
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    *,
+    args: PPOConfig,
+    schedule: PromptSchedule,
+) -> tuple[Updater, int]:
+    """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
+    schedule.
+    """
+    total = sum(
+        optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
+        for step in range(schedule.num_steps)
+    )
+    optimizer = optimizer or make_optimizer(actor_critic, args)
+    updater = Updater(
+        accelerator,
+        actor_critic,
+        optimizer,
+        scheduler or make_scheduler(optimizer, args, total),
+        step_batch_size=args.step_batch_size,
+        step_per_device_batch_size=args.step_per_device_batch_size,
+        loss_agg_mode=args.loss_agg_mode,
+        max_grad_norm=args.max_grad_norm,
+    )
+    return updater, total
