@@ -1,7 +1,8 @@
 """Over-optimisation: `python -m examples.mini_farm.overopt` trains long under a weak KL penalty and draws what happens.
 
 The reward model's score keeps rising, the annotators' rises and then falls (Gao et al., arXiv:2210.10760; AlpacaFarm,
-arXiv:2305.14387, section 4.3). Supervised and reward model are the quickstart's; only PPO's preset differs.
+arXiv:2305.14387, section 4.3). The supervised model is the quickstart's; the reward model has seen fewer comparisons,
+so that the turn comes early.
 """
 
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ class OveroptArguments:
     overopt_preset: str = field(
         default=str(PRESETS / "mini_farm_overopt.yaml"), metadata={"help": "YAML of the long run."}
     )
+    pairs: int = field(default=1500, metadata={"help": "Comparisons that the reward model learns from."})
     seed: int = field(default=1, metadata={"help": "Seed of PPO."})
     report: str = field(default=str(REPORT), metadata={"help": "File to write."})
 
@@ -96,12 +98,13 @@ def main(argv: Sequence[str] | None = None) -> str:
     """Runs what is not there yet, writes the report's section and its figure, and returns the section's text."""
     arguments, lab_arguments = parse_args([OveroptArguments, LabArguments], argv)
     lab = Lab(lab_arguments)
-    run = lab.ppo("overopt", seed=arguments.seed, preset=Path(arguments.overopt_preset))
+    preset, judge = Path(arguments.overopt_preset), lab.reward_model_of("overopt_reward_model", pairs=arguments.pairs)
+    run = lab.ppo("overopt", seed=arguments.seed, preset=preset, reward_model=judge)
     metrics, figure = read_metrics(run), lab.root / "overopt.png"
     plot_overoptimisation(metrics, figure)
     text = (
-        f"Written by `make overopt`: one long run (`{Path(arguments.overopt_preset).name}`) under a weak KL penalty, "
-        f"on the same supervised and reward models. Means over {WINDOW} steps; ± is a standard error.\n\n"
+        f"Written by `make overopt`: one long run (`{preset.name}`) under a weak KL penalty, on the same supervised "
+        f"model and a reward model of {arguments.pairs} comparisons. Means over {WINDOW} steps, ± standard error.\n\n"
         f"{reading(metrics)}\n\nThe first answers recorded at the last step:\n\n{last_answers(run)}\n\n"
         f"Made on {machine()}."
     )

@@ -134,20 +134,25 @@ class Lab:
 
     @cached_property
     def reward_model(self) -> Path:
-        """The reward model; agreement.json says how often it agrees with the gold score on held-out pairs."""
+        """The reward model of all pairs; agreement.json says how often it agrees with gold on held-out ones."""
+        return self.reward_model_of("reward_model")
+
+    def reward_model_of(self, name: str, *, pairs: int | None = None) -> Path:
+        """A reward model trained on the first `pairs` comparisons, all by default."""
         preset = PRESETS / "mini_farm_reward.yaml"
         settings = {"num_train_epochs": self.arguments.reward_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
 
         def fill(folder: Path) -> None:
-            train_reward_model.main(_argv(preset, self.sft, self.pairs / "train.jsonl", folder, settings))
+            write_rows(folder / "pairs.jsonl", read_rows(self.pairs / "train.jsonl")[:pairs])
+            train_reward_model.main(_argv(preset, self.sft, folder / "pairs.jsonl", folder, settings))
             measured = preferences.agreement(folder, read_rows(self.pairs / "test.jsonl"))
             write_text_atomically(folder / "agreement.json", json.dumps(measured, indent=2) + "\n")
 
         return run_stage(
-            self.root / "reward_model",
-            "reward model",
+            self.root / name,
+            "reward model" if pairs is None else f"reward model of {pairs} pairs",
             fill,
-            settings=settings,
+            settings={**settings, "pairs": pairs},
             parents=[self.sft, self.pairs],
             sources=[preset, EXAMPLES / "train_reward_model.py"],
         )
@@ -174,15 +179,15 @@ class Lab:
             sources=_code("annotators", "lexicon", "evaluation", "sampling"),
         )
 
-    def ppo(self, name: str, *, seed: int, preset: Path | None = None) -> Path:
+    def ppo(self, name: str, *, seed: int, preset: Path | None = None, reward_model: Path | None = None) -> Path:
         """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy."""
-        preset = preset or Path(self.arguments.ppo_preset)
+        preset, judge = preset or Path(self.arguments.ppo_preset), reward_model or self.reward_model
         settings = {"seed": seed}
         if self.arguments.ppo_episodes is not None:
             settings["total_episodes"] = self.arguments.ppo_episodes
 
         def fill(folder: Path) -> None:
-            rewards = {"reward_model_name_or_path": self.reward_model, "reward_funcs": GOLD}
+            rewards = {"reward_model_name_or_path": judge, "reward_funcs": GOLD}
             argv = _argv(preset, self.sft, self.data / "unlabeled.jsonl", folder, {**rewards, **settings})
             subprocess.run([sys.executable, str(EXAMPLES / "train_ppo.py"), *argv], check=True, env=_environment())
 
@@ -191,7 +196,7 @@ class Lab:
             f"PPO, seed {seed}, {preset.name}",
             fill,
             settings=settings,
-            parents=[self.data, self.sft, self.reward_model],
+            parents=[self.data, self.sft, judge],
             sources=[preset, EXAMPLES / "train_ppo.py", *_code("annotators", "lexicon"), *PACKAGE],
         )
 

@@ -102,7 +102,10 @@ def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(labo
     assert [line.method for line in summaries] == ["SFT", "best-of-2", "PPO, seed 1", "PPO, seed 2"]
     assert summaries[2].kl != summaries[3].kl
     # As long as a window of the report.
-    overopt.main([*common[:-1], str(overopt.WINDOW * 2), "--overopt_preset", str(short_preset(tmp_path))])
+    overopt.main(
+        [*common[:-1], str(overopt.WINDOW * 2), "--overopt_preset", str(short_preset(tmp_path)), "--pairs", "4"]
+    )
+    assert len(read_rows(root / "overopt_reward_model" / "pairs.jsonl")) == 4
     text = report.read_text()
     assert "| PPO, seed 2 " in text and "| highest gold | 1 to 8 |" in text
     assert all((tmp_path / figure).is_file() for figure in ("results.png", "overopt.png"))
