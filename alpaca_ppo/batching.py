@@ -77,7 +77,13 @@ class PromptSchedule:
         return min(done, self.num_episodes) / self.num_prompts
 
     def indices(self, step: int) -> list[int]:
-        """Dataset indices of `step` (from 0): `rollout_batch_size` of them, fewer in the last step of an epoch."""
+        """Dataset indices of `step` (from 0): `rollout_batch_size` of them, fewer in the last step of an epoch.
+
+        Raises:
+            ValueError: for a step that the schedule does not have.
+        """
+        if not 0 <= step < self.num_steps:
+            raise ValueError(f"step {step} is not one of the schedule's {self.num_steps}; raise total_epochs")
         epoch, within = divmod(step, self._steps_per_epoch)
         start = within * self.rollout_batch_size
         stop = min(start + self.rollout_batch_size, self.num_prompts, self.num_episodes - epoch * self.num_prompts)

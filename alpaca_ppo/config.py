@@ -42,9 +42,7 @@ class PPOConfig:
     logging_steps: int = _arg(1, "Steps between two reports to the trackers; metrics.jsonl gets every step.")
     save_steps: int = _arg(0, "Steps between two checkpoints; 0 = none but the final model.")
     save_total_limit: int | None = _arg(None, "Newest checkpoints to keep; null = all.")
-    eval_steps: int = _arg(
-        0, "Steps between two evaluations; 0 = none. With an eval dataset the untrained policy is evaluated too."
-    )
+    eval_steps: int = _arg(0, "Steps between two evaluations; 0 = before and after training only.")
     num_logged_rollouts: int = _arg(8, "Rows of each step written to rollouts/ with their per-token numbers; 0 = none.")
     push_to_hub: bool = _arg(False, "Upload final/policy at the end.")
     hub_model_id: str | None = _arg(None, "Repository to push to.")
@@ -173,9 +171,11 @@ class ScriptArguments:
     dataset_name: str = _arg("", "Prompts: a hub id, a folder, or a jsonl, csv or parquet file.")
     dataset_config: str | None = _arg(None, "Configuration of a hub dataset.")
     dataset_train_split: str = _arg("train", "Split to train on.")
-    eval_dataset_name: str | None = _arg(None, "Held-out prompts; the training dataset's test split by default.")
+    eval_dataset_name: str | None = _arg(
+        None, "Held-out prompts in a dataset of their own; else dataset_test_split of dataset_name."
+    )
     dataset_test_split: str | None = _arg(
-        None, "Split to evaluate on; null = no evaluation unless eval_dataset_name is set."
+        None, "Split to evaluate on; null = none, or the only one of eval_dataset_name."
     )
     trust_remote_code: bool = _arg(False, "Run code that comes with a model.")
     resume_from_checkpoint: str | None = _arg(None, "A checkpoint folder, or true for the newest of output_dir.")
@@ -250,6 +250,7 @@ def parse_args(types: Sequence[type], argv: Sequence[str] | None = None) -> tupl
             dataclasses raise.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = [part for text in arguments for part in text.split("=", 1 if text.startswith("--config=") else 0)]
     parser = HfArgumentParser(list(types), allow_abbrev=False)  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     if "--config" in arguments:

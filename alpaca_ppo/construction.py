@@ -23,6 +23,7 @@ from alpaca_ppo.models import (
     ActorCritic,
     Policy,
     build_actor_critic,
+    disable_dropout,
     frozen_copy,
     load_causal_lm,
     load_sequence_classifier,
@@ -32,12 +33,22 @@ from alpaca_ppo.rollouts import RolloutCollector, Sampling
 from alpaca_ppo.tracking import RunLog
 
 
-def make_accelerator(args: PPOConfig) -> Accelerator:
-    """An Accelerator that does what `args` says, however the program was started.
+def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
+    """An Accelerator that does what `args` says, however the program was started; the user's own if it agrees.
 
     It counts micro-batches by itself: `sync_with_dataloader=False`, or the last prompts of an epoch would end every
     accumulation early.
+
+    Raises:
+        ValueError: when the user's accelerator computes in another precision than `args` names.
     """
+    if accelerator is not None:
+        if args.bf16 != (accelerator.mixed_precision == "bf16"):
+            raise ValueError(
+                f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
+                "make them agree"
+            )
+        return accelerator
     return Accelerator(
         cpu=args.use_cpu,
         mixed_precision="bf16" if args.bf16 else "no",
@@ -84,8 +95,12 @@ def make_actor_critic(
             to start from, or one of another vocabulary.
     """
     if isinstance(model, ActorCritic):
-        if value_model is not None:
-            raise ValueError("model is an ActorCritic, which brings its critic; leave value_model out")
+        if value_model is not None or args.init_value_with_reward:
+            raise ValueError(
+                "model is an ActorCritic, which brings its critic; leave value_model out and init_value_with_reward off"
+            )
+        disable_dropout(model)
+        _checkpoint_activations(args, model.policy.model, model.critic.backbone)
         return model
     if args.init_value_with_reward:
         if value_model is not None:
@@ -95,10 +110,12 @@ def make_actor_critic(
             raise ValueError(
                 "init_value_with_reward is True but no reward source is a model; set it to False or add a reward model"
             )
-        value_model = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
     policy = load_causal_lm(model)
     if value_model is not None:
-        value_model = load_sequence_classifier(value_model)
+        # The critic trains; a reward model that is the same object must not.
+        value_model = load_sequence_classifier(
+            value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
+        )
         if value_model.config.vocab_size != policy.config.vocab_size:
             raise ValueError(
                 f"the critic's vocabulary ({value_model.config.vocab_size}) is not the policy's "
@@ -106,15 +123,18 @@ def make_actor_critic(
                 "the policy's tokens; start it from the policy (init_value_with_reward: false, no value_model)"
             )
         value_model.requires_grad_(True)
-    if args.gradient_checkpointing:
-        for backbone in (policy, value_model):
-            if backbone is not None:
-                # Newer transformers say activation_checkpointing_enable; 5.17, which must work too, has only this.
-                backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _checkpoint_activations(args, policy, value_model)
     actor_critic = build_actor_critic(policy, critic_layout=args.critic_layout, value_model=value_model)
     # Fails now, not after the last step, where transformers has no sequence classifier to save the critic as.
     empty_classifier(actor_critic.critic.backbone or policy.base_model)
     return actor_critic
+
+
+def _checkpoint_activations(args: PPOConfig, *backbones: Any) -> None:
+    for backbone in backbones:
+        if args.gradient_checkpointing and backbone is not None:
+            # Newer transformers say activation_checkpointing_enable; 5.17, which must work too, has only this.
+            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None) -> Policy:
@@ -203,7 +223,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
     )
 
 
-def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int) -> RunLog:
+def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None) -> RunLog:
     """What the run leaves on disk and tells the trackers."""
     return RunLog(
         accelerator,
@@ -250,3 +270,18 @@ def make_kl(args: PPOConfig) -> KLController:
         k_beta=args.k_beta,
         horizon=args.kl_horizon,
     )
+
+
+_FREE_TO_CHANGE = """
+output_dir run_name report_to logging_steps save_steps save_total_limit eval_steps num_logged_rollouts push_to_hub
+hub_model_id total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing
+use_cpu logprob_chunk_size eval_do_sample eval_top_p eval_top_k
+""".split()
+
+
+def run_identity(args: PPOConfig, schedule: PromptSchedule) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it continues: the prompts' order, and every field of `args`
+    that decides numbers. A changed one would be ignored in part (the optimizer's state has the old learning rate).
+    """
+    decisive = {f"args.{name}": value for name, value in asdict(args).items() if name not in _FREE_TO_CHANGE}
+    return {"data": schedule.identity(), **decisive}

@@ -38,7 +38,7 @@ def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_pe
         samples_per_prompt: rows of each prompt.
 
     Raises:
-        ValueError: when a tensor has (B,) rows on one rank and (B, R) on another.
+        ValueError: when no rank has rows, or a tensor has (B,) rows on one rank and (B, R) on another.
     """
     parts = gather_list({key: value.cpu() for key, value in rows.items()}, accelerator)
     world = len(parts)
@@ -49,6 +49,8 @@ def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_pe
         places.append((prompt * world + rank) * samples_per_prompt + sample)
     order = torch.cat(places).argsort()
     filled = [part for part in parts if part]
+    if not filled:
+        raise ValueError("there is no prompt in prompt_batches on any process; a rollout needs at least one")
     for key, first in filled[0].items():
         if any(part[key].shape[1:] != first.shape[1:] for part in filled):
             shapes = ", ".join(str(tuple(part[key].shape)) for part in filled)
@@ -59,4 +61,5 @@ def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_pe
 def max_over_ranks(values: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
     """The largest of each value over the ranks: a phase lasts as long as its slowest rank."""
     parts = gather_list(values, accelerator)
-    return {key: max(part[key] for part in parts) for key in values}
+    # A rank without prompts has not measured every phase.
+    return {key: max(part.get(key, 0.0) for part in parts) for key in {k: None for part in parts for k in part}}

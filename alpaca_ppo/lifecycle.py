@@ -14,13 +14,13 @@ class Lifecycle:
     """State, control flags and callbacks of one run.
 
     Args:
-        callbacks: told of train begin and end, step begin and end, log, evaluate and save; may set
+        callbacks: instances or classes, told of train begin and end, step begin and end, log, evaluate, save; may set
             `should_training_stop`, `should_save`, `should_evaluate` and `should_log`.
         state: the run's state, shared with the trainer.
     """
 
     def __init__(self, callbacks: Sequence[TrainerCallback], state: TrainerState) -> None:
-        self.callbacks = list(callbacks)
+        self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.state = state
         self.control = TrainerControl()
 

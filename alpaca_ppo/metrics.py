@@ -34,7 +34,7 @@ class StatsAccumulator:
     def add(self, stats: Mapping[str, Tensor], tokens: int) -> None:
         """Takes one micro-batch's statistics; `tokens` under its response mask (0: only its loss parts count)."""
         # One transfer for all of them: each .item() would wait for the device.
-        values = torch.stack([value.detach().double() for value in stats.values()]).tolist()
+        values = torch.stack([value.detach().double() for value in stats.values()]).tolist() if stats else []
         for name, value in zip(stats, values, strict=True):
             if name.startswith("loss/"):
                 self.parts[name] = self.parts.get(name, 0.0) + value

@@ -73,7 +73,7 @@ class RunLog:
         report_to: Sequence[str] = ("tensorboard",),
         run_name: str | None = None,
         config: Mapping[str, Any],
-        resume_step: int = 0,
+        resume_step: int | None = 0,
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(output_dir)
@@ -81,7 +81,8 @@ class RunLog:
         names = tracker_names(report_to)
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            _drop_records_after(self.output_dir, resume_step)
+            if resume_step is not None:
+                _drop_records_after(self.output_dir, resume_step)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
@@ -136,10 +137,14 @@ class RunLog:
                 tracker.finish()
             self.accelerator.trackers = []
 
-    def _start_trackers(self, names: Sequence[str], run_name: str, config: dict[str, Any], resume_step: int) -> None:
+    def _start_trackers(
+        self, names: Sequence[str], run_name: str, config: dict[str, Any], resume_step: int | None
+    ) -> None:
         runs = self.output_dir / "runs"
         # TensorBoard hides what an interrupted run wrote from purge_step on.
-        board = TensorBoardTracker("", runs, purge_step=resume_step + 1 if resume_step else 0)
+        board = TensorBoardTracker(
+            "", runs, purge_step=None if resume_step is None else resume_step + 1 if resume_step else 0
+        )
         self.accelerator.project_configuration.logging_dir = str(runs)
         self.accelerator.log_with = [board if name == "tensorboard" else name for name in names]
         options = {name: {option: run_name} for name, option in _RUN_NAME_OPTION.items()}

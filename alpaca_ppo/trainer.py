@@ -71,7 +71,7 @@ class PPOTrainer:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.args = args
-        self.accelerator = accelerator or construction.make_accelerator(args)
+        self.accelerator = construction.make_accelerator(args, accelerator)
         self.processing_class = processing_class or construction.load_processing_class(model)
         self.train_prompts = construction.make_prompts(train_dataset, self.processing_class, args)
         self.eval_prompts = None
@@ -151,10 +151,8 @@ class PPOTrainer:
         )
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
-        self.state.global_step += 1
-        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
-        self.kl_controller.update(stats["objective/kl_sum_seq"], n_steps=rollouts["responses"].size(0))
+        self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), n_steps=rollouts["responses"].size(0))
         return stats
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
@@ -196,8 +194,9 @@ class PPOTrainer:
         return {"advantages": advantages, "returns": returns}
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
-        """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the training statistics over all
-        ranks.
+        """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
+
+        Ends the step: `state.global_step`, on which the next rollout's randomness depends, is one more afterwards.
         """
         rows = rollouts["responses"].size(0)
         stats, steps = metrics.StatsAccumulator(), 0
@@ -215,6 +214,8 @@ class PPOTrainer:
             whole.merge(part)
         train_stats = whole.compute(steps)
         self.updater.warn_of_ratio(train_stats)
+        self.state.global_step += 1
+        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         return train_stats
 
     def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -293,15 +294,12 @@ class PPOTrainer:
         return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
-        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (default: `final/`
-        of the run).
-        """
+        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
         if self.accelerator.is_main_process:
-            export.save_final(
-                folder, self.actor_critic, self.processing_class, figures=stats or {}, config=asdict(self.args)
-            )
-            if self.args.push_to_hub:
+            about = {"figures": stats or {}, "config": asdict(self.args)}
+            export.save_final(folder, self.actor_critic, self.processing_class, **about)
+            if self.args.push_to_hub and output_dir is None:
                 export.push_folder(folder / "policy", str(self.args.hub_model_id))
         self.accelerator.wait_for_everyone()
 
@@ -309,17 +307,13 @@ class PPOTrainer:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.accelerator.is_main_process:
-            extra = {
-                "global_step": self.state.global_step,
-                "kl_controller": self.kl_controller.state_dict(),
-                "data": self.schedule.identity(),
-            }
+            extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
             checkpointing.save_checkpoint(
                 folder,
                 model=self.actor_critic,
                 optimizer=self.updater.optimizer,
                 scheduler=self.updater.scheduler,
-                extra=extra,
+                extra=extra | construction.run_identity(self.args, self.schedule),
                 save_total_limit=self.args.save_total_limit,
             )
         self.accelerator.wait_for_everyone()
@@ -328,7 +322,8 @@ class PPOTrainer:
     @property
     def _log(self) -> RunLog:
         if self.run_log is None:
-            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=self.state.global_step)
+            # Outside train() nothing that an earlier run left in output_dir is dropped.
+            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=None)
         return self.run_log
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
@@ -341,14 +336,19 @@ class PPOTrainer:
             checkpointing.refuse_finished_run(self.args.output_dir)
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
+        if self.run_log is None:
+            step = self.state.global_step
+            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=step)
         self._log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
-        if self.state.global_step == 0 and self.eval_prompts is not None and self.args.eval_steps:
-            self._log.log(self.evaluate(), 0)
+        if self.state.global_step == 0 and self.eval_prompts is not None:
+            stats = self.evaluate()
+            self._log.log(stats, 0)
+            self._notify("on_evaluate", metrics=stats)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
         extra = checkpointing.load_checkpoint(
@@ -356,7 +356,7 @@ class PPOTrainer:
             model=self.actor_critic,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
-            expected={"data": self.schedule.identity()},
+            expected=construction.run_identity(self.args, self.schedule),
         )
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
@@ -364,7 +364,7 @@ class PPOTrainer:
 
     def _end_of_step(self, stats: dict[str, float]) -> None:
         step, last = self.state.global_step, self.state.global_step == self.schedule.num_steps
-        due = self.args.eval_steps and (step % self.args.eval_steps == 0 or last)
+        due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
             stats.update(self.evaluate())
             self._notify("on_evaluate", metrics=stats)

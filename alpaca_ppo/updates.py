@@ -34,6 +34,9 @@ class Updater:
         step_per_device_batch_size: responses of a micro-batch, at most.
         loss_agg_mode: decides whether tokens or sequences are the denominator.
         max_grad_norm: the gradient's norm is clipped to this.
+
+    Raises:
+        ValueError: when the optimizer does not hold every parameter that trains.
     """
 
     def __init__(
@@ -48,6 +51,13 @@ class Updater:
         loss_agg_mode: str,
         max_grad_norm: float,
     ) -> None:
+        covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [n for n, p in actor_critic.named_parameters() if p.requires_grad and id(p) not in covered]
+        if missing:
+            raise ValueError(
+                f"the optimizer leaves out {len(missing)} parameters that train, {missing[0]} first; build it over "
+                "build_actor_critic(...).parameters() and pass that ActorCritic as the model"
+            )
         self.accelerator, self.scheduler = accelerator, scheduler
         self.loss_agg_mode, self.max_grad_norm = loss_agg_mode, max_grad_norm
         # Constant, also for a ragged batch: Accelerate and DeepSpeed count micro-batches to find the optimizer step.
@@ -77,6 +87,10 @@ class Updater:
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
         denominator = mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
+        # What an update that was refused or interrupted left behind must not reach this one.
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+        self.accelerator.step = 0
         for positions in plan:
             batch = self._micro_batch(rollouts, rows[positions], denominator)
             with self.accelerator.accumulate(self.model):

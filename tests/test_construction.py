@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 
 import alpaca_ppo
@@ -130,3 +131,23 @@ def test_gradient_checkpointing_gives_the_same_update(tmp_path):
 def test_an_unknown_public_name_is_an_attribute_error_that_lists_the_known():
     with pytest.raises(AttributeError, match="PPOTrainer"):
         _ = alpaca_ppo.PPOTrainr
+
+
+def test_an_optimizer_that_leaves_out_the_critic_is_refused(tmp_path):
+    model = tiny_causal_lm("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(tmp_path, "the optimizer leaves out", model=model, arguments={"optimizers": (optimizer, None)})
+
+
+def test_an_accelerator_of_another_precision_is_refused(tmp_path):
+    refused(tmp_path, "bf16 is True but the accelerator", arguments={"accelerator": Accelerator(cpu=True)}, bf16=True)
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"accelerator": Accelerator(cpu=True)})
+    assert "objective/scores" in trainer.step(trainer.prompt_batches(0))
+
+
+def test_a_step_beyond_the_schedule_and_a_rollout_without_prompts_are_refused(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    with pytest.raises(ValueError, match="step 2 is not one of the schedule's 2"):
+        trainer.prompt_batches(2)
+    with pytest.raises(ValueError, match="no prompt in prompt_batches"):
+        trainer.rollout([])

@@ -75,6 +75,24 @@ def test_a_checkpoint_of_other_data_or_another_model_is_refused_before_anything_
     assert len(metric_lines(tmp_path)) == 3, "nothing was overwritten"
 
 
+def test_a_resumed_run_may_not_change_what_decides_its_numbers(tmp_path):
+    stopped_run(tmp_path, after=2)
+    with pytest.raises(ValueError, match="args.learning_rate"):
+        tiny_trainer(tmp_path, **{**RUN, "learning_rate": 0.05}).train(resume_from_checkpoint=True)
+    tiny_trainer(tmp_path, **{**RUN, "save_steps": 1, "step_per_device_batch_size": 2}).train(
+        resume_from_checkpoint=True
+    )
+    assert len(metric_lines(tmp_path)) == 6
+
+
+def test_evaluating_a_finished_run_leaves_its_records(tmp_path):
+    tiny_trainer(tmp_path).train()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(3)}).evaluate()
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "rollouts/step_000001.jsonl").exists()
+
+
 def test_a_finished_run_is_not_overwritten_by_a_new_one(tmp_path):
     tiny_trainer(tmp_path).train()
     with pytest.raises(ValueError, match="output_dir"):

@@ -246,18 +246,19 @@ def test_callbacks_hear_of_everything_and_can_stop_save_and_evaluate(tmp_path):
             return control
 
     trainer = tiny_trainer(
-        tmp_path, total_episodes=40, trainer_arguments={"callbacks": [Listener()], "eval_dataset": prompts(3)}
+        tmp_path, total_episodes=40, trainer_arguments={"callbacks": [Listener], "eval_dataset": prompts(3)}
     )
     trainer.train()
     step = ["on_step_begin", "on_step_end"]
     assert events == [
         "on_train_begin",
+        "on_evaluate",
         *[*step, "on_evaluate", "on_log", "on_save"],
         *[*step, "on_log"],
         "on_train_end",
     ]
     assert (tmp_path / "checkpoint-1").is_dir()
-    assert "eval/scores" in metric_lines(tmp_path)[0]
+    assert ["eval/scores" in line for line in metric_lines(tmp_path)] == [True, True, False]
 
 
 def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
@@ -269,3 +270,86 @@ def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
         tiny_trainer(
             tmp_path / "b", model=actor_critic, trainer_arguments={"value_model": tiny_sequence_classifier("llama")}
         )
+
+
+def test_dropout_of_an_actor_critic_of_the_users_own_is_switched_off(tmp_path):
+    actor_critic = ActorCritic(Policy(tiny_causal_lm("gpt2", resid_pdrop=0.5)), Critic(ScalarHead(32), None))
+    stats, _ = step_once(tiny_trainer(tmp_path, model=actor_critic))
+    assert stats["ppo/policy/first_ratio_error_max"] < 1e-5
+
+
+def test_a_reward_model_that_is_also_the_value_model_is_not_trained(tmp_path):
+    reward_model = tiny_sequence_classifier("llama", seed=3)
+    before = {name: p.clone() for name, p in reward_model.named_parameters()}
+    arguments = {
+        "reward_funcs": reward_model,
+        "value_model": reward_model,
+        "reward_processing_classes": tiny_tokenizer(),
+    }
+    step_once(tiny_trainer(tmp_path, trainer_arguments=arguments))
+    assert all(torch.equal(before[name], p) for name, p in reward_model.named_parameters())
+
+
+def test_an_update_after_a_refused_one_starts_without_its_gradient(tmp_path):
+    class BrokenOnce(PPOTrainer):
+        calls = 0
+
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            self.calls += 1
+            return loss * (math.nan if self.calls == 1 else 1.0), stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=BrokenOnce)
+    with pytest.raises(FloatingPointError):
+        trainer.step(trainer.prompt_batches(0))
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert math.isfinite(stats["ppo/loss/total"])
+
+
+def test_a_loop_of_the_users_own_gets_new_rollouts_each_time(tmp_path):
+    trainer = tiny_trainer(tmp_path, learning_rate=0.0)
+    responses = []
+    for _ in range(2):
+        rollouts = trainer.rollout(trainer.prompt_batches(0))
+        rollouts.update(trainer._shape_reward(*(rollouts[k] for k in SHAPED)))
+        rollouts.update(
+            trainer._estimate_advantage(rollouts["shaped_rewards"], rollouts["values"], rollouts["response_mask"])
+        )
+        trainer.step_with_rollouts(rollouts)
+        responses.append(rollouts["responses"])
+    assert trainer.state.global_step == 2
+    assert not torch.equal(*responses)
+
+
+SHAPED = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
+
+
+def test_a_subclass_may_return_no_statistics(tmp_path):
+    class Silent(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            return super().compute_loss(rollouts_batch)[0], {}
+
+    stats, _ = step_once(tiny_trainer(tmp_path, trainer_class=Silent))
+    assert "ppo/policy/grad_norm" in stats
+
+
+def test_sampling_and_scoring_share_one_temperature(tmp_path):
+    stats, _ = step_once(tiny_trainer(tmp_path, temperature=0.6))
+    assert stats["ppo/policy/first_ratio_error_max"] < 1e-5
+    assert stats["mismatch/logprob_abs_mean"] < 1e-5
+
+
+def test_the_horizon_controller_counts_responses(tmp_path):
+    settings = {"kl_controller": "horizon", "kl_horizon": 100, "kl_coef": 0.2, "target_kl": 1.0}
+    trainer = tiny_trainer(tmp_path, num_return_sequences=2, **settings)
+    step_once(trainer)
+    # 10 prompts, 2 samples each; the first KL is 0, so the clipped error is -0.2: 0.2 * (1 - 0.2 * 20 / 100) = 0.192.
+    assert trainer.kl_controller.value == pytest.approx(0.192)
+
+
+def test_truncating_tokens_act_from_truncate_after_on(tmp_path):
+    every = [f"w{i}" for i in range(4, 64)]
+    for after in (0, 3):
+        stats, _ = step_once(tiny_trainer(tmp_path / str(after), truncate_tokens=every, truncate_after=after))
+        # Nearly every token truncates; eos and the special ones stop or pass.
+        assert stats["objective/response_length"] == pytest.approx(after + 1, abs=0.9)
