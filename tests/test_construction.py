@@ -151,3 +151,12 @@ def test_a_step_beyond_the_schedule_and_a_rollout_without_prompts_are_refused(tm
         trainer.prompt_batches(2)
     with pytest.raises(ValueError, match="no prompt in prompt_batches"):
         trainer.rollout([])
+
+
+def test_a_folder_without_the_head_it_needs_is_refused(tmp_path):
+    tiny_sequence_classifier("llama").save_pretrained(tmp_path / "classifier")
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match="has no weights for lm_head.weight"):
+        load_causal_lm(str(tmp_path / "classifier"))
+    with pytest.raises(ValueError, match="has no weights for score.weight"):
+        load_sequence_classifier(str(tmp_path / "policy"))

@@ -4,6 +4,7 @@ only.
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -17,11 +18,12 @@ def load_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = Fa
     """The causal language model `model` (loaded in float32 when a name), dropout off.
 
     A half-precision model in memory is taken as it is, with a warning: AdamW's small steps vanish in bfloat16 weights.
+
+    Raises:
+        ValueError: when the folder lacks some of the model's weights, such as the language-model head.
     """
     if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-        )
+        model = _load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code)
     elif model.dtype in (torch.float16, torch.bfloat16):
         warnings.warn(
             f"the model's weights are {model.dtype}: small updates will be rounded away. Load it with "
@@ -36,13 +38,11 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     """The sequence classifier `model` (loaded in float32 when a name), dropout off.
 
     Raises:
-        ValueError: when it has not exactly one label, or no linear head named `score`.
+        ValueError: when it has not exactly one label, no linear head named `score`, or a folder without its weights.
     """
     classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
-        classifier = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-        )
+        classifier = _load_complete(AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code)
     if classifier.config.num_labels != 1:
         raise ValueError(
             f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels "
@@ -56,6 +56,23 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
         )
     disable_dropout(classifier)
     return classifier
+
+
+def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    model, info = auto_class.from_pretrained(
+        name,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise ValueError(
+            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}: it was "
+            "saved as another kind of model, and these would start at random"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def build_actor_critic(
