@@ -68,8 +68,8 @@ def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool) -> Pr
     )
     if info["missing_keys"]:
         raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}: it was "
-            "saved as another kind of model, and these would start at random"
+            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}: it "
+            "was saved as another kind of model, and these would start at random"
         )
     loaded: PreTrainedModel = model
     return loaded
