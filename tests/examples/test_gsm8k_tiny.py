@@ -1,0 +1,95 @@
+"""The GSM8K example on a laptop, in miniature: from a file of questions to a table, a few steps of each training."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from alpaca_ppo.data import load_prompt_dataset
+from examples import gsm8k_tiny, train_ppo, train_sft
+
+CONFIGS = Path(train_ppo.__file__).parent / "configs"
+TINY = ["--sft_rows", "20", "--test_rows", "6", "--vocab_size", "300", "--hidden_size", "16", "--num_layers", "1"]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Forty rows of GSM8K's form."""
+    rows = [
+        {
+            "question": f"Ann has {i} pears and buys {i + 1} more. How many pears does she have?",
+            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
+        }
+        for i in range(40)
+    ]
+    return write_rows(tmp_path / "gsm8k.jsonl", rows)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def flags(**values):
+    return [str(part) for name, value in values.items() for part in (f"--{name}", value)]
+
+
+def prepare(data, folder):
+    gsm8k_tiny.main(["prepare", str(data), "--folder", str(folder), *TINY, "--num_heads", "2"])
+
+
+def test_the_commands_of_the_readme_lead_from_a_file_to_a_table(questions, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gsm8k_tiny, "RESPONSE_LEN", 12)
+    prepare(questions, tmp_path)
+    paths = {"model_name_or_path": tmp_path / "base", "dataset_name": tmp_path / "sft.jsonl"}
+    sft = flags(config=CONFIGS / "gsm8k_tiny_sft.yaml", **paths, output_dir=tmp_path / "sft", max_steps=40)
+    # Enough for some responses to stop, without which every one of them is penalised alike and nothing is learned.
+    train_sft.main([*sft, "--learning_rate", "0.02"])
+    paths = {"model_name_or_path": tmp_path / "sft", "dataset_name": tmp_path / "ppo.jsonl"}
+    sizes = {"rollout_batch_size": 4, "step_batch_size": 4, "total_episodes": 8, "response_len": 12}
+    ppo = flags(config=CONFIGS / "gsm8k_tiny_ppo.yaml", **paths, output_dir=tmp_path / "ppo", **sizes)
+    # Such a model gets nothing well formed, and equal rewards teach nothing: this reward differs.
+    train_ppo.main([*ppo, "--report_to", "none", "--reward_funcs", "tests.tiny_runs:count_even"])
+    gsm8k_tiny.main(["measure", "--folder", str(tmp_path)])
+
+    lines = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-4)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == ["sft, sampled", "sft, greedy", "ppo/final/policy, sampled", "ppo/final/policy, greedy"]
+    # The supervised model is its own reference.
+    assert results["sft, sampled"]["kl"] == 0.0
+    assert results["ppo/final/policy, sampled"]["kl"] != 0.0
+    assert all(0 <= row["well_formed"] <= row["stopped"] <= 1 for row in results.values())
+    assert all(1 <= row["length"] <= 12 for row in results.values())
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()][-1] == "ppo/final/policy"
+
+
+def test_the_splits_share_no_row_and_lose_none(questions, tmp_path):
+    prepare(questions, tmp_path)
+    splits = [load_prompt_dataset(str(tmp_path / f"{name}.jsonl"))["question"] for name in ("sft", "test", "ppo")]
+    assert [len(split) for split in splits] == [20, 6, 14]
+    assert len({question for split in splits for question in split}) == 40
+
+
+def test_a_response_that_does_not_stop_is_not_well_formed(questions, tmp_path, monkeypatch):
+    prepare(questions, tmp_path)
+    # Every response reads as well formed, so only the stop token decides; greedy, a random model repeats one token.
+    monkeypatch.setattr(gsm8k_tiny, "well_formed", lambda texts: [1.0] * len(texts))
+    monkeypatch.setattr(gsm8k_tiny, "RESPONSE_LEN", 4)
+    rows = load_prompt_dataset(str(tmp_path / "test.jsonl"))
+    figures = gsm8k_tiny.measure(tmp_path / "base", tmp_path / "base", rows, do_sample=False)
+    assert figures["stopped"] == figures["well_formed"] == 0.0
+    assert figures["length"] == 4.0
+
+
+def test_a_file_without_an_answer_column_is_refused_with_what_it_has(tmp_path):
+    data = write_rows(tmp_path / "other.jsonl", [{"question": "1 + 1?", "solution": "2"}])
+    with pytest.raises(ValueError, match=r"no column \['answer'\], only \['question', 'solution'\]"):
+        prepare(data, tmp_path)
+
+
+def test_splits_that_leave_no_row_for_ppo_are_refused_with_their_sizes(questions, tmp_path):
+    few = write_rows(tmp_path / "few.jsonl", [json.loads(line) for line in questions.read_text().splitlines()[:26]])
+    with pytest.raises(ValueError, match=r"has 26 rows, but sft_rows \(20\) and test_rows \(6\)"):
+        prepare(few, tmp_path)
