@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from alpaca_ppo.arguments import ScriptArguments as ScriptArguments
+    from alpaca_ppo.arguments import parse_args as parse_args
     from alpaca_ppo.config import PPOConfig as PPOConfig
-    from alpaca_ppo.config import ScriptArguments as ScriptArguments
-    from alpaca_ppo.config import parse_args as parse_args
     from alpaca_ppo.data import load_prompt_dataset as load_prompt_dataset
     from alpaca_ppo.models import ActorCritic as ActorCritic
     from alpaca_ppo.trainer import PPOTrainer as PPOTrainer
@@ -22,9 +22,9 @@ _HOMES = {
     "ActorCritic": "models",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
-    "ScriptArguments": "config",
+    "ScriptArguments": "arguments",
     "load_prompt_dataset": "data",
-    "parse_args": "config",
+    "parse_args": "arguments",
 }
 __all__ = [*sorted(_HOMES), "__version__"]
 

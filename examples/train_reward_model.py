@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from alpaca_ppo.config import parse_args
+from alpaca_ppo.arguments import parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
 
 PAIR = ("chosen", "rejected")

@@ -16,7 +16,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from alpaca_ppo.config import parse_args
+from alpaca_ppo.arguments import parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
 from alpaca_ppo.models.loading import load_causal_lm
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from alpaca_ppo.config import parse_args
+from alpaca_ppo.arguments import parse_args
 from alpaca_ppo.folders import write_folder_atomically
 from examples.mini_farm.evaluation import Summary, summarise, table
 from examples.mini_farm.pipeline import Lab, LabArguments
