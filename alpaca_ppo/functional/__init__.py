@@ -6,6 +6,15 @@ function modifies its inputs or talks to other processes.
 """
 
 from alpaca_ppo.functional.advantages import Advantages, gae
+from alpaca_ppo.functional.distributional import (
+    c51_atoms,
+    c51_loss,
+    c51_project,
+    cvar_from_categorical,
+    cvar_from_quantiles,
+    quantile_huber_loss,
+    quantile_midpoints,
+)
 from alpaca_ppo.functional.kl import KL_ESTIMATORS, kl_penalty
 from alpaca_ppo.functional.logprobs import ChunkedLogprobs, chunked_logprobs, entropy_from_logits, token_logprobs
 from alpaca_ppo.functional.masked import (
@@ -29,7 +38,12 @@ __all__ = [
     "Loss",
     "ShapedRewards",
     "aggregate_loss",
+    "c51_atoms",
+    "c51_loss",
+    "c51_project",
     "chunked_logprobs",
+    "cvar_from_categorical",
+    "cvar_from_quantiles",
     "entropy_from_logits",
     "gae",
     "kl_penalty",
@@ -38,6 +52,8 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "policy_loss",
+    "quantile_huber_loss",
+    "quantile_midpoints",
     "response_lengths",
     "shape_rewards",
     "token_logprobs",

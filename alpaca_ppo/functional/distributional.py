@@ -1,0 +1,268 @@
+"""Losses of critics that learn the law of the return, and the values read from such a law: its mean or a lower tail.
+
+A law is either categorical (probabilities of fixed atoms, C51) or a row of quantiles (QR-DQN, IQN). Left out are the
+networks, IQN's cosine embedding among them, and the drawing of its taus: a loss takes the taus that were drawn. No
+loss clips against old values as `value_loss` may; the cross-entropy and the Huber loss bound the gradient themselves.
+"""
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional.masked import Loss, aggregate_loss, at_least_float32, masked_mean, zero_outside
+
+
+def c51_atoms(
+    num_atoms: int,
+    *,
+    v_min: float,
+    v_max: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The support of a categorical law: `num_atoms` evenly spaced returns from v_min to v_max, both included.
+
+    Returns:
+        (num_atoms,), ascending.
+
+    Raises:
+        ValueError: for fewer than two atoms, and when v_min is not below v_max.
+    """
+    if num_atoms < 2:
+        raise ValueError(f"num_atoms is {num_atoms}; a support needs at least 2, one at v_min and one at v_max")
+    if not v_min < v_max:
+        raise ValueError(f"v_min ({v_min}) must be below v_max ({v_max}); together they should enclose the returns")
+    return torch.linspace(v_min, v_max, num_atoms, dtype=dtype, device=device)
+
+
+def c51_project(returns: Tensor, atoms: Tensor) -> Tensor:
+    """The categorical law on `atoms` that stands for each return (arXiv:1707.06887, equation 7, with the whole return
+    in place of the Bellman update of each atom).
+
+    A return is clamped to the first and the last atom; its mass of 1 is split between the two neighbouring atoms in
+    proportion to the closeness to each, so the law's mean is the clamped return. The atoms' distances may differ.
+
+    Args:
+        returns: (...), any shape.
+        atoms: (num_atoms,), ascending.
+
+    Returns:
+        (..., num_atoms), rows that sum to 1.
+
+    Raises:
+        ValueError: when `atoms` is not a vector of at least two.
+    """
+    if atoms.dim() != 1 or atoms.numel() < 2:
+        raise ValueError(f"atoms have shape {tuple(atoms.shape)}; pass a vector of at least two, as c51_atoms makes it")
+    returns, atoms = at_least_float32(returns), at_least_float32(atoms)
+    dtype = torch.promote_types(returns.dtype, atoms.dtype)
+    atoms = atoms.to(dtype).contiguous()
+    returns = returns.to(dtype).clamp(atoms[0], atoms[-1]).contiguous()
+    # A return on the first atom has index 0 and no lower neighbour, a NaN the index past the end: both are moved in.
+    upper = torch.searchsorted(atoms, returns).clamp(1, atoms.numel() - 1)
+    lower = upper - 1
+    share = (returns - atoms[lower]) / (atoms[upper] - atoms[lower])
+    probs = torch.zeros(*returns.shape, atoms.numel(), dtype=dtype, device=returns.device)
+    probs = probs.scatter(-1, lower.unsqueeze(-1), (1 - share).unsqueeze(-1))
+    return probs.scatter(-1, upper.unsqueeze(-1), share.unsqueeze(-1))
+
+
+def c51_loss(
+    logits: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    v_min: float,
+    v_max: float,
+    loss_agg_mode: str = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """The cross-entropy, in nats, of the predicted categorical law against each projected return
+    (arXiv:1707.06887, algorithm 1):
+
+        loss = aggregate(-sum_i c51_project(R)_i * log softmax(logits)_i)
+
+    Args:
+        logits: (B, R, num_atoms), over `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`; the gradient flows here.
+        returns: (B, R), targets, not whitened.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        v_min: the lowest atom; returns below count as it.
+        v_max: the highest atom; returns above count as it.
+        loss_agg_mode: see `aggregate_loss`.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss, and the stats `edge_mass` (probability that the prediction gives to the first and last atom together:
+        much of it says that the support is too narrow), `outside_support` (share of returns that were clamped),
+        `error` (mean squared error of the law's mean to the unclamped return) and `vpred` (mean of the law's mean),
+        over the masked tokens of this call; 0 without any.
+
+    Raises:
+        ValueError: for fewer than two atoms, when v_min is not below v_max, for an unknown mode, and for shapes that
+            differ.
+    """
+    returns = zero_outside(returns, response_mask).detach()
+    log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
+    atoms = c51_atoms(logits.size(-1), v_min=v_min, v_max=v_max, dtype=log_probs.dtype, device=logits.device)
+    losses = -(c51_project(returns, atoms) * log_probs).sum(dim=-1)
+    probs = log_probs.detach().exp()
+    vpreds = (probs * atoms).sum(dim=-1)
+    outside = (returns < v_min) | (returns > v_max)
+    stats = {
+        "edge_mass": masked_mean(probs[..., 0] + probs[..., -1], response_mask),
+        "outside_support": masked_mean(outside.to(probs.dtype), response_mask),
+        "error": masked_mean((vpreds - returns).square(), response_mask),
+        "vpred": masked_mean(vpreds, response_mask),
+    }
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+
+
+def quantile_midpoints(
+    num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Tensor:
+    """The probabilities tau_i = (i + 1/2) / K for i = 0 .. K - 1, where K quantiles stand for equal masses
+    (arXiv:1710.10044, lemma 2).
+
+    Returns:
+        (num_quantiles,), ascending, between 0 and 1.
+
+    Raises:
+        ValueError: for less than one quantile.
+    """
+    if num_quantiles < 1:
+        raise ValueError(f"num_quantiles is {num_quantiles}; it must be at least 1")
+    return (torch.arange(num_quantiles, dtype=dtype, device=device) + 0.5) / num_quantiles
+
+
+def quantile_huber_loss(
+    quantiles: Tensor,
+    returns: Tensor,
+    taus: Tensor,
+    response_mask: Tensor,
+    *,
+    kappa: float = 1.0,
+    loss_agg_mode: str = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """The quantile regression loss with a quadratic zone of half-width kappa (arXiv:1710.10044, equation 10). With
+    d = R - quantile_i, and the mean over i:
+
+        loss = aggregate(mean(|tau_i - 1(d < 0)| * huber(d)))
+        huber(d) = 0.5 * d^2 where |d| <= kappa, kappa * (|d| - 0.5 * kappa) elsewhere
+
+    The mean over the quantiles, where the paper has a sum, keeps the scale apart from K. As there, and unlike
+    arXiv:1806.06923, equation 3, the Huber loss is not divided by kappa. In the quadratic zone the minimum is an
+    expectile: a kappa that is not small against the spread of the returns draws the quantiles towards the mean.
+
+    Args:
+        quantiles: (B, R, K), of the return at `taus`; the gradient flows here.
+        returns: (B, R), targets, not whitened.
+        taus: (K,) or (B, R, K) probabilities: `quantile_midpoints`, or drawn uniformly for IQN; detached here.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        kappa: in units of the return.
+        loss_agg_mode: see `aggregate_loss`.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss, and the stats `error` (mean squared error of the mean quantile to the return) and `vpred` (mean of the
+        quantiles; for drawn taus an estimate of the mean of the law), over the masked tokens of this call; 0 without
+        any.
+
+    Raises:
+        ValueError: when kappa is not positive, for an unknown mode, and for shapes that differ.
+    """
+    if not kappa > 0:
+        raise ValueError(f"kappa is {kappa}; it must be positive, a small one comes close to plain quantile regression")
+    if taus.shape not in (quantiles.shape, quantiles.shape[-1:]):
+        raise ValueError(
+            f"taus have shape {tuple(taus.shape)} but quantiles {tuple(quantiles.shape)}; "
+            "pass one tau for each quantile, (K,) or (B, R, K)"
+        )
+    returns = zero_outside(returns, response_mask).detach()
+    quantiles = _zero_rows_outside(quantiles, response_mask, "quantiles")
+    if taus.dim() > 1:
+        taus = _zero_rows_outside(taus, response_mask, "taus")
+    differences = returns.unsqueeze(-1) - quantiles
+    distances = differences.abs()
+    inside = distances.clamp(max=kappa)
+    # Both branches of Huber's loss at once: 0.5 * d^2 where inside = |d|, kappa * (|d| - 0.5 * kappa) elsewhere.
+    huber = inside * (distances - 0.5 * inside)
+    weights = (taus.detach().to(differences) - (differences < 0).to(differences)).abs()
+    losses = (weights * huber).mean(dim=-1)
+    vpreds = quantiles.detach().mean(dim=-1)
+    stats = {
+        "error": masked_mean((vpreds - returns).square(), response_mask),
+        "vpred": masked_mean(vpreds, response_mask),
+    }
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+
+
+def cvar_from_quantiles(quantiles: Tensor, *, alpha: float) -> Tensor:
+    """The mean of the lower `alpha` tail (CVaR) of the law that K quantiles at `quantile_midpoints` stand for; the
+    mean of the law for alpha = 1.
+
+    Each quantile carries the mass 1/K; the one at the tail's boundary counts with what of its mass belongs to the tail:
+
+        cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
+
+    They are sorted first: nothing in the loss keeps learned quantiles in order, and of crossing ones the first are not
+    the lowest. Sorting brings a crossing curve closer to the true one (arXiv:0704.3649).
+
+    Args:
+        quantiles: (..., K), in any order.
+        alpha: the tail's probability, in (0, 1].
+
+    Returns:
+        (...), in units of the return.
+
+    Raises:
+        ValueError: when alpha is not in (0, 1].
+    """
+    _check_alpha(alpha)
+    ordered = at_least_float32(quantiles).sort(dim=-1).values
+    tail = alpha * ordered.size(-1)
+    # Counted in quantiles, not in masses, so that alpha = 1 gives every quantile exactly the same weight.
+    counts = (tail - torch.arange(ordered.size(-1), dtype=ordered.dtype, device=ordered.device)).clamp(0, 1)
+    return (ordered * counts).sum(dim=-1) / tail
+
+
+def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float) -> Tensor:
+    """The mean of the lower `alpha` tail (CVaR) of a categorical law; the mean of the law for alpha = 1.
+
+    The atom at the tail's boundary counts with what of its mass belongs to the tail, so the result is continuous in
+    alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
+
+        cvar = sum_i min(p_i, max(0, alpha - (p_0 + ... + p_(i-1)))) * atom_i / alpha
+
+    Args:
+        probs: (..., num_atoms), rows that sum to 1.
+        atoms: (num_atoms,), ascending.
+        alpha: the tail's probability, in (0, 1].
+
+    Returns:
+        (...), in units of the return.
+
+    Raises:
+        ValueError: when alpha is not in (0, 1], and when there is not one atom for each probability.
+    """
+    _check_alpha(alpha)
+    if atoms.shape != probs.shape[-1:]:
+        raise ValueError(f"atoms have shape {tuple(atoms.shape)} but probs {tuple(probs.shape)}; pass an atom for each")
+    probs = at_least_float32(probs)
+    below = torch.nn.functional.pad(probs[..., :-1].cumsum(dim=-1), (1, 0))
+    tail = torch.minimum(probs, (alpha - below).clamp_min(0))
+    return (tail * at_least_float32(atoms)).sum(dim=-1) / alpha
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha is {alpha}; the probability of the lower tail must be in (0, 1], 1 gives the mean")
+
+
+def _zero_rows_outside(values: Tensor, mask: Tensor, name: str) -> Tensor:
+    """`zero_outside` for (B, R, N) values and a (B, R) mask."""
+    if values.shape[:-1] != mask.shape:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} but {name} have {tuple(values.shape)}; "
+            f"pass {name} with one more dimension than the mask"
+        )
+    return zero_outside(values, mask.unsqueeze(-1).expand_as(values))
