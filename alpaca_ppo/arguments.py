@@ -1,15 +1,18 @@
 """The command line: `parse_args` reads a YAML file and flags into dataclasses, `ScriptArguments` is train_ppo.py's."""
 
+import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 
-from alpaca_ppo.validation import argument, check_types
+from alpaca_ppo.validation import RIVALS, argument, check_types, members
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,22 @@ class ScriptArguments:
             raise ValueError("no reward: give --reward_model_name_or_path, --reward_funcs module:function, or both")
 
 
-def parse_args(types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One instance of each dataclass in `types`, from `--config run.yaml` and flags; a flag wins over the file.
+def parse_args(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """One instance of each dataclass in `dataclass_types`, from `--config run.yaml` and flags; a flag wins over the
+    file, and over the file's rival of it (`validation.RIVALS`).
+
+    A flag of a field that may be None takes `null` or `none` for it.
 
     Args:
-        types: dataclasses with distinct field names.
+        dataclass_types: dataclasses with distinct field names.
         argv: the command line without the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        ValueError: when the file is missing, is no mapping, or has a key that none of `types` has; and what the
-            dataclasses raise.
+        ValueError: when the file is missing, is no mapping, or has a key that no dataclass has; for a flag that none
+            has; and what the dataclasses raise.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     arguments = [part for text in arguments for part in text.split("=", 1 if text.startswith("--config=") else 0)]
-    parser = HfArgumentParser(list(types), allow_abbrev=False)  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     if "--config" in arguments:
         at = arguments.index("--config")
@@ -69,15 +74,20 @@ def parse_args(types: Sequence[type], argv: Sequence[str] | None = None) -> tupl
             raise ValueError("--config names no file; give the path of a YAML file")
         given = read_yaml(arguments[at + 1])
         del arguments[at : at + 2]
-    known = {f.name: f for cls in types for f in dataclasses.fields(cls)}
-    unknown = sorted(set(given) - set(known))
+    fields = {cls: [field.name for field in dataclasses.fields(cls) if field.init] for cls in dataclass_types}
+    hints = {name: hint for cls in fields for name, hint in typing.get_type_hints(cls).items() if name in fields[cls]}
+    unknown = sorted(set(given) - set(hints))
     if unknown:
         raise ValueError(
-            f"unknown keys in the --config file: {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            f"unknown keys in the --config file: {', '.join(unknown)}; known are {', '.join(sorted(hints))}"
         )
-    parser.set_defaults(**{key: _as_declared(known[key], value) for key, value in given.items()})
-    parsed: tuple[Any, ...] = tuple(parser.parse_args_into_dataclasses(arguments, look_for_args_file=False))
-    return parsed
+    values = {name: _as_declared(name, hints[name], value) for name, value in given.items()}
+    flags = _read_flags(dataclass_types, hints, arguments)
+    for rivals in RIVALS:
+        if any(flags.get(name) is not None for name in rivals):
+            values |= dict.fromkeys(set(rivals) & set(values))
+    values |= flags
+    return tuple(cls(**{name: values[name] for name in names if name in values}) for cls, names in fields.items())
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -96,15 +106,61 @@ def read_yaml(path: str) -> dict[str, Any]:
     return content
 
 
-def _as_declared(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """YAML reads 1e-5 as text: brings it to the number that the field declares, and a single value to a list."""
-    declared = str(field.type).removeprefix("<class '").removesuffix("'>")
-    if isinstance(value, str) and ("int" in declared or "float" in declared) and "str" not in declared:
-        try:
-            return float(value) if "float" in declared else int(value)
-        except ValueError as error:
-            # argparse would convert it too, but end the program with its usage text.
-            raise ValueError(f"{field.name} is {value!r} in the --config file; it must be {declared}") from error
-    if "list" in declared and value is not None and not isinstance(value, list):
-        return [value]
-    return value
+def _as_declared(name: str, hint: Any, value: Any) -> Any:
+    """YAML reads 1e-5 as text: brings it to the number that `hint` declares, and a single value to a list."""
+    kinds = [kind for kind in members(hint) if kind is not type(None)]
+    if len(kinds) == 1 and typing.get_origin(kinds[0]) is list and value is not None:
+        entry = typing.get_args(kinds[0])[0]
+        return [_as_declared(name, entry, part) for part in (value if isinstance(value, list) else [value])]
+    number = float if float in kinds else int if int in kinds else None
+    if not isinstance(value, str) or number is None or str in kinds:
+        return value
+    try:
+        return number(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is {value!r} in the --config file; it must be {number.__name__}") from error
+
+
+class _FlagParser(HfArgumentParser):
+    """HfArgumentParser that reads `null` and `none` as None for the fields in `nullable`, and the union `str | int`:
+    digits are a number.
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], *, nullable: Set[str]) -> None:
+        # The base class adds all arguments as it is built.
+        self.nullable = nullable
+        super().__init__(list(dataclass_types), allow_abbrev=False)  # type: ignore[arg-type]
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        convert = options.get("type")
+        if isinstance(convert, types.UnionType):
+            convert = options["type"] = _number_or_text
+        if convert is not None and names[0].removeprefix("--") in self.nullable:
+            options["type"] = _or_null(convert)
+        return super().add_argument(*names, **options)
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text
+
+
+def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text.lower() in ("null", "none") else convert(text)
+
+    # argparse says "invalid <name> value".
+    read.__name__ = convert.__name__
+    return read
+
+
+def _read_flags(dataclass_types: Sequence[type], hints: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """The fields that the command line names, without anyone's defaults."""
+    # Fields of three kinds are left alone: the `none` of TrainingArguments.report_to is a word of its own.
+    nullable = {name for name, hint in hints.items() if type(None) in members(hint) and len(members(hint)) == 2}
+    absent = object()
+    parsed, unused = _FlagParser(dataclass_types, nullable=nullable).parse_known_args(
+        arguments, argparse.Namespace(**dict.fromkeys(hints, absent))
+    )
+    if unused:
+        raise ValueError(f"no argument takes {' '.join(unused)!r} of the command line; --help lists the arguments")
+    return {name: None if value == [None] else value for name, value in vars(parsed).items() if value is not absent}

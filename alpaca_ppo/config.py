@@ -52,8 +52,8 @@ class PPOConfig:
 
     temperature: float = argument(1.0, "Of sampling and of every log-probability.")
     generation_backend: str = argument("decode", "decode, or generate for models whose cache cannot drop rows.")
-    truncate_tokens: list[str] | None = argument(
-        None, "Further stop tokens, each one token of the vocabulary (text or id)."
+    truncate_tokens: list[str | int] | None = argument(
+        None, "Further stop tokens, each one token of the vocabulary: its text or its id (a flag of digits is an id)."
     )
     truncate_after: int = argument(0, "truncate_tokens stop a response only from this many tokens on.")
     penalty_reward_value: float | None = argument(

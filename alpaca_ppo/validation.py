@@ -1,6 +1,7 @@
 """What the value of an argument may be: its type, its range, its choices. Clashes between two are `PPOConfig`'s own."""
 
 import dataclasses
+import types
 import typing
 from collections.abc import Callable
 from math import isfinite
@@ -43,6 +44,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "critic_layout": ("separate", "shared"),
 }
 
+RIVALS = (("total_epochs", "total_episodes"),)
+"""Fields that say the same thing in two ways: only one of each group may be set."""
+
 
 def argument(default: Any, help: str) -> Any:
     """A dataclass field with this default and help text; a default list is copied for each instance."""
@@ -52,22 +56,34 @@ def argument(default: Any, help: str) -> Any:
 
 
 def check_types(arguments: Any) -> None:
-    """Checks that each field of the dataclass `arguments` holds what it declares.
+    """Checks that each field of the dataclass `arguments`, and each entry of a list, is of the declared type.
 
     Raises:
-        ValueError: naming the field, its value and the declared type.
+        ValueError: naming the field, the value and the declared type.
     """
     for name, hint in typing.get_type_hints(type(arguments)).items():
-        value = getattr(arguments, name)
-        accepted = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
-        if typing.get_origin(hint) is list:
-            accepted = (list,)
-        if float in accepted:
-            accepted += (int,)
-        # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
-        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-            wanted = " or ".join(kind.__name__ for kind in accepted if kind is not type(None))
-            raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; it must be {wanted}")
+        value, kinds = getattr(arguments, name), members(hint)
+        _check_type(name, value, kinds)
+        if isinstance(value, list):
+            entries = next(typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is list)
+            for entry in value:
+                _check_type(f"an entry of {name}", entry, members(entries[0]))
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types that `hint` allows: those of a union, or itself alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _check_type(what: str, value: Any, kinds: tuple[Any, ...]) -> None:
+    accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    if float in accepted:
+        accepted += (int,)
+    # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+        wanted = " or ".join(kind.__name__ for kind in accepted if kind is not type(None))
+        remedy = ", in quotes" if str in accepted and isinstance(value, int | float) else ""
+        raise ValueError(f"{what} is {value!r}, a {type(value).__name__}; it must be {wanted}{remedy}")
 
 
 def check_limits(config: Any) -> None:

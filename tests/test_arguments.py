@@ -1,5 +1,8 @@
 """The command line: flags win over the file, and an error names what is wrong in either."""
 
+import dataclasses
+import typing
+
 import pytest
 from transformers import TrainingArguments
 
@@ -54,3 +57,89 @@ def test_required_script_arguments_are_named(missing):
 def test_a_run_without_any_reward_is_refused():
     with pytest.raises(ValueError, match="no reward"):
         ScriptArguments(model_name_or_path="m", dataset_name="d")
+
+
+def parse(tmp_path, text, *flags):
+    """The PPOConfig of a file with this text and these flags."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return parse_args([PPOConfig], ["--config", str(path), *flags])[0]
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(PPOConfig)])
+@pytest.mark.parametrize("word", ["null", "none", "None"])
+def test_a_flag_can_say_null_for_every_field_that_may_be_none(tmp_path, name, word):
+    if type(None) in typing.get_args(typing.get_type_hints(PPOConfig)[name]):
+        assert getattr(parse(tmp_path, "seed: 1", f"--{name}", word), name) is None
+
+
+def test_null_by_flag_takes_the_files_value_away(tmp_path):
+    text = "cliprange_value: 0.3\nrun_name: mine\nreward_weights: [1, 2]\ntotal_epochs: 3\n"
+    flags = ["--cliprange_value", "null", "--run-name", "none", "--reward_weights", "null", "--total_epochs=null"]
+    args = parse(tmp_path, text, *flags)
+    assert (args.cliprange_value, args.run_name, args.reward_weights, args.total_epochs) == (None,) * 4
+    assert parse(tmp_path, text, "--cliprange_value", "null", "--cliprange_value", "0.1").cliprange_value == 0.1
+    (script,) = parse_args([ScriptArguments], [*REQUIRED, "--eval_dataset_name", "null"])
+    assert script.eval_dataset_name is None
+
+
+def test_none_stays_a_word_where_it_is_one(tmp_path):
+    assert parse(tmp_path, "seed: 1", "--report_to", "none").report_to == ["none"]
+    assert parse(tmp_path, "report_to: none").report_to == ["none"]
+    for given in (["--report_to", "none"], ["--report_to", "tensorboard"]):
+        (training,) = parse_args([TrainingArguments], ["--output_dir", str(tmp_path), *given])
+        assert training.report_to == ([] if given[1] == "none" else ["tensorboard"])
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "epochs", "episodes"),
+    [
+        ("total_epochs: 2", ["--total_episodes", "100"], None, 100),
+        ("total_episodes: 100", ["--total_epochs", "2"], 2, None),
+        ("total_episodes: 100", ["--total_epochs", "null"], None, 100),
+    ],
+)
+def test_a_flag_wins_over_its_rival_in_the_file(tmp_path, text, flags, epochs, episodes):
+    args = parse(tmp_path, text, *flags)
+    assert (args.total_epochs, args.total_episodes) == (epochs, episodes)
+
+
+def test_two_rivals_in_one_place_are_refused(tmp_path):
+    for text, flags in (
+        ("total_epochs: 2\ntotal_episodes: 3", []),
+        ("seed: 1", ["--total_epochs", "2", "--total_episodes", "3"]),
+    ):
+        with pytest.raises(ValueError, match="are both set"):
+            parse(tmp_path, text, *flags)
+
+
+def test_a_truncate_token_of_digits_is_an_id_by_flag_and_what_it_is_in_the_file(tmp_path):
+    assert parse(tmp_path, "seed: 1", "--truncate_tokens", "13", "stop").truncate_tokens == [13, "stop"]
+    assert parse(tmp_path, 'truncate_tokens: [13, "13", stop]').truncate_tokens == [13, "13", "stop"]
+    assert parse(tmp_path, "truncate_tokens: 13").truncate_tokens == [13]
+
+
+def test_the_entries_of_a_list_are_brought_to_the_declared_type(tmp_path):
+    assert parse(tmp_path, 'reward_weights: ["1e-1", 1e-2, 3]').reward_weights == [0.1, 0.01, 3]
+    with pytest.raises(ValueError, match="reward_weights is 'much' in the --config file; it must be float"):
+        parse(tmp_path, "reward_weights: [much]")
+    with pytest.raises(ValueError, match="an entry of report_to is 3, a int; it must be str, in quotes"):
+        parse(tmp_path, "report_to: [3]")
+
+
+def test_a_flag_that_no_field_has_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no argument takes '--learning_rat 1' of the command line"):
+        parse(tmp_path, "seed: 1", "--learning_rat", "1")
+
+
+def test_a_flag_of_the_wrong_type_ends_with_the_usage(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "seed: 1", "--cliprange_value", "wide")
+    assert "--cliprange_value" in capsys.readouterr().err
+
+
+def test_help_shows_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        parse_args([PPOConfig], ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Clip range of the value; null = no clipping. (default: 0.2)" in shown

@@ -27,6 +27,11 @@ from alpaca_ppo.validation import KL_ESTIMATORS, LOSS_AGG_MODES
         ({"ppo_epochs": "two"}, "ppo_epochs is 'two', a str; it must be int"),
         ({"ppo_epochs": True}, "ppo_epochs is True, a bool; it must be int"),
         ({"report_to": "none"}, "report_to is 'none', a str; it must be list"),
+        ({"reward_weights": ["1e-1"]}, "an entry of reward_weights is '1e-1', a str; it must be float or int"),
+        ({"reward_weights": [True]}, "an entry of reward_weights is True, a bool"),
+        ({"report_to": [1]}, "an entry of report_to is 1, a int; it must be str, in quotes"),
+        ({"truncate_tokens": [1.5]}, "an entry of truncate_tokens is 1.5, a float; it must be str or int"),
+        ({"run_name": 7}, "run_name is 7, a int; it must be str, in quotes"),
         ({"total_epochs": 1, "total_episodes": 2}, r"total_epochs \(1\) and total_episodes \(2\) are both set"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, r"step_batch_size \(16\) is larger than"),
         (
