@@ -5,7 +5,14 @@ neither a value nor a gradient. Half-precision inputs are computed and returned 
 function modifies its inputs or talks to other processes.
 """
 
-from alpaca_ppo.functional.advantages import Advantages, gae
+from alpaca_ppo.functional.advantages import (
+    GROUP_ESTIMATORS,
+    Advantages,
+    gae,
+    group_advantages,
+    reinforce_plus_plus,
+    remax,
+)
 from alpaca_ppo.functional.distributional import (
     c51_atoms,
     c51_loss,
@@ -26,13 +33,20 @@ from alpaca_ppo.functional.masked import (
     masked_whiten,
     zero_outside,
 )
-from alpaca_ppo.functional.policy_losses import policy_loss
+from alpaca_ppo.functional.policy_losses import (
+    ROLLOUT_CORRECTION_LEVELS,
+    gspo_policy_loss,
+    policy_loss,
+    rollout_correction_weights,
+)
 from alpaca_ppo.functional.shaping import ShapedRewards, last_token_index, response_lengths, shape_rewards
 from alpaca_ppo.functional.value_losses import value_loss
 
 __all__ = [
+    "GROUP_ESTIMATORS",
     "KL_ESTIMATORS",
     "LOSS_AGG_MODES",
+    "ROLLOUT_CORRECTION_LEVELS",
     "Advantages",
     "ChunkedLogprobs",
     "Loss",
@@ -46,6 +60,8 @@ __all__ = [
     "cvar_from_quantiles",
     "entropy_from_logits",
     "gae",
+    "group_advantages",
+    "gspo_policy_loss",
     "kl_penalty",
     "last_token_index",
     "masked_mean",
@@ -54,7 +70,10 @@ __all__ = [
     "policy_loss",
     "quantile_huber_loss",
     "quantile_midpoints",
+    "reinforce_plus_plus",
+    "remax",
     "response_lengths",
+    "rollout_correction_weights",
     "shape_rewards",
     "token_logprobs",
     "value_loss",

@@ -45,6 +45,14 @@ def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(estimator):
     assert_close(grad, tensor([0.5, -0.5]))
 
 
+def test_k3_with_a_plus_keeps_its_gradient_where_the_value_is_cut():
+    # d = -100: the value is cut to 10, where k3 alone has no gradient
+    logprobs = tensor([-101.0], requires_grad=True)
+    for estimator, slope in (("k3", 0.0), ("k3+", -100.0)):
+        kl = kl_penalty(logprobs, tensor([-1.0]), estimator)
+        assert kl.item() == 10 and torch.autograd.grad(kl, logprobs)[0].item() == slope
+
+
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_equal_policies_have_no_kl(estimator):
     logprobs = tensor([-0.5, -12.0])

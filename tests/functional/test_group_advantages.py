@@ -1,0 +1,284 @@
+"""The advantages that need no critic: of groups, of the batch, and against the greedy response."""
+
+import math
+
+import pytest
+import torch
+from torch import nan, tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import GROUP_ESTIMATORS, gae, group_advantages, masked_whiten, reinforce_plus_plus, remax
+from tests.golden_cases import golden_cases
+
+# One group of three, of lengths 1, 2 and 1.
+SCORES, GROUP = tensor([1.0, 2.0, 6.0], dtype=torch.float64), tensor([0, 0, 0])
+MASK = tensor([[True, False], [True, True], [False, True]])
+
+
+def per_response(scores, group_ids, estimator, mask=None):
+    """Advantages of one-token responses, (B,)."""
+    mask = torch.ones(len(scores), 1, dtype=torch.bool) if mask is None else mask
+    return group_advantages(scores, group_ids, mask, estimator=estimator)[:, 0]
+
+
+def random_group_batch():
+    torch.manual_seed(0)
+    scores = torch.randn(7, dtype=torch.float64)
+    mask = torch.rand(7, 4) < 0.7
+    mask[3] = False
+    return scores, tensor([5, -2, 5, 5, 9, -2, 5]), mask
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # mean 3, unbiased variance (4 + 1 + 9) / 2 = 7
+        ("grpo", [-2 / (math.sqrt(7) + 1e-6), -1 / (math.sqrt(7) + 1e-6), 3 / (math.sqrt(7) + 1e-6)]),
+        ("grpo_no_std", [-2.0, -1.0, 3.0]),
+        # 1 - (2 + 6) / 2;  2 - (1 + 6) / 2;  6 - (1 + 2) / 2
+        ("rloo", [-3.0, -1.5, 4.5]),
+        # baseline (1*1 + 2*2 + 1*6) / (1 + 2 + 1) = 11 / 4
+        ("opo", [-1.75, -0.75, 3.25]),
+        # tokens -2, -1, -1, 3: mean -1/4, unbiased variance (3.0625 + 2 * 0.5625 + 10.5625) / 3 = 59 / 12
+        ("reinforce_plus_plus_baseline", [a / math.sqrt(59 / 12 + 1e-8) for a in (-1.75, -0.75, 3.25)]),
+    ],
+)
+def test_group_advantages_by_hand(estimator, expected):
+    low, middle, high = expected
+    advantages = group_advantages(SCORES, GROUP, MASK, estimator=estimator)
+    assert_close(advantages, tensor([[low, 0], [middle, middle], [0, high]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", [e for e in GROUP_ESTIMATORS if e != "reinforce_plus_plus_baseline"])
+def test_groups_may_have_any_ids_in_any_order(estimator):
+    scores, ids = tensor([1.0, 10.0, 2.0, 30.0, 6.0]), tensor([7, -3, 7, -3, 7])
+    advantages = per_response(scores, ids, estimator)
+    for members in ([0, 2, 4], [1, 3]):
+        assert_close(advantages[members], per_response(scores[members], torch.zeros(len(members)).int(), estimator))
+
+
+def test_reinforce_plus_plus_baseline_whitens_over_the_tokens_of_all_groups():
+    # s - mean: -1, 1 (one token each) and -2, 2 (two tokens each); mean 0, unbiased variance (1 + 1 + 4 * 4) / 5
+    mask = tensor([[True, False], [True, False], [True, True], [True, True]])
+    advantages = group_advantages(
+        tensor([4.0, 6.0, 1.0, 5.0]), tensor([1, 1, 0, 0]), mask, estimator="reinforce_plus_plus_baseline"
+    )
+    expected = tensor([[-1.0, 0.0], [1.0, 0.0], [-2.0, -2.0], [2.0, 2.0]]) / math.sqrt(3.6)
+    assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("grpo", 3 / (1 + 1e-6)), ("grpo_no_std", 3.0), ("rloo", 3.0), ("opo", 3.0)]
+)
+def test_a_response_alone_in_its_group_has_its_score_as_advantage(estimator, expected):
+    advantages = per_response(tensor([3.0, 1.0, 1.0]).double(), tensor([0, 1, 1]), estimator)
+    assert_close(advantages, tensor([expected, 0.0, 0.0], dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_two_responses_alone_in_their_groups_are_whitened_against_each_other():
+    # 3 and 1, baseline 0: mean 2, unbiased variance 2
+    advantages = per_response(tensor([3.0, 1.0]), tensor([0, 1]), "reinforce_plus_plus_baseline")
+    assert_close(advantages, tensor([1.0, -1.0]) / math.sqrt(2))
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("score", [7.3, -7.3, 1e4])
+def test_equal_scores_give_exactly_zero_with_a_finite_gradient(estimator, score):
+    # The float32 mean of three 7.3 is not 7.3; divided by a std of the same rounding error it would be an advantage.
+    scores = torch.full((7,), score, requires_grad=True)
+    mask = tensor([[True]] * 6 + [[False]])
+    advantages = per_response(scores, tensor([0, 1, 0, 1, 0, 1, 0]), estimator, mask)
+    assert advantages.eq(0).all()
+    (grad,) = torch.autograd.grad(advantages.square().sum() + advantages[0], scores)
+    assert grad.isfinite().all()
+
+
+def test_leave_one_out_is_the_centred_score_times_n_over_n_less_one():
+    torch.manual_seed(0)
+    scores = torch.randn(9, dtype=torch.float64)
+    ids = tensor([0] * 2 + [1] * 3 + [2] * 4)
+    n = tensor([2] * 2 + [3] * 3 + [4] * 4)
+    centred = per_response(scores, ids, "grpo_no_std")
+    assert_close(per_response(scores, ids, "rloo"), centred * n / (n - 1))
+
+
+def test_opo_of_equal_lengths_is_the_plain_mean_baseline():
+    scores, ids, _ = random_group_batch()
+    mask = torch.ones(7, 4, dtype=torch.bool)
+    plain = group_advantages(scores, ids, mask, estimator="grpo_no_std")
+    assert_close(group_advantages(scores, ids, mask, estimator="opo"), plain)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_row_without_tokens_is_no_member_of_its_group(estimator):
+    scores, ids, mask = random_group_batch()
+    rows = tensor([0, 1, 2, 4, 5, 6])
+    expected = group_advantages(scores[rows], ids[rows], mask[rows], estimator=estimator)
+    for empty_score in (1e3, nan):
+        scores[3] = empty_score
+        leaf = scores.clone().requires_grad_()
+        advantages = group_advantages(leaf, ids, mask, estimator=estimator)
+        assert_close(advantages[rows], expected)
+        assert advantages[~mask].eq(0).all()
+        (grad,) = torch.autograd.grad(advantages.square().sum(), leaf)
+        assert grad.isfinite().all() and grad[3] == 0
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_group_gradients_match_finite_differences(estimator):
+    scores, ids, mask = random_group_batch()
+    assert gradcheck(lambda s: group_advantages(s, ids, mask, estimator=estimator), scores.requires_grad_())
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("rows", [2, 0])
+def test_a_group_batch_without_tokens_is_zero(estimator, rows):
+    mask = torch.zeros(rows, 3, dtype=torch.bool)
+    advantages = group_advantages(torch.full((rows,), nan), torch.zeros(rows).long(), mask, estimator=estimator)
+    assert advantages.shape == (rows, 3) and advantages.eq(0).all()
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_group_advantages_compute_half_precision_in_float32_and_keep_float64(estimator):
+    # Their sum needs more than the 8 bits of bfloat16.
+    half = tensor([100.5, 3.015625, 0.0078125], dtype=torch.bfloat16)
+    whole = group_advantages(half, GROUP, MASK, estimator=estimator)
+    assert whole.dtype == torch.float32
+    wide = group_advantages(half.double(), GROUP, MASK, estimator=estimator)
+    assert wide.dtype == torch.float64
+    assert_close(whole, wide.float())
+
+
+def test_an_unknown_group_estimator_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="group estimator is 'mean'; it must be one of grpo, grpo_no_std, rloo, opo, "):
+        group_advantages(SCORES, GROUP, MASK, estimator="mean")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((SCORES[:2], GROUP, MASK), r"scores have shape \(2,\) but response_mask has \(3, 2\)"),
+        ((SCORES[:, None], GROUP, MASK), r"scores have shape \(3, 1\) but response_mask has \(3, 2\)"),
+        ((SCORES, GROUP[:2], MASK), r"group_ids have shape \(2,\) but response_mask has \(3, 2\)"),
+        ((SCORES, GROUP, MASK[:, 0]), r"scores have shape \(3,\) but response_mask has \(3,\); pass a mask \(B, R\)"),
+    ],
+)
+def test_scores_and_ids_must_be_one_a_row(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(*inputs, estimator="rloo")
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("group_advantages"))
+def test_group_advantages_match_golden(inputs, expected):
+    assert_close(group_advantages(**inputs), expected["advantages"], rtol=0, atol=1e-6)
+
+
+def test_reinforce_plus_plus_by_hand():
+    # G1 = 4, G0 = 1 + .5*4 = 3;  second row G0 = 2;  whitened: mean 3, unbiased variance (0 + 1 + 1) / 2 = 1
+    advantages, returns = reinforce_plus_plus(
+        tensor([[1.0, 4.0], [2.0, nan]]), tensor([[True, True], [True, False]]), gamma=0.5
+    )
+    assert_close(returns, tensor([[3.0, 4.0], [2.0, 0.0]]))
+    assert_close(advantages, tensor([[0.0, 1.0], [-1.0, 0.0]]))
+
+
+def test_returns_to_go_skip_holes_and_cost_no_discount_there():
+    # G4 = 8, G1 = 2 + .5*8 = 6
+    rewards, mask = tensor([[nan, 2.0, nan, nan, 8.0]]), tensor([[False, True, False, False, True]])
+    returns = tensor([[0.0, 6.0, 0.0, 0.0, 8.0]])
+    assert_close(reinforce_plus_plus(rewards, mask, gamma=0.5).returns, returns)
+    # undiscounted: 10, 8
+    assert_close(remax(rewards, tensor([0.0]), mask).returns, tensor([[0.0, 10.0, 0.0, 0.0, 8.0]]))
+
+
+def test_reinforce_plus_plus_is_whitened_gae_of_a_critic_that_says_zero():
+    torch.manual_seed(0)
+    rewards, mask = torch.randn(4, 5, dtype=torch.float64), torch.rand(4, 5) < 0.7
+    expected = gae(rewards, torch.zeros(4, 5), mask, gamma=0.9, lam=1.0).advantages
+    advantages, returns = reinforce_plus_plus(rewards, mask, gamma=0.9)
+    assert_close(returns, expected)
+    assert_close(advantages, masked_whiten(expected, mask))
+
+
+def test_remax_by_hand():
+    # returns-to-go 1 + 4 = 5, 4 less a baseline of 3; 2 less -1
+    advantages, returns = remax(
+        tensor([[1.0, 4.0], [2.0, nan]]), tensor([3.0, -1.0]), tensor([[True, True], [True, False]])
+    )
+    assert_close(returns, tensor([[5.0, 4.0], [2.0, 0.0]]))
+    assert_close(advantages, tensor([[2.0, 1.0], [3.0, 0.0]]))
+
+
+def test_remax_of_the_greedy_response_itself_is_zero_at_the_first_token():
+    # 1 + 4 - 5 = 0;  4 - 5 = -1
+    advantages, _ = remax(tensor([[1.0, 4.0]]), tensor([5.0]), torch.ones(1, 2, dtype=torch.bool))
+    assert_close(advantages, tensor([[0.0, -1.0]]))
+
+
+def test_returns_ignore_nan_outside_the_mask_and_rows_without_tokens():
+    torch.manual_seed(0)
+    rewards, baseline = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    mask = torch.rand(4, 5) < 0.6
+    mask[2] = False
+    results = []
+    for padding in (0.0, nan):
+        leaves = rewards.where(mask, padding).requires_grad_(), baseline.where(mask.any(1), padding).requires_grad_()
+        whitened = reinforce_plus_plus(leaves[0], mask, gamma=0.9)
+        relative = remax(*leaves, mask)
+        loss = sum(x.square().sum() for x in (*whitened, *relative))
+        results.append((*whitened, *relative, *torch.autograd.grad(loss, leaves)))
+    assert_close(results[1], results[0], rtol=0, atol=0)
+    assert all(x.isfinite().all() for x in results[1])
+    assert all(x[~mask].eq(0).all() for x in results[1][:4])
+
+
+def test_gradients_of_returns_match_finite_differences():
+    torch.manual_seed(0)
+    rewards = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    baseline = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    mask = tensor([[True, False, True, True], [True, True, False, False], [False] * 4])
+    assert gradcheck(lambda r: reinforce_plus_plus(r, mask, gamma=0.9), rewards)
+    assert gradcheck(lambda r, b: remax(r, b, mask), (rewards, baseline))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_returns_of_a_batch_without_tokens_are_zero(shape):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    padding, baseline = torch.full(shape, nan), torch.full(shape[:1], nan)
+    for result in (*reinforce_plus_plus(padding, mask, gamma=0.9), *remax(padding, baseline, mask)):
+        assert result.shape == shape and result.eq(0).all()
+
+
+def test_returns_compute_half_precision_in_float32_and_keep_float64():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64,) * 2):
+        rewards, baseline = torch.ones(1, 2, dtype=dtype), torch.ones(1, dtype=dtype)
+        for result in (*reinforce_plus_plus(rewards, mask, gamma=0.9), *remax(rewards, baseline, mask)):
+            assert result.dtype == expected
+
+
+def test_returns_refuse_shapes_that_differ_and_a_rate_outside_zero_to_one():
+    rewards, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values have \(2, 3\)"):
+        reinforce_plus_plus(rewards, mask[:, :2], gamma=0.9)
+    with pytest.raises(ValueError, match=r"gamma is 1.5; it must be in \[0, 1\]"):
+        reinforce_plus_plus(rewards, mask, gamma=1.5)
+    with pytest.raises(ValueError, match=r"baseline_scores have shape \(3,\) but response_mask has \(2, 3\)"):
+        remax(rewards, torch.ones(3), mask)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values have \(2, 3\)"):
+        remax(rewards, torch.ones(2), mask[:, :2])
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("reinforce_plus_plus"))
+def test_reinforce_plus_plus_matches_golden(inputs, expected):
+    advantages, returns = reinforce_plus_plus(**inputs)
+    assert_close(advantages, expected["whitened_advantages_inside_mask"], rtol=0, atol=1e-6)
+    assert_close(returns, expected["returns_inside_mask"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("remax"))
+def test_remax_matches_golden(inputs, expected):
+    advantages, returns = remax(**inputs)
+    assert_close(advantages, expected["advantages"], rtol=0, atol=1e-6)
+    assert_close(returns, expected["returns_inside_mask"], rtol=0, atol=1e-6)

@@ -1,0 +1,121 @@
+import math
+
+import pytest
+import torch
+from torch import nan, tensor
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import ROLLOUT_CORRECTION_LEVELS, policy_loss, rollout_correction_weights
+from tests.golden_cases import golden_cases
+
+# Token ratios old / rollout: 2 and 3 in the first row, 0.5 in the second, none in the third.
+ROLLOUT = tensor([[-4.0, -4.0, nan], [nan, -4.0, nan], [nan, nan, nan]], dtype=torch.float64)
+OLD = ROLLOUT + tensor([[2.0, 3.0, 1.0], [1.0, 0.5, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64).log()
+MASK = tensor([[True, True, False], [False, True, False], [False, False, False]])
+
+
+def weights_of(old=OLD, rollout=ROLLOUT, mask=MASK, **settings):
+    return rollout_correction_weights(old, rollout, mask, **({"level": "token", "threshold": math.inf} | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [2.0, 3.0, 0.5]),
+        ({"threshold": 2.5}, [2.0, 2.5, 0.5]),
+        # mean over the tokens after truncation: (2 + 2.5 + 0.5) / 3 = 5 / 3
+        ({"threshold": 2.5, "normalize": True}, [1.2, 1.5, 0.3]),
+        # 2 * 3 = 6 on both tokens
+        ({"level": "sequence"}, [6.0, 6.0, 0.5]),
+        ({"level": "sequence", "threshold": 2.5}, [2.5, 2.5, 0.5]),
+        # mean over the two sequences that have tokens: (2.5 + 0.5) / 2 = 1.5
+        ({"level": "sequence", "threshold": 2.5, "normalize": True}, [5 / 3, 5 / 3, 1 / 3]),
+    ],
+)
+def test_weights_by_hand(settings, expected):
+    first, second, third = expected
+    weights = weights_of(**settings)
+    assert_close(weights, tensor([[first, second, 0.0], [0.0, third, 0.0], [0.0] * 3], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
+def test_policies_that_agree_have_weights_of_one(level, normalize):
+    assert_close(weights_of(ROLLOUT, level=level, threshold=2.0, normalize=normalize), MASK.double())
+
+
+def test_the_levels_agree_on_rows_of_one_token():
+    torch.manual_seed(0)
+    old, rollout = torch.randn(4, 1), torch.randn(4, 1)
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    by_level = [weights_of(old, rollout, mask, level=level, normalize=True) for level in ROLLOUT_CORRECTION_LEVELS]
+    assert_close(by_level[0], by_level[1])
+
+
+def test_the_log_ratio_is_cut_at_twenty():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    old, rollout = tensor([[-1.0, -1.0], [-101.0, -1.0]]), tensor([[-101.0, -1.0], [-1.0, -1.0]])
+    assert_close(weights_of(old, rollout, mask), tensor([[20.0, 0.0], [-20.0, 0.0]]).exp())
+    # 15 + 15 = 30: the sum is cut, not its terms
+    summed = weights_of(tensor([[-1.0, -1.0]]), tensor([[-16.0, -16.0]]), mask[:1], level="sequence")
+    assert_close(summed, tensor([[20.0, 20.0]]).exp())
+
+
+@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
+def test_weights_have_no_gradient(level):
+    old = OLD.clone().requires_grad_()
+    assert not weights_of(old, level=level, normalize=True).requires_grad
+
+
+@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
+def test_nan_outside_the_mask_is_not_seen(level):
+    clean = weights_of(OLD.where(MASK, 3.0), ROLLOUT.where(MASK, 0.0), level=level, threshold=2.0, normalize=True)
+    assert_close(weights_of(level=level, threshold=2.0, normalize=True), clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [2, 0])
+@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
+def test_a_batch_without_tokens_has_weights_of_zero(level, rows):
+    padding, mask = torch.full((rows, 3), nan), torch.zeros(rows, 3, dtype=torch.bool)
+    weights = weights_of(padding, padding, mask, level=level, threshold=2.0, normalize=True)
+    assert weights.shape == (rows, 3) and weights.eq(0).all()
+
+
+def test_weighted_loss_is_that_of_the_trainers_policy():
+    # One token of two equally likely under the trainer's policy, sampled with 0.8 and 0.2: weights 0.625 and 2.5 undo
+    # the sampler's preference, 0.8 * 0.625 * (-1) + 0.2 * 2.5 * (-3) = -2 = 0.5 * (-1) + 0.5 * (-3)
+    old, rollout = tensor([[0.5], [0.5]]).log(), tensor([[0.8], [0.2]]).log()
+    mask, share = torch.ones(2, 1, dtype=torch.bool), tensor([[0.8], [0.2]])
+    weights = share * weights_of(old, rollout, mask)
+    loss = policy_loss(
+        old, old, tensor([[1.0], [3.0]]), mask, weights=weights, denominator=1, cliprange_low=0.2, cliprange_high=0.2
+    ).loss
+    assert_close(loss, tensor(-2.0))
+
+
+@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
+def test_half_precision_is_computed_in_float32_and_float64_stays(level):
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    old, rollout = tensor([[-1.5, -1.0]]), tensor([[-1.25, -1.0]])
+    narrow = weights_of(old.bfloat16(), rollout.bfloat16(), mask, level=level)
+    assert_close(narrow, weights_of(old, rollout, mask, level=level))
+    assert weights_of(old.double(), rollout.double(), mask, level=level).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"level": "row"}, "level is 'row'; it must be one of token, sequence"),
+        ({"threshold": 0.0}, "threshold is 0.0; it must be positive"),
+        ({"threshold": nan}, "threshold is nan; it must be positive"),
+        ({"old": OLD[:, :2]}, r"mask has shape \(3, 3\) but values have \(3, 2\)"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        weights_of(**settings)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("rollout_correction_weights"))
+def test_rollout_correction_weights_match_golden(inputs, expected):
+    assert_close(rollout_correction_weights(**inputs), expected["weights"], rtol=0, atol=1e-6)
