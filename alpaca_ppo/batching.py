@@ -5,7 +5,7 @@ Everything is a function of the configuration, the seed and the step, never of t
 same run comes out on any machine. Nothing here talks to other processes or to a model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,14 +17,18 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)
 
 
-def seeded_permutation(size: int, *key: int) -> Tensor:
-    """A permutation of range(size) that is a function of the integers in `key` alone; (size,) int64 on the CPU."""
+def seeded_generator(*key: int) -> torch.Generator:
+    """A generator on the CPU whose numbers are a function of the integers in `key` alone."""
     state = 0
     for part in key:
         # A linear mix modulo a Mersenne prime keeps (0, 1) and (1, 0) apart, which a sum would not.
         state = (state * 1_000_003 + part + 1) % (2**61 - 1)
-    generator = torch.Generator().manual_seed(state)
-    return torch.randperm(size, generator=generator)
+    return torch.Generator().manual_seed(state)
+
+
+def seeded_permutation(size: int, *key: int) -> Tensor:
+    """A permutation of range(size) that is a function of the integers in `key` alone; (size,) int64 on the CPU."""
+    return torch.randperm(size, generator=seeded_generator(*key))
 
 
 class PromptSchedule:
@@ -104,11 +108,15 @@ def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
     return ppo_epochs * -(-rows // step_batch_size)
 
 
-def step_batches(rows: int, step_batch_size: int, *key: int) -> list[Tensor]:
-    """The rows of each optimizer step of one PPO epoch: a permutation seeded by `key`, cut into `step_batch_size`,
-    the last ragged.
+def update_batches(
+    rows: int, step_batch_size: int, ppo_epochs: int, key: tuple[int, ...]
+) -> Iterator[tuple[int, Tensor]]:
+    """The epoch (from 0) and the rows of each optimizer step: a permutation for each epoch, seeded by `key` and the
+    epoch, cut into `step_batch_size`, the last ragged.
     """
-    return list(torch.split(seeded_permutation(rows, *key), step_batch_size))
+    for epoch in range(ppo_epochs):
+        for batch in torch.split(seeded_permutation(rows, *key, epoch), step_batch_size):
+            yield epoch, batch
 
 
 def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:

@@ -6,8 +6,17 @@ the number of processes. Parsing is in `arguments`, what each value may be in `v
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from alpaca_ppo.validation import KL_ESTIMATORS, LOSS_AGG_MODES, argument, check_limits, check_types
+from alpaca_ppo.validation import (
+    ADV_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
+    argument,
+    check_algorithm,
+    check_limits,
+    check_types,
+)
 
 
 @dataclass(frozen=True)
@@ -66,21 +75,58 @@ class PPOConfig:
     reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.")
     whiten_rewards: bool = argument(False, "Scale shaped rewards to unit variance before the advantages (AlpacaFarm).")
     whiten_advantages: bool = argument(True, "Whiten the advantages over the step's rollouts.")
+    adv_estimator: str = argument(
+        "gae",
+        f"{', '.join(ADV_ESTIMATORS)}. All but gae do without a critic; the group ones need num_return_sequences.",
+    )
     gamma: float = argument(1.0, "Discount per token.")
     lam: float = argument(0.95, "Lambda of GAE.")
     cliprange: float = argument(0.2, "Clip range of the policy ratio.")
     cliprange_high: float | None = argument(None, "Upper clip range where it differs (clip-higher).")
+    policy_loss: str = argument("clip", "clip (PPO) or gspo (the sequence's ratio is clipped).")
     clip_ratio_c: float | None = argument(None, "Dual clip: bound of the ratio where the advantage is negative.")
     loss_agg_mode: str = argument("token-mean", f"How token losses become one: {', '.join(LOSS_AGG_MODES)}.")
-    cliprange_value: float | None = argument(0.2, "Clip range of the value; null = no clipping.")
+    cliprange_value: float | None = argument(0.2, "Clip range of a scalar critic's value; null = no clipping.")
     vf_coef: float = argument(0.1, "Weight of the value loss.")
+    entropy_coef: float = argument(0.0, "Weight of the entropy bonus.")
+    use_kl_in_reward: bool = argument(True, "Penalise the KL to the reference in the reward.")
     kl_coef: float = argument(0.05, "Weight of the KL penalty in the reward (its first value under a controller).")
-    kl_estimator: str = argument("k1", f"KL estimator in the reward: {', '.join(KL_ESTIMATORS)} (AlpacaFarm's).")
+    kl_estimator: str = argument("k1", f"KL estimator in the reward: {', '.join(KL_ESTIMATORS)}.")
     kl_controller: str = argument("fixed", "fixed, proportional (AlpacaFarm) or horizon (Ziegler et al.).")
     target_kl: float = argument(6.0, "KL of a sequence that the controllers aim at, in nats.")
     k_beta: float = argument(0.1, "Gain of the proportional controller.")
     kl_horizon: int = argument(10000, "Horizon of the horizon controller, in responses.")
 
+    use_kl_loss: bool = argument(
+        False, "Add the KL to the reference to the loss; beside the one in the reward, or alone."
+    )
+    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.")
+    kl_loss_type: str = argument("k3", "KL estimator in the loss, of the same names. k1 has no gradient on average.")
+    target_kl_stop: float | None = argument(
+        None, "End a step's updates when the approximate KL of policy and old policy, in nats a token, passes this."
+    )
+    max_kl_to_ref: float | None = argument(
+        None, "End the run, with a checkpoint, when a step's objective/kl_sum_seq passes this."
+    )
+    old_policy: str = argument(
+        "recompute", "recompute (the trainer's own pass), rollout (the sampler's log-probs) or correct (weighted)."
+    )
+    rollout_correction_level: str = argument("token", "old_policy correct: weights of tokens, or of a sequence.")
+    rollout_correction_threshold: float = argument(2.0, "old_policy correct: largest weight.")
+    rollout_correction_normalize: bool = argument(False, "old_policy correct: divide the weights by their mean.")
+
+    critic: str = argument("scalar", "scalar, c51, quantile or iqn.")
+    num_quantiles: int = argument(32, "Quantiles of the quantile and iqn critics.")
+    quantile_huber_kappa: float = argument(1.0, "Where the quantile and iqn losses turn from square to linear.")
+    num_atoms: int = argument(51, "Atoms of the c51 critic.")
+    c51_v_min: float = argument(-10.0, "Least return that the c51 critic tells apart.")
+    c51_v_max: float = argument(10.0, "Greatest return that the c51 critic tells apart.")
+    iqn_embedding_dim: int = argument(64, "Cosines of the iqn critic.")
+    risk_level: str = argument(
+        "neutral", "What GAE reads of a distributional critic: neutral (the mean), or the mean of a lower tail (0.1)."
+    )
+    critic_warmup_steps: int = argument(0, "First steps in which the critic learns and the policy stands still.")
+    critic_learning_rate: float | None = argument(None, "Of the critic's parameters; null = learning_rate.")
     critic_layout: str = argument("separate", "separate (own backbone) or shared (a head on the policy's).")
     init_value_with_reward: bool = argument(
         False, "Start the critic from the reward model instead of the policy with a zero head."
@@ -100,14 +146,28 @@ class PPOConfig:
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.")
 
     def __post_init__(self) -> None:
+        number: Any = self.risk_level
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            object.__setattr__(self, "risk_level", str(self.risk_level))
         check_types(self)
         check_limits(self)
+        check_algorithm(self)
         self._check_combinations()
 
     @property
     def responses_per_step(self) -> int:
         """Responses of a full step: prompts times samples."""
         return self.rollout_batch_size * self.num_return_sequences
+
+    @property
+    def risk_alpha(self) -> float | None:
+        """The tail that `risk_level` names; None for the mean."""
+        return None if self.risk_level == "neutral" else float(self.risk_level)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the advantages need a critic."""
+        return self.adv_estimator == "gae"
 
     def _check_combinations(self) -> None:
         if self.total_epochs is not None and self.total_episodes is not None:

@@ -1,10 +1,9 @@
-"""What the trainer's constructor assembles: accelerator, tokenizer, models, prompts and rewards, each from plain
+"""What the trainer's constructor assembles: accelerator, tokenizer, prompts, rewards and run log, each from plain
 arguments.
 
-Kept apart from `trainer.py` so that the loop can be read on its own.
+Kept apart from `trainer.py` so that the loop can be read on its own. Models are in `model_construction`.
 """
 
-import copy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,18 +15,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
-from alpaca_ppo.export import empty_classifier
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
-from alpaca_ppo.models import (
-    ActorCritic,
-    Policy,
-    build_actor_critic,
-    disable_dropout,
-    frozen_copy,
-    load_causal_lm,
-    load_sequence_classifier,
-)
+from alpaca_ppo.models import ActorCritic, Policy
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.rollouts import RolloutCollector, Sampling
 from alpaca_ppo.tracking import RunLog
@@ -71,86 +61,6 @@ def load_processing_class(model: str | PreTrainedModel | ActorCritic) -> Any:
             "processing_class=tokenizer"
         )
     return AutoTokenizer.from_pretrained(name)
-
-
-def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
-    """The first reward source that is a model (a path, an id, or a model in memory), or None."""
-    sources = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    for source in sources:
-        if isinstance(source, PreTrainedModel) or (isinstance(source, str) and ":" not in source):
-            return source
-    return None
-
-
-def make_actor_critic(
-    model: str | PreTrainedModel | ActorCritic,
-    value_model: str | PreTrainedModel | None,
-    reward_funcs: Any,
-    args: PPOConfig,
-) -> ActorCritic:
-    """Policy and critic as `args` says; `model` itself when it is an `ActorCritic`.
-
-    Raises:
-        ValueError: when the critic's starting point is given twice, or `init_value_with_reward` finds no reward model
-            to start from, or one of another vocabulary.
-    """
-    if isinstance(model, ActorCritic):
-        if value_model is not None or args.init_value_with_reward:
-            raise ValueError(
-                "model is an ActorCritic, which brings its critic; leave value_model out and init_value_with_reward off"
-            )
-        disable_dropout(model)
-        _checkpoint_activations(args, model.policy.model, model.critic.backbone)
-        return model
-    if args.init_value_with_reward:
-        if value_model is not None:
-            raise ValueError("value_model is given and init_value_with_reward is True; choose one start for the critic")
-        value_model = first_reward_model(reward_funcs)
-        if value_model is None:
-            raise ValueError(
-                "init_value_with_reward is True but no reward source is a model; set it to False or add a reward model"
-            )
-    policy = load_causal_lm(model)
-    if value_model is not None:
-        # The critic trains; a reward model that is the same object must not.
-        value_model = load_sequence_classifier(
-            value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
-        )
-        if value_model.config.vocab_size != policy.config.vocab_size:
-            raise ValueError(
-                f"the critic's vocabulary ({value_model.config.vocab_size}) is not the policy's "
-                f"({policy.config.vocab_size}): a critic reads "
-                "the policy's tokens; start it from the policy (init_value_with_reward: false, no value_model)"
-            )
-        value_model.requires_grad_(True)
-    _checkpoint_activations(args, policy, value_model)
-    actor_critic = build_actor_critic(policy, critic_layout=args.critic_layout, value_model=value_model)
-    # Fails now, not after the last step, where transformers has no sequence classifier to save the critic as.
-    empty_classifier(actor_critic.critic.backbone or policy.base_model)
-    return actor_critic
-
-
-def _checkpoint_activations(args: PPOConfig, *backbones: Any) -> None:
-    for backbone in backbones:
-        if args.gradient_checkpointing and backbone is not None:
-            # Newer transformers say activation_checkpointing_enable; 5.17, which must work too, has only this.
-            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None) -> Policy:
-    """The frozen reference policy: `ref_model`, or a copy of the policy as it is now.
-
-    Raises:
-        ValueError: when `ref_model` has another vocabulary.
-    """
-    policy = actor_critic.policy.model
-    source = policy if ref_model is None else load_causal_lm(ref_model)
-    if source.config.vocab_size != policy.config.vocab_size:
-        raise ValueError(
-            f"ref_model's vocabulary ({source.config.vocab_size}) is not the policy's ({policy.config.vocab_size}); "
-            "the KL penalty compares token by token, so both must share a tokenizer"
-        )
-    return frozen_copy(source)
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import HfApi
-from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
 from alpaca_ppo.folders import StrPath, write_folder_atomically, write_text_atomically
-from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models import ActorCritic, CriticHead, write_critic
 
 
 def save_final(
@@ -34,21 +33,20 @@ def save_final(
 
     Args:
         folder: for both; nothing else in it is touched.
-        actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's.
+        actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's; no critic, no
+            value/.
         processing_class: the policy's tokenizer, saved with either.
         figures: the run's last metrics, for the card.
         config: the run's configuration, plain values, for the card.
-
-    Raises:
-        ValueError: as `save_value_model`; the policy is saved by then.
     """
     policy = actor_critic.policy.model
     with write_folder_atomically(Path(folder) / "policy") as aside:
         _write_policy(aside, policy, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
-    own = actor_critic.critic.backbone
-    backbone = policy.base_model if own is None else own
-    save_value_model(Path(folder) / "value", backbone, actor_critic.critic.head.weight, processing_class)
+    if actor_critic.critic is not None:
+        own: Any = actor_critic.critic.backbone
+        backbone: Any = policy.base_model if own is None else own
+        save_value_model(Path(folder) / "value", backbone, actor_critic.critic.head, processing_class)
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
@@ -57,58 +55,48 @@ def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any)
         _write_policy(aside, policy, processing_class)
 
 
-def save_value_model(folder: StrPath, backbone: nn.Module, head_weight: Tensor, processing_class: Any) -> None:
-    """Writes the critic as a sequence classifier with one label, all or nothing.
+def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHead, processing_class: Any) -> None:
+    """Writes the critic, all or nothing: a scalar one as a sequence classifier with one label, where transformers has
+    one for the architecture; any other as `models.load_critic` reads it. `value_model` takes either.
 
-    `AutoModelForSequenceClassification` loads it; `score` applied to the hidden state at position t is the value after
-    reading tokens 0..t.
+    `AutoModelForSequenceClassification` loads the first; `score` applied to the hidden state at position t is the value
+    after reading tokens 0..t.
 
     Args:
         folder: of the model.
         backbone: a base model of transformers (`LlamaModel`, ...), without a head.
-        head_weight: (1, H).
+        head: the value head.
         processing_class: the tokenizer, saved too. Its pad token tells the classifier where a padded row ends.
-
-    Raises:
-        ValueError: as `empty_classifier`.
     """
-    classifier = empty_classifier(backbone)
-    if processing_class.pad_token_id is not None:
-        classifier.config.pad_token_id = processing_class.pad_token_id
-    prefix = classifier.base_model_prefix
-    weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
+    classifier = matching_classifier(backbone) if head.kind == "scalar" else None
     with write_folder_atomically(folder) as aside, _quiet_unless_watched():
-        classifier.save_pretrained(aside, state_dict=weights | {"score.weight": head_weight.detach()})
+        if classifier is None:
+            write_critic(aside, head, backbone)
+        else:
+            if processing_class.pad_token_id is not None:
+                classifier.config.pad_token_id = processing_class.pad_token_id
+            prefix = classifier.base_model_prefix
+            weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
+            weights["score.weight"] = head.get_parameter("weight").detach()
+            classifier.save_pretrained(aside, state_dict=weights)
         processing_class.save_pretrained(aside)
-        write_text_atomically(aside / "README.md", _VALUE_CARD)
+        write_text_atomically(aside / "README.md", _VALUE_CARD + (_HEAD_USE if classifier is None else _CLASSIFIER_USE))
 
 
-def empty_classifier(backbone: nn.Module) -> PreTrainedModel:
-    """A sequence classifier with one label around the architecture of `backbone`, without memory for weights.
-
-    Worth calling before a long run: it fails where the critic could not be saved at its end.
-
-    Raises:
-        ValueError: when transformers has no such classifier, or one that is not `backbone` and a linear head `score`.
+def matching_classifier(backbone: PreTrainedModel) -> PreTrainedModel | None:
+    """A sequence classifier with one label around the architecture of `backbone`, without memory for weights; None
+    where transformers has none that is `backbone` and a linear head `score` without bias.
     """
-    base: Any = backbone
-    config = copy.deepcopy(base.config)
+    config = copy.deepcopy(backbone.config)
     config.num_labels = 1
     try:
         with torch.device("meta"):
-            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=base.dtype)
-    except ValueError as error:
-        raise ValueError(
-            f"transformers has no sequence classifier for model_type {config.model_type!r}, so its critic cannot be "
-            "saved as one; give a value_model of an architecture that has one"
-        ) from error
+            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=backbone.dtype)
+    except ValueError:
+        # What transformers raises for an architecture without a sequence classifier, and nothing else tells.
+        return None
     needed = {f"{classifier.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
-    if different := needed ^ set(classifier.state_dict()):
-        raise ValueError(
-            f"{type(classifier).__name__} is not {type(backbone).__name__} and a linear head `score` without bias: "
-            f"they differ in {', '.join(sorted(different)[:4])}; give a value_model of another architecture"
-        )
-    return classifier
+    return classifier if needed == set(classifier.state_dict()) else None
 
 
 def write_model_card(
@@ -209,6 +197,10 @@ tags:
 
 # The critic of a PPO run
 
+A later run starts from it with `value_model`.
+"""
+
+_CLASSIFIER_USE = """
 ```python
 from transformers import AutoModelForSequenceClassification
 
@@ -216,6 +208,14 @@ critic = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder
 hidden = critic.base_model(input_ids).last_hidden_state
 values = critic.score(hidden)  # values[:, t] is the expected return after reading tokens 0..t
 ```
+"""
 
-A later run starts from it with `value_model`.
+_HEAD_USE = """
+```python
+from alpaca_ppo.models import load_critic
+
+critic = load_critic("path/to/this/folder")
+hidden = critic.backbone(input_ids).last_hidden_state
+values = critic.head(hidden[:, -1]).values  # the expected return after reading all of input_ids
+```
 """

@@ -23,7 +23,7 @@ def rollout_rows(rollouts: Rollouts, processing_class: Any, count: int) -> list[
             {
                 "id": int(rollouts["responses"][i, t]),
                 "text": processing_class.decode([int(rollouts["responses"][i, t])]),
-                **{name: _number(rollouts[name][i, t]) for name in PER_TOKEN},  # type: ignore[literal-required]
+                **{name: _number(rollouts[name][i, t]) for name in PER_TOKEN if name in rollouts},  # type: ignore[literal-required]
             }
             for t in kept
         ]

@@ -4,7 +4,7 @@ transformers' own CallbackHandler is not used: it expects TrainingArguments and 
 evaluate and save.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -28,9 +28,41 @@ class Lifecycle:
         """Clears the flags, each of which asks for one action."""
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
 
+    def stop_beyond(self, stats: Mapping[str, float], *, max_kl_to_ref: float | None) -> str | None:
+        """Asks for a checkpoint and the end of the run where the policy has left the reference too far behind.
+
+        Args:
+            stats: of the step.
+            max_kl_to_ref: bound of `objective/kl_sum_seq`, in nats; None = none.
+
+        Returns:
+            why, or None where the run goes on.
+        """
+        kl = stats["objective/kl_sum_seq"]
+        if max_kl_to_ref is None or kl <= max_kl_to_ref:
+            return None
+        self.control.should_save = self.control.should_training_stop = True
+        return (
+            f"objective/kl_sum_seq is {kl:.4g} nats, above max_kl_to_ref ({max_kl_to_ref}): the run ends here, with a "
+            "checkpoint. Raise kl_coef or lower learning_rate"
+        )
+
     def notify(self, event: str, args: Any, **context: Any) -> None:
         """Calls `event` (a method name of TrainerCallback) of each callback; a returned control takes the place of
         the old one.
+
+        Raises:
+            ValueError: when a callback reads an argument that `args` does not have, such as EarlyStoppingCallback's
+                `load_best_model_at_end`.
         """
         for callback in self.callbacks:
-            self.control = getattr(callback, event)(args, self.state, self.control, **context) or self.control
+            try:
+                self.control = getattr(callback, event)(args, self.state, self.control, **context) or self.control
+            except AttributeError as error:
+                if error.obj is not args:
+                    raise
+                raise ValueError(
+                    f"{type(callback).__name__}.{event} reads args.{error.name}, which {type(args).__name__} does not "
+                    "have; the callback is made for another trainer: subclass it and override that method, or leave "
+                    "it out of callbacks"
+                ) from error

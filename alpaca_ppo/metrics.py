@@ -31,10 +31,21 @@ class StatsAccumulator:
         self.means: dict[str, tuple[float, float]] = {}
         self.extremes: dict[str, float] = {}
 
-    def add(self, stats: Mapping[str, Tensor], tokens: int) -> None:
-        """Takes one micro-batch's statistics; `tokens` under its response mask (0: only its loss parts count)."""
+    def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
+        """Takes one micro-batch's statistics; `tokens` under its response mask (0: only its loss parts count).
+
+        Raises:
+            ValueError: for a statistic that is not one number.
+        """
+        numbers = [torch.as_tensor(value).detach().double() for value in stats.values()]
+        for name, number in zip(stats, numbers, strict=True):
+            if number.dim():
+                raise ValueError(
+                    f"the statistic {name!r} has shape {tuple(number.shape)}; compute_loss must give one number each"
+                )
         # One transfer for all of them: each .item() would wait for the device.
-        values = torch.stack([value.detach().double() for value in stats.values()]).tolist() if stats else []
+        device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
+        values = torch.stack([number.to(device) for number in numbers]).tolist() if numbers else []
         for name, value in zip(stats, values, strict=True):
             if name.startswith("loss/"):
                 self.parts[name] = self.parts.get(name, 0.0) + value
@@ -125,9 +136,8 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     lengths = mask.sum(dim=1).to(torch.float32)
     rewards = rollouts["rewards"] if rollouts["rewards"].dim() == 1 else rollouts["rewards"].sum(dim=1)
     scores = rollouts["scores"]
-    mismatch = rollouts["logprobs"] - rollouts["rollout_logprobs"]
     by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
-    return {
+    stats = {
         **{f"objective/scores/{name}": mean for name, mean in zip(source_names, by_source, strict=True)},
         "objective/kl_sum_seq": float(rollouts["kl"].sum(dim=1).mean()),
         "objective/kl_avg_seq": float(masked_mean(rollouts["kl"], mask)),
@@ -136,28 +146,43 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/rewards": float(rewards.mean()),
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(unbiased=False)),
-        "objective/entropies": float(masked_mean(rollouts["entropies"], mask)),
         "objective/ref_entropies": float(masked_mean(rollouts["ref_entropies"], mask)),
         "objective/response_length": float(lengths.mean()),
         "objective/unstopped_share": float((~rollouts["stopped"]).float().mean()),
+    }
+    if "baseline_scores" in rollouts:
+        stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
+    if "entropies" not in rollouts:
+        # The trainer made no pass of its own, so there is nothing to compare the sampler with yet.
+        return stats
+    stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
+    mismatch = rollouts["logprobs"] - rollouts["rollout_logprobs"]
+    return stats | {
         "mismatch/logprob_abs_mean": float(masked_mean(mismatch.abs(), mask)),
         "mismatch/k3": float(masked_mean(kl_penalty(rollouts["logprobs"], rollouts["rollout_logprobs"], "k3"), mask)),
         "mismatch/ratio_max": float(torch.exp(mismatch[mask]).max()),
     }
 
 
-def critic_stats(rollouts: Rollouts) -> dict[str, float]:
-    """`ppo/returns/*`, `ppo/val/*` and the advantages of a step, over masked tokens."""
-    mask, values, returns = rollouts["response_mask"], rollouts["values"], rollouts["returns"]
-    return {
+def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
+    """`ppo/returns/*`, `ppo/advantages/*` and, where there is a critic, `ppo/val/*` of a step; over masked tokens."""
+    mask, returns = rollouts["response_mask"], rollouts["returns"]
+    stats = {
         "ppo/returns/mean": float(masked_mean(returns, mask)),
         "ppo/returns/var": float(masked_var(returns, mask, unbiased=False)),
-        "ppo/val/mean": float(masked_mean(values, mask)),
-        "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
-        "ppo/val/explained_variance": explained_variance(values, returns, mask),
         "ppo/advantages/mean": float(masked_mean(rollouts["advantages"], mask)),
         "ppo/advantages/abs_max": float(rollouts["advantages"].abs().max()),
     }
+    if "values" in rollouts:
+        values = rollouts["values"]
+        stats |= {
+            "ppo/val/mean": float(masked_mean(values, mask)),
+            "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
+            "ppo/val/explained_variance": explained_variance(values, returns, mask),
+        }
+    if "value_means" in rollouts:
+        stats["ppo/val/distribution_mean"] = float(masked_mean(rollouts["value_means"], mask))
+    return stats
 
 
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:

@@ -12,13 +12,18 @@ from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.updates import Updater
 
 
-def make_optimizer(model: torch.nn.Module, args: PPOConfig) -> torch.optim.Optimizer:
-    """AdamW over what trains; weight decay acts on matrices only, not on biases and norms."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer:
+    """AdamW over what trains; weight decay acts on matrices only, not on biases and norms.
+
+    The critic's parameters (with the shared layout: its head's) take `critic_learning_rate` where it is set.
+    """
+    critic = set() if model.critic is None else {id(p) for p in model.critic.parameters()}
+    critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+    groups: list[dict[str, Any]] = []
+    for is_critic, rate in ((False, args.learning_rate), (True, critic_rate)):
+        mine = [p for p in model.parameters() if p.requires_grad and (id(p) in critic) == is_critic]
+        groups.append({"params": [p for p in mine if p.dim() >= 2], "lr": rate, "weight_decay": args.weight_decay})
+        groups.append({"params": [p for p in mine if p.dim() < 2], "lr": rate, "weight_decay": 0.0})
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=args.learning_rate,

@@ -5,7 +5,7 @@ training and for evaluation.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,17 +149,20 @@ def evaluate_responses(
     chunk_size: int,
     per_device_batch_size: int,
     device: torch.device,
+    **parts: Any,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` (B, R) on the CPU: the trainer's own forward pass,
-    without gradients.
+    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU: the trainer's own
+    forward pass, without gradients. `parts` may hold an `ActorCritic`'s `with_policy` and `with_critic`.
     """
     keys = ("queries", "query_attn_masks", "responses", "response_mask")
     lengths = (samples["query_attn_masks"].sum(dim=1) + samples["response_mask"].sum(dim=1)).tolist()
     out: dict[str, Tensor] = {}
     for chunk in chunks_by_length(lengths, per_device_batch_size):
         batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=temperature, chunk_size=chunk_size)
+        outputs = model(*batch, temperature=temperature, chunk_size=chunk_size, **parts)
         for name, value in outputs._asdict().items():
+            if value is None or name == "predictions":
+                continue
             rows = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
             rows[chunk] = value.cpu()
     return out
@@ -197,26 +200,60 @@ class RolloutCollector:
         step: int,
         timers: Timers,
         on_chunk: Callable[[int], Any],
+        with_policy: bool = True,
+        with_critic: bool = True,
+        greedy_baseline: bool = False,
     ) -> dict[str, Tensor]:
         """The rows of `types.Rollouts` up to `rewards`, on the CPU; empty when there is no prompt.
 
         Seconds go to `timers` as rollout, score and logprobs; `on_chunk` is told how many responses each sampled
-        chunk has.
+        chunk has. Without `with_policy` the sampler's log-probs stand for the policy's, and its pass is spared; without
+        `with_critic` there are no values; `greedy_baseline` adds `baseline_scores`.
         """
         if not batches:
             return {}
-        prompts, size = merge_prompt_batches(batches), self.per_device_batch_size
-        policy = actor_critic.policy.model
-        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step}
+        prompts = merge_prompt_batches(batches)
+        how: dict[str, Any] = {"seed": seed, "step": step, "timers": timers}
+        local = self._answer(actor_critic, prompts, sampling, **how, on_chunk=on_chunk)
+        if greedy_baseline:
+            greedy = replace(sampling, do_sample=False, num_return_sequences=1)
+            rewards = self._answer(actor_critic, prompts, greedy, **how, on_chunk=lambda rows: None)["rewards"]
+            scores = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
+            local["baseline_scores"] = scores.repeat_interleave(sampling.num_return_sequences)
+        with timers.measure("logprobs"), self.accelerator.autocast():
+            settings: dict[str, Any] = {
+                "chunk_size": self.chunk_size,
+                "per_device_batch_size": self.per_device_batch_size,
+                "temperature": sampling.temperature,
+                "device": self.accelerator.device,
+            }
+            if with_policy or with_critic:
+                parts: dict[str, Any] = {"with_policy": with_policy, "with_critic": with_critic}
+                local |= evaluate_responses(actor_critic, local, **settings, **parts)
+            if not with_policy:
+                local["logprobs"] = local["rollout_logprobs"].clone()
+            reference = evaluate_responses(self.reference, local, **settings)
+            local |= {f"ref_{name}": value for name, value in reference.items()}
+        return local
+
+    def _answer(
+        self,
+        actor_critic: ActorCritic,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        timers: Timers,
+        on_chunk: Callable[[int], Any],
+    ) -> dict[str, Tensor]:
+        """Responses and their scores."""
+        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step, "on_chunk": on_chunk}
         with timers.measure("rollout"), self.accelerator.autocast():
-            local = sample_responses(policy, prompts, **how, per_device_batch_size=size, on_chunk=on_chunk)
+            local = sample_responses(
+                actor_critic.policy.model, prompts, **how, per_device_batch_size=self.per_device_batch_size
+            )
         with timers.measure("score"):
             rows = [row for row in prompts["rows"] for _ in range(sampling.num_return_sequences)]
             local |= score_responses(self.scorer, self.processing_class, local, rows, penalty=self.penalty)
-        with timers.measure("logprobs"), self.accelerator.autocast():
-            settings: dict[str, Any] = {"chunk_size": self.chunk_size, "per_device_batch_size": size}
-            settings |= {"temperature": sampling.temperature, "device": self.accelerator.device}
-            local |= evaluate_responses(actor_critic, local, **settings)
-            reference = evaluate_responses(self.reference, local, **settings)
-            local |= {f"ref_{name}": value for name, value in reference.items()}
         return local

@@ -16,14 +16,18 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
-from alpaca_ppo import checkpointing, construction, distributed, export, inspection, metrics, optimization
-from alpaca_ppo.batching import optimizer_steps, step_batches
+from alpaca_ppo import checkpointing, construction, distributed, export, inspection, metrics, model_construction
+from alpaca_ppo.batching import optimizer_steps, update_batches
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.contracts import ESTIMATED, SHAPED, add_to_rollouts, check_rollouts
 from alpaca_ppo.data import collate_prompts
+from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_parts
 from alpaca_ppo.folders import clean_leftovers
-from alpaca_ppo.functional import gae, masked_mean, masked_whiten, policy_loss, shape_rewards, value_loss
+from alpaca_ppo.functional import shape_rewards
 from alpaca_ppo.lifecycle import Lifecycle
+from alpaca_ppo.losses import correction_weights, critic_terms, policy_terms
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.optimization import make_updater
 from alpaca_ppo.rollouts import Sampling
 from alpaca_ppo.tracking import RunLog
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -43,7 +47,7 @@ class PPOTrainer:
         train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
         eval_dataset: held-out rows of the same form, for `evaluate`.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
-        value_model: a sequence classifier with one label to start the critic from.
+        value_model: a sequence classifier with one label, or a `final/value` folder, to start the critic from.
         ref_model: the reference policy; a frozen copy of the policy by default.
         reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
             `reward_funcs`; a model from a folder brings its own.
@@ -79,13 +83,13 @@ class PPOTrainer:
             self.eval_prompts = construction.make_prompts(eval_dataset, self.processing_class, args)
         self.schedule = construction.make_schedule(len(self.train_prompts), args)
         scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
-        actor_critic = construction.make_actor_critic(model, value_model, reward_funcs, args)
+        actor_critic = model_construction.make_actor_critic(model, value_model, reward_funcs, args)
         self.sampling = construction.make_sampling(actor_critic.policy.model, self.processing_class, args)
-        reference = construction.make_reference(actor_critic, ref_model).to(self.accelerator.device)
+        reference = model_construction.make_reference(actor_critic, ref_model).to(self.accelerator.device)
         self.collector = construction.make_collector(
             reference, scorer, self.processing_class, self.accelerator, args=args
         )
-        self.updater, self.optimizer_steps = optimization.make_updater(
+        self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.kl_controller = construction.make_kl(args)
@@ -138,17 +142,19 @@ class PPOTrainer:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
         self.timers = metrics.Timers()
         rollouts = self.rollout(prompt_batches)
+        check_rollouts(rollouts)
         names = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
-        rollouts.update(self._shape_reward(**{name: rollouts[name] for name in names}))  # type: ignore[typeddict-item, literal-required]
-        rollouts.update(
-            self._estimate_advantage(  # type: ignore[typeddict-item]
-                rewards=rollouts["shaped_rewards"],
-                values=rollouts["values"],
-                response_mask=rollouts["response_mask"],
-                scores=rollouts["rewards"],
-                prompt_ids=rollouts["prompt_ids"],
-            )
+        shaped = self._shape_reward(**{name: rollouts[name] for name in names})  # type: ignore[literal-required]
+        add_to_rollouts(rollouts, "_shape_reward", shaped, SHAPED)
+        estimated = self._estimate_advantage(
+            rewards=rollouts["shaped_rewards"],
+            values=rollouts.get("values"),
+            response_mask=rollouts["response_mask"],
+            scores=rollouts["rewards"],
+            prompt_ids=rollouts["prompt_ids"],
+            baseline_scores=rollouts.get("baseline_scores"),
         )
+        add_to_rollouts(rollouts, "_estimate_advantage", estimated, ESTIMATED)
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
@@ -161,37 +167,29 @@ class PPOTrainer:
         Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
         up to `rewards`.
         """
-        return self._collect(prompt_batches, self.sampling, seed=self.args.seed, step=self.state.global_step)
+        parts = rollout_parts(self.args)
+        return self._collect(prompt_batches, self.sampling, seed=self.args.seed, step=self.state.global_step, **parts)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
     ) -> dict[str, Tensor]:
-        """Adds the KL penalty: (B,) or (B, R) rewards to `shaped_rewards`, `non_score_rewards` and `kl`, each (B, "
-        "R)."""
-        shaped = shape_rewards(
-            rewards,
-            logprobs,
-            ref_logprobs,
-            response_mask,
-            kl_coef=self.kl_controller.value,
-            kl_estimator=self.args.kl_estimator,
-        )
-        return shaped._asdict()
+        """Adds the KL penalty (`use_kl_in_reward`): (B,) or (B, R) rewards to `shaped_rewards`, `non_score_rewards` and
+        `kl`, each (B, R).
+        """
+        penalty: dict[str, Any] = {"kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0}
+        penalty |= {"kl_estimator": self.args.kl_estimator}
+        return shape_rewards(rewards, logprobs, ref_logprobs, response_mask, **penalty)._asdict()
 
     def _estimate_advantage(
-        self, rewards: Tensor, values: Tensor, response_mask: Tensor, **extra: Tensor
+        self, rewards: Tensor, values: Tensor | None, response_mask: Tensor, **extra: Any
     ) -> dict[str, Tensor]:
-        """`advantages` and `returns` (B, R) of shaped rewards and values (B, R).
+        """`advantages` and `returns` (B, R) of shaped rewards (B, R) and values (B, R; None without a critic).
 
-        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, and `prompt_ids` (B,), for estimators that
-        need them.
+        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), and `baseline_scores`
+        (B,) or None, for estimators that need them.
         """
-        if self.args.whiten_rewards:
-            rewards = masked_whiten(rewards, response_mask, keep_mean=True)
-        advantages, returns = gae(rewards, values, response_mask, gamma=self.args.gamma, lam=self.args.lam)
-        if self.args.whiten_advantages:
-            advantages = masked_whiten(advantages, response_mask)
-        return {"advantages": advantages, "returns": returns}
+        given = {name: extra.get(name) for name in ("prompt_ids", "baseline_scores")}
+        return estimate_advantages(rewards, values, response_mask, **given, args=self.args)
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
@@ -199,24 +197,36 @@ class PPOTrainer:
         Ends the step: `state.global_step`, on which the next rollout's randomness depends, is one more afterwards.
         """
         rows = rollouts["responses"].size(0)
+        rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
         stats, steps = metrics.StatsAccumulator(), 0
         total = optimizer_steps(rows, self.args.step_batch_size, self.args.ppo_epochs)
         progress = self._log.progress(total, "update", leave=False)
-        for epoch in range(self.args.ppo_epochs):
-            key = (self.args.seed, self.state.global_step, epoch)
-            for batch in step_batches(rows, self.args.step_batch_size, *key):
-                self.updater.step(rollouts, batch, self.compute_loss, stats, first=steps == 0)
-                steps += 1
-                progress.update(1)
+        key = (self.args.seed, self.state.global_step)
+        for epoch, batch in update_batches(rows, self.args.step_batch_size, self.args.ppo_epochs, key):
+            part = self.updater.step(
+                rollouts,
+                batch,
+                self.compute_loss,
+                first=steps == 0 or self.policy_stands_still,
+                freeze_policy=self.policy_stands_still,
+                value_taus=quantile_levels(self.args, *key, epoch, steps),
+            )
+            stats.merge(part)
+            steps += 1
+            progress.update(1)
+            if self.args.target_kl_stop is not None and self.updater.approx_kl(part) > self.args.target_kl_stop:
+                break
         progress.close()
-        whole = metrics.StatsAccumulator()
-        for part in distributed.gather_list(stats, self.accelerator):
-            whole.merge(part)
-        train_stats = whole.compute(steps)
-        self.updater.warn_of_ratio(train_stats)
+        train_stats = self.updater.over_ranks(stats).compute(steps)
+        self.updater.warn(train_stats)
         self.state.global_step += 1
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        return train_stats
+        return {**train_stats, "policy/optimizer_steps": float(steps), "policy/kl_stopped": float(steps < total)}
+
+    @property
+    def policy_stands_still(self) -> bool:
+        """Whether only the critic learns in this step (`critic_warmup_steps`)."""
+        return self.state.global_step < self.args.critic_warmup_steps
 
     def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and detached statistics of one micro-batch, on the device.
@@ -225,47 +235,29 @@ class PPOTrainer:
         `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
         `*_max` are extremes, all others means over the micro-batch's masked tokens.
         """
-        mask, denominator = rollouts_batch["response_mask"], rollouts_batch["denominator"]
+        with_policy, with_critic = not self.policy_stands_still, self.args.uses_critic
         outputs = self.model(
             *(rollouts_batch[key] for key in ("queries", "query_attn_masks", "responses", "response_mask")),  # type: ignore[literal-required]
             temperature=self.args.temperature,
             chunk_size=self.args.logprob_chunk_size,
+            with_policy=with_policy,
+            with_critic=with_critic,
+            value_taus=rollouts_batch.get("value_taus"),
         )
-        aggregation: dict[str, Any] = {"loss_agg_mode": self.args.loss_agg_mode, "denominator": denominator}
-        policy = policy_loss(
-            outputs.logprobs,
-            rollouts_batch["logprobs"],
-            rollouts_batch["advantages"],
-            mask,
-            cliprange_low=self.args.cliprange,
-            cliprange_high=self.args.cliprange_high or self.args.cliprange,
-            clip_ratio_c=self.args.clip_ratio_c,
-            **aggregation,
-        )
-        value = value_loss(
-            outputs.values,
-            rollouts_batch["values"],
-            rollouts_batch["returns"],
-            mask,
-            cliprange_value=self.args.cliprange_value,
-            **aggregation,
-        )
-        loss = policy.loss + self.args.vf_coef * value.loss
-        stats = {"loss/policy": policy.loss, "loss/value": value.loss, "loss/total": loss}
-        stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
-        stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - rollouts_batch["logprobs"]).square(), mask)
-        stats |= {f"policy/{name}": stat for name, stat in policy.stats.items()}
-        stats |= {f"val/{name}": stat for name, stat in value.stats.items()}
-        return loss, {name: stat.detach() for name, stat in stats.items()}
+        terms = [policy_terms(outputs, rollouts_batch, self.args)] if with_policy else []
+        terms += [critic_terms(outputs, rollouts_batch, self.args)] if with_critic else []
+        loss = torch.stack([term for term, _ in terms]).sum()
+        stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}
+        return loss, {**stats, "loss/total": loss.detach()}
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, AlpacaFarm's names where it has them."""
         stats = {
             "objective/kl_coef": self.kl_controller.value,
-            "objective/lr": float(self.updater.optimizer.param_groups[0]["lr"]),
+            "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
-            **metrics.critic_stats(rollouts),
-            **{f"ppo/{name}": value for name, value in train_stats.items()},
+            **metrics.advantage_stats(rollouts),
+            **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats |= metrics.throughput_stats(rollouts, distributed.max_over_ranks(local, self.accelerator))
@@ -289,7 +281,7 @@ class PPOTrainer:
         sampling = construction.evaluation_sampling(self.sampling, self.args)
         self.timers = metrics.Timers()
         batches = self._collate(self.eval_prompts, range(len(self.eval_prompts)))
-        rollouts = self._collect(batches, sampling, seed=self.args.seed + 1, step=0)
+        rollouts = self._collect(batches, sampling, seed=self.args.seed + 1, step=0, with_critic=False)
         self._log.log_table("eval", inspection.evaluation_rows(rollouts, self.processing_class), self.state.global_step)
         return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
 
@@ -373,6 +365,8 @@ class PPOTrainer:
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
+        if why := self.lifecycle.stop_beyond(stats, max_kl_to_ref=self.args.max_kl_to_ref):
+            self._log.message(f"step {step}: {why}")
         if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
             self.save_checkpoint()
             self._notify("on_save")
@@ -389,12 +383,13 @@ class PPOTrainer:
         pad = self.sampling.pad_token_id
         return [collate_prompts([prompts[i] for i in share], share, pad_token_id=pad, query_len=self.args.query_len)]
 
-    def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def _collect(
+        self, batches: Sequence[PromptBatch], sampling: Sampling, *, seed: int, step: int, **parts: Any
+    ) -> Rollouts:
         n = sampling.num_return_sequences
         progress = self._log.progress(sum(len(batch["rows"]) for batch in batches) * n, "rollout", leave=False)
-        local = self.collector.collect(
-            self.actor_critic, batches, sampling, seed=seed, step=step, timers=self.timers, on_chunk=progress.update
-        )
+        how: dict[str, Any] = {"seed": seed, "step": step, "timers": self.timers, "on_chunk": progress.update}
+        local = self.collector.collect(self.actor_critic, batches, sampling, **how, **parts)
         progress.close()
         rows: Rollouts = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)  # type: ignore[assignment]
         return rows

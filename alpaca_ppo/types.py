@@ -42,19 +42,23 @@ class Rollouts(TypedDict, total=False):
     rollout_logprobs: Required[Tensor]
     """(B, R) float32: the sampler's log-probabilities, in nats."""
     logprobs: Required[Tensor]
-    """(B, R) float32: the old policy's, by the trainer's own forward pass."""
+    """(B, R) float32: the old policy's, by the trainer's own forward pass (`old_policy: rollout`: the sampler's)."""
     ref_logprobs: Required[Tensor]
     """(B, R) float32: the reference policy's."""
-    entropies: Required[Tensor]
-    """(B, R) float32: entropy of the policy's distribution at each step, in nats."""
+    entropies: NotRequired[Tensor]
+    """(B, R) float32: entropy of the policy's distribution at each step, in nats; not with `old_policy: rollout`."""
     ref_entropies: Required[Tensor]
     """(B, R) float32: the reference policy's entropy."""
-    values: Required[Tensor]
-    """(B, R) float32: value of the state before the action."""
+    values: NotRequired[Tensor]
+    """(B, R) float32: value of the state before the action; only where there is a critic, like the next one."""
+    value_means: NotRequired[Tensor]
+    """(B, R) float32: mean of the law that a distributional critic learns; `values` is it too, without a risk level."""
     scores: Required[Tensor]
     """(B,) float32: sum of the reward sources before any penalty."""
     scores_by_source: Required[Tensor]
     """(B, sources) float32: each reward source's own score, NaN where it had no opinion."""
+    baseline_scores: NotRequired[Tensor]
+    """(B,) float32: reward of the prompt's greedy response, for remax."""
     rewards: Required[Tensor]
     """(B,) float32 after the penalty for a missing stop token, or (B, R) per token."""
     shaped_rewards: Tensor
@@ -67,5 +71,9 @@ class Rollouts(TypedDict, total=False):
     """(B, R) float32, set by `_estimate_advantage`."""
     returns: Tensor
     """(B, R) float32, set by `_estimate_advantage`."""
+    loss_weights: NotRequired[Tensor]
+    """(B, R) float32, set by `step_with_rollouts` for `old_policy: correct`: importance weights of the tokens."""
+    value_taus: NotRequired[Tensor]
+    """(K,), only in the batch that `compute_loss` gets: quantile levels of an iqn critic's loss."""
     denominator: NotRequired[Tensor]
     """Scalar, only in the batch that `compute_loss` gets: tokens or sequences of the whole optimizer-step batch."""

@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from alpaca_ppo.batching import plan_micro_batches
+from alpaca_ppo.contracts import check_loss
+from alpaca_ppo.distributed import gather_list
 from alpaca_ppo.metrics import StatsAccumulator
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.types import Rollouts
@@ -65,19 +67,30 @@ class Updater:
         accelerator.gradient_accumulation_steps = self.micro_batches
         actor_critic.train()
         self.model, self.optimizer = accelerator.prepare(actor_critic, optimizer)
-        self._ratio_warned = False
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
+        """In force at the last optimizer step."""
+        self._ratio_warned = self._edges_warned = False
 
     def step(
-        self, rollouts: Rollouts, rows: Tensor, compute_loss: LossFunction, stats: StatsAccumulator, *, first: bool
-    ) -> None:
-        """One optimizer step on the global rows `rows`, of which this rank trains its share.
+        self,
+        rollouts: Rollouts,
+        rows: Tensor,
+        compute_loss: LossFunction,
+        *,
+        first: bool,
+        freeze_policy: bool = False,
+        value_taus: Tensor | None = None,
+    ) -> StatsAccumulator:
+        """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics.
 
         Args:
             rollouts: the global rollouts.
             rows: (step batch,) int64, the rows of this optimizer step, the same on every rank.
             compute_loss: the trainer's hook.
-            stats: takes the statistics of each micro-batch.
-            first: True where the policy has not moved since the rollout: the ratio's distance from 1 is recorded.
+            first: True where the policy has not moved since the rollout: the ratio's distance from 1, and with it
+                the mismatch of sampler and trainer, are recorded.
+            freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
+            value_taus: (K,) quantile levels of this step for an iqn critic.
 
         Raises:
             FloatingPointError: when the gradient is not finite; the weights stay as they were.
@@ -86,28 +99,55 @@ class Updater:
         lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
-        denominator = mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
+        shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
+        if value_taus is not None:
+            shared["value_taus"] = value_taus
+        stats = StatsAccumulator()
         # What an update that was refused or interrupted left behind must not reach this one.
         self.optimizer.zero_grad()
         self.model.zero_grad()
         self.accelerator.step = 0
         for positions in plan:
-            batch = self._micro_batch(rollouts, rows[positions], denominator)
+            batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.accelerator.accumulate(self.model):
                 loss, micro_stats = compute_loss(batch)
+                check_loss(loss)
+                if freeze_policy and world > 1:
+                    loss = loss + self._touched_policy()
                 # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
                 self.accelerator.backward(loss * world * self.micro_batches)
                 if self.accelerator.sync_gradients:
-                    stats.add({"policy/grad_norm": self._apply_gradients(rollouts["prompt_ids"][rows])}, tokens=1)
-            # A subclass's loss may have no ratio.
-            if first and "policy/ratio_max" in micro_stats:
-                error = torch.maximum(micro_stats["policy/ratio_max"] - 1, 1 - micro_stats["policy/ratio_min"])
-                micro_stats["policy/first_ratio_error_max"] = error
-            stats.add(micro_stats, tokens=int(batch["response_mask"].sum()))
+                    norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
+                    stats.add({"policy/grad_norm": norm}, tokens=1)
+            stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
             stats.add_padding([lengths[i] for i in positions])
+        return stats
 
-    def warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
-        """Warns once where the ratio was off 1 before any update, and names the likely causes."""
+    def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
+        """What all ranks accumulated over their shares of the same optimizer steps."""
+        whole = StatsAccumulator()
+        for part in gather_list(stats, self.accelerator):
+            whole.merge(part)
+        return whole
+
+    def approx_kl(self, stats: StatsAccumulator) -> float:
+        """KL(old || new) of one optimizer step's rows on all ranks, in nats a token (k3); 0 where none was measured."""
+        return self.over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
+
+    def warn(self, train_stats: Mapping[str, float]) -> None:
+        """Warns, of each once, of a ratio off 1 before any update and of returns beyond a c51 critic's support."""
+        self._warn_of_ratio(train_stats)
+        edge = max(train_stats.get("val/edge_mass", 0.0), train_stats.get("val/outside_support", 0.0))
+        if edge > 0.1 and not self._edges_warned:
+            self._edges_warned = True
+            warnings.warn(
+                f"{edge:.0%} of the c51 critic's probability, or of the returns, lies at the edges of its support or "
+                "beyond: values there are cut off. Widen c51_v_min and c51_v_max, or scale the reward down with "
+                "reward_weights",
+                stacklevel=3,
+            )
+
+    def _warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
         # bfloat16 keeps 8 bits; float32 passes in other batches differ by rounding only.
         tolerance = 0.1 if self.accelerator.mixed_precision == "bf16" else 1e-3
         error = train_stats.get("policy/first_ratio_error_max", 0.0)
@@ -120,18 +160,27 @@ class Updater:
                 stacklevel=3,
             )
 
-    def _micro_batch(self, rollouts: Rollouts, rows: Tensor, denominator: Tensor) -> Rollouts:
+    def _micro_batch(self, rollouts: Rollouts, rows: Tensor, shared: Mapping[str, Tensor]) -> Rollouts:
         """The rows on the device; without rows, one row with an empty mask, because ranks must run the same passes."""
         dummy = len(rows) == 0
         chosen = torch.zeros(1, dtype=torch.long) if dummy else rows
         batch: Any = {key: value[chosen].to(self.accelerator.device) for key, value in _tensors(rollouts).items()}
         if dummy:
             batch["response_mask"] = torch.zeros_like(batch["response_mask"])
-        batch["denominator"] = denominator.to(self.accelerator.device)
+        batch |= {key: value.to(self.accelerator.device) for key, value in shared.items()}
         micro: Rollouts = batch
         return micro
 
-    def _apply_gradients(self, prompt_ids: Tensor) -> Tensor:
+    def _touched_policy(self) -> Tensor:
+        """Zero, with a path to each parameter of the policy: DDP waits for all of them in every backward pass."""
+        policy = self.accelerator.unwrap_model(self.model).policy
+        return sum(p.flatten()[0] * 0.0 for p in policy.parameters() if p.requires_grad)
+
+    def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> Tensor:
+        if freeze_policy:
+            # None, not zero: AdamW would decay the weights and count a step.
+            for parameter in self.accelerator.unwrap_model(self.model).policy.parameters():
+                parameter.grad = None
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         norm = torch.as_tensor(norm)
         if not bool(torch.isfinite(norm)):
@@ -140,10 +189,22 @@ class Updater:
                 f"Prompts of the batch: {prompt_ids.tolist()}. Look for a learning_rate that is too high, or for "
                 "non-finite values in a custom hook"
             )
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return norm
+
+
+def _at_first(stats: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
+    """`stats` with what can be said only before the policy has moved, or without it."""
+    if not first:
+        return {name: value for name, value in stats.items() if not name.startswith("mismatch/")}
+    # A subclass's loss may have no ratio.
+    if "policy/ratio_max" not in stats:
+        return dict(stats)
+    error = max(float(stats["policy/ratio_max"]) - 1, 1 - float(stats["policy/ratio_min"]))
+    return {**stats, "policy/first_ratio_error_max": error}
 
 
 def _tensors(rollouts: Any) -> dict[str, Tensor]:

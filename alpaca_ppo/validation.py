@@ -8,24 +8,38 @@ from math import isfinite
 from typing import Any
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1_clamped")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1_clamped", "k1+", "k3+")
+GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
+ADV_ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax")
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "logging_steps query_len response_len total_epochs total_episodes rollout_batch_size "
         "rollout_per_device_batch_size step_batch_size "
         "step_per_device_batch_size ppo_epochs num_return_sequences logprob_chunk_size save_total_limit eval_top_k "
-        "kl_horizon",
+        "kl_horizon num_quantiles iqn_embedding_dim",
         lambda v: v >= 1,
         "at least 1",
     ),
-    ("seed save_steps eval_steps num_logged_rollouts truncate_after warmup_steps", lambda v: v >= 0, "0 or more"),
     (
-        "temperature cliprange cliprange_high cliprange_value target_kl k_beta max_grad_norm adam_epsilon",
+        "seed save_steps eval_steps num_logged_rollouts truncate_after warmup_steps critic_warmup_steps",
+        lambda v: v >= 0,
+        "0 or more",
+    ),
+    (
+        "temperature cliprange cliprange_high cliprange_value target_kl k_beta max_grad_norm adam_epsilon "
+        "target_kl_stop max_kl_to_ref rollout_correction_threshold quantile_huber_kappa",
         lambda v: isfinite(v) and v > 0,
         "a positive number",
     ),
-    ("kl_coef vf_coef learning_rate weight_decay", lambda v: isfinite(v) and v >= 0, "0 or more"),
+    ("num_atoms", lambda v: v >= 2, "at least 2"),
+    ("c51_v_min c51_v_max", isfinite, "a finite number"),
+    (
+        "kl_coef vf_coef learning_rate weight_decay entropy_coef kl_loss_coef critic_learning_rate",
+        lambda v: isfinite(v) and v >= 0,
+        "0 or more",
+    ),
+    ("risk_level", lambda v: v == "neutral" or _is_probability(v), "neutral, or a number above 0 and at most 1"),
     ("k_beta", lambda v: v < 5, "below 5, or one step could make kl_coef negative"),
     ("gamma lam", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("cliprange", lambda v: v < 1, "below 1, or the ratio's lower bound would be negative"),
@@ -41,8 +55,22 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "loss_agg_mode": LOSS_AGG_MODES,
     "kl_estimator": KL_ESTIMATORS,
     "kl_controller": ("fixed", "proportional", "horizon"),
+    "kl_loss_type": KL_ESTIMATORS,
+    "adv_estimator": ADV_ESTIMATORS,
+    "policy_loss": ("clip", "gspo"),
+    "old_policy": ("recompute", "rollout", "correct"),
+    "rollout_correction_level": ("token", "sequence"),
+    "critic": ("scalar", "c51", "quantile", "iqn"),
     "critic_layout": ("separate", "shared"),
 }
+
+
+def _is_probability(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
+
 
 RIVALS = (("total_epochs", "total_episodes"),)
 """Fields that say the same thing in two ways: only one of each group may be set."""
@@ -100,3 +128,58 @@ def check_limits(config: Any) -> None:
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(choices)}")
+
+
+def check_algorithm(config: Any) -> None:
+    """Checks that the algorithm's options of a `PPOConfig` do not contradict one another.
+
+    Raises:
+        ValueError: naming both fields, their values and the remedy.
+    """
+    if config.adv_estimator in GROUP_ESTIMATORS and config.num_return_sequences == 1:
+        raise ValueError(
+            f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
+            "num_return_sequences is 1; set it to 2 or more, or choose reinforce_plus_plus or remax"
+        )
+    if config.adv_estimator != "gae":
+        _refuse_without_critic(config)
+    if config.critic == "scalar" and config.risk_level != "neutral":
+        raise ValueError(
+            f"risk_level is {config.risk_level!r} but critic is 'scalar', which knows the mean alone; choose c51, "
+            "quantile or iqn, or risk_level: neutral"
+        )
+    if config.c51_v_min >= config.c51_v_max:
+        raise ValueError(
+            f"c51_v_min ({config.c51_v_min}) is not below c51_v_max ({config.c51_v_max}); the support needs a width"
+        )
+    if config.policy_loss == "gspo" and config.loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"policy_loss is 'gspo' but loss_agg_mode is {config.loss_agg_mode!r}; a sequence's ratio has one weight a "
+            "sequence: set loss_agg_mode: seq-mean-token-mean"
+        )
+    if config.policy_loss == "gspo" and config.clip_ratio_c is not None:
+        raise ValueError(f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss 'gspo' has no dual clip; null it")
+    if not config.use_kl_in_reward and config.kl_controller != "fixed":
+        raise ValueError(
+            f"kl_controller is {config.kl_controller!r} but use_kl_in_reward is False, so it would move nothing; set "
+            "kl_controller: fixed or use_kl_in_reward: true"
+        )
+
+
+def _refuse_without_critic(config: Any) -> None:
+    for name, unset in _CRITIC_ONLY.items():
+        if (value := getattr(config, name)) != unset:
+            raise ValueError(
+                f"{name} is {value!r}, but adv_estimator {config.adv_estimator!r} has no critic; leave {name} at "
+                f"{unset!r}, or use adv_estimator: gae"
+            )
+
+
+_CRITIC_ONLY: dict[str, Any] = {
+    "critic": "scalar",
+    "risk_level": "neutral",
+    "critic_warmup_steps": 0,
+    "critic_learning_rate": None,
+    "init_value_with_reward": False,
+    "whiten_rewards": False,
+}

@@ -12,7 +12,7 @@ from alpaca_ppo.batching import (
     plan_micro_batches,
     position_ids,
     seeded_permutation,
-    step_batches,
+    update_batches,
 )
 
 
@@ -64,10 +64,11 @@ def test_optimizer_steps_round_up_within_each_epoch():
     assert optimizer_steps(8, 4, 3) == 6
 
 
-def test_step_batches_cover_all_rows_once():
-    batches = step_batches(10, 4, 0, 1)
-    assert [len(batch) for batch in batches] == [4, 4, 2]
-    assert sorted(torch.cat(batches).tolist()) == list(range(10))
+def test_update_batches_cover_all_rows_once_an_epoch():
+    batches = list(update_batches(10, 4, 2, (0, 1)))
+    assert [(epoch, len(batch)) for epoch, batch in batches] == [(0, 4), (0, 4), (0, 2), (1, 4), (1, 4), (1, 2)]
+    for epoch in range(2):
+        assert sorted(torch.cat([rows for e, rows in batches if e == epoch]).tolist()) == list(range(10))
 
 
 def test_chunks_hold_rows_of_like_length():

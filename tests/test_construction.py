@@ -25,7 +25,12 @@ def test_the_critic_has_one_starting_point(tmp_path):
     classifier = tiny_sequence_classifier("llama")
     refused(tmp_path, "choose one start", arguments={"value_model": classifier}, init_value_with_reward=True)
     refused(tmp_path, "no reward source is a model", init_value_with_reward=True)
-    refused(tmp_path, "'shared' but a value model", arguments={"value_model": classifier}, critic_layout="shared")
+    refused(
+        tmp_path,
+        "critic_layout is 'shared'.*leave it out",
+        arguments={"value_model": classifier},
+        critic_layout="shared",
+    )
 
 
 def test_critic_and_reference_read_the_policys_tokens(tmp_path):
@@ -110,11 +115,18 @@ def test_models_load_from_folders_in_float32_whatever_the_checkpoint_holds(tmp_p
 def test_weight_decay_acts_on_matrices_only():
     model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout="shared")
     optimizer = optimization.make_optimizer(model, tiny_config("unused", weight_decay=0.1))
-    decayed, plain = optimizer.param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() >= 2 for p in decayed["params"])
-    assert all(p.dim() == 1 for p in plain["params"])
-    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+    for group in optimizer.param_groups:
+        assert {p.dim() >= 2 for p in group["params"]} == {group["weight_decay"] == 0.1}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_the_critic_has_a_learning_rate_of_its_own(layout):
+    model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout=layout)
+    optimizer = optimization.make_optimizer(model, tiny_config("unused", critic_learning_rate=0.5))
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert {rates[id(p)] for p in model.critic.parameters()} == {0.5}
+    assert {rates[id(p)] for p in model.policy.parameters()} == {1e-3}
 
 
 def test_gradient_checkpointing_gives_the_same_update(tmp_path):

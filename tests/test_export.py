@@ -11,25 +11,30 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertModel,
+    CodeGenConfig,
     ViTConfig,
 )
 from transformers.utils import logging
 
 from alpaca_ppo import export
 from alpaca_ppo.export import (
-    empty_classifier,
+    matching_classifier,
     push_folder,
     save_final,
     save_policy,
     save_value_model,
     write_model_card,
 )
-from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.models import build_actor_critic, load_critic, make_head
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
 FIGURES = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
 CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
 IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
+
+
+def scalar_head(weight):
+    return make_head("scalar", weight.size(1), weight=weight)
 
 
 def front_matter(folder):
@@ -40,7 +45,7 @@ def front_matter(folder):
 def test_a_saved_critic_loads_as_a_classifier_and_gives_the_same_values(tmp_path, arch):
     backbone = tiny_causal_lm(arch).base_model
     head = torch.randn(1, backbone.get_input_embeddings().weight.size(1))
-    save_value_model(tmp_path / "value", backbone, head, tiny_tokenizer())
+    save_value_model(tmp_path / "value", backbone, scalar_head(head), tiny_tokenizer())
     loaded, report = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "value", num_labels=1, dtype=torch.float32, output_loading_info=True
     )
@@ -58,7 +63,7 @@ def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path):
     classifier = tiny_sequence_classifier("llama")
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token_id = EOS
-    save_value_model(tmp_path / "value", classifier.base_model, classifier.score.weight, tokenizer)
+    save_value_model(tmp_path / "value", classifier.base_model, scalar_head(classifier.score.weight), tokenizer)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32).eval()
     padded = torch.tensor([[5, 9, 11, EOS], [8, 6, 4, 10]])
     with torch.no_grad():
@@ -68,36 +73,76 @@ def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path):
 def test_a_tokenizer_without_a_pad_token_leaves_the_model_s_own(tmp_path):
     classifier, tokenizer = tiny_sequence_classifier("qwen2"), tiny_tokenizer()
     tokenizer.pad_token = None
-    save_value_model(tmp_path / "value", classifier.base_model, classifier.score.weight, tokenizer)
+    save_value_model(tmp_path / "value", classifier.base_model, scalar_head(classifier.score.weight), tokenizer)
     assert json.loads((tmp_path / "value" / "config.json").read_text())["pad_token_id"] == PAD
 
 
 def test_exporting_changes_neither_the_backbone_nor_its_configuration(tmp_path):
     model = tiny_causal_lm("llama", dtype=torch.bfloat16)
     before = (model.config.to_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()})
-    save_value_model(tmp_path / "value", model.base_model, torch.ones(1, 32), tiny_tokenizer())
+    save_value_model(tmp_path / "value", model.base_model, scalar_head(torch.ones(1, 32)), tiny_tokenizer())
     assert model.config.to_dict() == before[0]
     assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype="auto")
     assert loaded.base_model.dtype == torch.bfloat16
 
 
-def test_an_architecture_without_a_classifier_is_refused_by_name(tmp_path):
+def test_no_classifier_matches_another_architecture_or_head():
     backbone = tiny_causal_lm("llama").base_model
     backbone.config = ViTConfig()
-    with pytest.raises(ValueError, match="no sequence classifier for model_type 'vit'.*give a value_model"):
-        save_value_model(tmp_path / "value", backbone, torch.ones(1, 32), tiny_tokenizer())
-    assert not (tmp_path / "value").exists()
-
-
-def test_a_classifier_with_another_head_is_refused_by_name():
+    assert matching_classifier(backbone) is None
     config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8)
-    with pytest.raises(ValueError, match="BertForSequenceClassification is not BertModel .* classifier.bias"):
-        empty_classifier(BertModel(config))
+    assert matching_classifier(BertModel(config)) is None
 
 
-def test_an_empty_classifier_takes_no_memory():
-    classifier = empty_classifier(tiny_causal_lm("llama").base_model)
+def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(tmp_path):
+    config = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, n_ctx=64, rotary_dim=4, vocab_size=64)
+    backbone = AutoModelForCausalLM.from_config(config).base_model.eval()
+    weight = torch.randn(1, 32)
+    save_value_model(tmp_path / "value", backbone, scalar_head(weight), tiny_tokenizer())
+    critic = load_critic(str(tmp_path / "value"))
+    with torch.no_grad():
+        values = critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values
+        torch.testing.assert_close(values, backbone(IDS).last_hidden_state[:, -1] @ weight[0])
+    assert "load_critic" in (tmp_path / "value" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "c51", "num_atoms": 5, "v_min": -2.0, "v_max": 3.0},
+        {"kind": "quantile", "num_quantiles": 4},
+        {"kind": "iqn", "num_quantiles": 4, "embedding_dim": 8},
+    ],
+)
+def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
+    for parameter in actor_critic.critic.head.parameters():
+        torch.nn.init.normal_(parameter)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    critic = load_critic(str(tmp_path / "value"), risk_level=0.25)
+    states = torch.randn(6, 32)
+    actor_critic.critic.head.risk_level = 0.25
+    for loaded, own in zip(critic.head(states), actor_critic.critic.head(states), strict=True):
+        assert torch.equal(loaded, own)
+    assert critic.head.settings() == head
+    own, loaded = actor_critic.policy.model.base_model, critic.backbone
+    assert torch.equal(loaded(IDS).last_hidden_state, own(IDS).last_hidden_state)
+
+
+def test_a_critic_folder_is_told_from_a_classifier(tmp_path):
+    with pytest.raises(ValueError, match="has no critic_head.json; a scalar critic is a sequence classifier"):
+        load_critic(str(tmp_path))
+
+
+def test_without_a_critic_there_is_no_value_folder(tmp_path):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_matching_classifier_takes_no_memory():
+    classifier = matching_classifier(tiny_causal_lm("llama").base_model)
     assert all(parameter.is_meta for parameter in classifier.parameters())
 
 

@@ -27,8 +27,9 @@ TIERS = (
     {"config", "arguments"},
     {"batching", "kl_controllers", "distributed", "metrics", "folders"},
     {"models", "data", "rewards", "generation"},
+    {"contracts", "estimators", "losses"},
     {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
-    {"construction", "optimization"},
+    {"construction", "model_construction", "optimization"},
     {"trainer"},
 )
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}

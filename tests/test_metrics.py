@@ -107,8 +107,8 @@ def test_the_mismatch_of_sampler_and_trainer_is_measured():
     assert stats["mismatch/k3"] == pytest.approx((math.log(2.0) - 0.5) / 4)
 
 
-def test_critic_stats_are_over_masked_tokens():
-    stats = metrics.critic_stats(rollouts())
+def test_advantage_and_critic_stats_are_over_masked_tokens():
+    stats = metrics.advantage_stats(rollouts())
     # returns 1 2 3 1: mean 7/4, variance (1 + 4 + 9 + 1)/4 - 49/16 = 11/16
     assert stats["ppo/returns/mean"] == pytest.approx(1.75)
     assert stats["ppo/returns/var"] == pytest.approx(11 / 16)

@@ -138,13 +138,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 )
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, entropies)
         ctx.settings = settings
+        # An output that no loss uses hands None to the backward pass, which then spares that part.
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *per_token = ctx.saved_tensors
         settings, saved = ctx.settings, _Saved(*per_token)
+        settings = settings._replace(with_entropy=grad_entropies is not None)
+        grad_logprobs = torch.zeros_like(saved.entropies) if grad_logprobs is None else grad_logprobs
+        grad_entropies = grad_logprobs if grad_entropies is None else grad_entropies
         inputs = (hidden, weight, bias)
         grads = [
             torch.zeros_like(tensor, dtype=_softmax_dtype(settings)) if needed else None

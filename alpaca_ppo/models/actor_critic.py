@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from alpaca_ppo.batching import pack_rows
@@ -10,14 +11,18 @@ from alpaca_ppo.models.policy import Policy, response_states, unpack
 
 
 class ActorCriticOutputs(NamedTuple):
-    """What one pass says of the response tokens; each (B, R), zero outside the response mask."""
+    """What one pass says of the response tokens, zero outside the response mask; None for what was not asked of it."""
 
-    logprobs: Tensor
-    """In nats."""
-    entropies: Tensor
-    """In nats."""
-    values: Tensor
-    """Value of the state before the token, in reward units."""
+    logprobs: Tensor | None
+    """(B, R) in nats."""
+    entropies: Tensor | None
+    """(B, R) in nats."""
+    values: Tensor | None
+    """(B, R) value of the state before the token, in reward units: what GAE reads."""
+    value_means: Tensor | None
+    """(B, R) mean of the law that a distributional critic learns; differs from `values` where it has a risk level."""
+    predictions: Tensor | None
+    """What the critic's loss takes: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles."""
 
 
 class ActorCritic(nn.Module):
@@ -26,10 +31,10 @@ class ActorCritic(nn.Module):
     Args:
         policy: the wrapped causal language model.
         critic: a head with a backbone of its own (layout `separate`) or without (layout `shared`: it reads the
-            policy's states).
+            policy's states); None for estimators that need no critic.
     """
 
-    def __init__(self, policy: Policy, critic: Critic) -> None:
+    def __init__(self, policy: Policy, critic: Critic | None) -> None:
         super().__init__()
         self.policy = policy
         self.critic = critic
@@ -43,6 +48,9 @@ class ActorCritic(nn.Module):
         *,
         temperature: float,
         chunk_size: int,
+        with_policy: bool = True,
+        with_critic: bool = True,
+        value_taus: Tensor | None = None,
     ) -> ActorCriticOutputs:
         """Log-probabilities, entropies and values (B, R) of `responses` (B, R) after `queries` (B, Q).
 
@@ -51,10 +59,26 @@ class ActorCritic(nn.Module):
             responses: (B, R) int64, right-padded, with `response_mask` (B, R), True = chosen by the policy.
             temperature: the logits are divided by it.
             chunk_size: tokens whose logits are in memory at once.
+            with_policy: False runs the critic alone; no gradient reaches the policy then.
+            with_critic: False runs the policy alone, as where there is no critic.
+            value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
         """
         packed = pack_rows(queries, query_attn_masks, responses, response_mask)
-        states = self.policy.states(packed)
-        outputs = self.policy.score(states, packed, responses, temperature=temperature, chunk_size=chunk_size)
+        logprobs = entropies = states = None
+        shared = self.critic is not None and self.critic.backbone is None
+        if with_policy or (with_critic and shared):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
+                states = self.policy.states(packed)
+        if with_policy:
+            assert states is not None
+            logprobs, entropies = self.policy.score(
+                states, packed, responses, temperature=temperature, chunk_size=chunk_size
+            )
+        if self.critic is None or not with_critic:
+            return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if self.critic.backbone is not None:
             states = response_states(self.critic.backbone, packed)
-        return ActorCriticOutputs(*outputs, unpack(self.critic.head(states), packed, responses))
+        values, means, predictions = (unpack(part, packed, responses) for part in self.critic.head(states, value_taus))
+        return ActorCriticOutputs(
+            logprobs, entropies, values, None if self.critic.head.kind == "scalar" else means, predictions
+        )

@@ -4,13 +4,14 @@ only.
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.critic_heads import Critic, ScalarHead
+from alpaca_ppo.models.critic_heads import Critic, CriticHead, make_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
 
 
@@ -76,34 +77,62 @@ def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool) -> Pr
 
 
 def build_actor_critic(
-    policy: PreTrainedModel, *, critic_layout: str, value_model: PreTrainedModel | None = None
+    policy: PreTrainedModel,
+    *,
+    critic_layout: str | None,
+    value_model: PreTrainedModel | Critic | None = None,
+    head: Mapping[str, Any] | None = None,
 ) -> ActorCritic:
     """Policy and critic for `critic_layout`.
 
     Args:
         policy: the causal language model that will be trained; not copied.
-        critic_layout: `separate` (a backbone of its own: `value_model`'s, else a copy of the policy's with a zero
-            head) or `shared` (a zero head on the policy's hidden states).
-        value_model: a sequence classifier with one label, or None. Its weights become the critic's, not copied.
+        critic_layout: `separate` (a backbone of its own: `value_model`'s, else a copy of the policy's), `shared` (a
+            head on the policy's hidden states), or None for no critic.
+        value_model: a sequence classifier with one label, a `Critic`, or None. Its weights become the critic's, not
+            copied: all of a Critic's; a classifier's backbone, and its `score` where the head is scalar.
+        head: `kind` and further arguments of `make_head`; a scalar head by default. New heads start at the value 0.
 
     Raises:
-        ValueError: when a value model is given for the shared layout.
+        ValueError: when a value model is given where its backbone has no place, or a critic with another head.
     """
     wrapped = Policy(policy)
+    if critic_layout != "separate" and value_model is not None:
+        raise ValueError(
+            f"a value model is given, but {_no_place(critic_layout)}; leave it out, or use critic_layout: separate "
+            "with adv_estimator: gae"
+        )
+    if critic_layout is None:
+        return ActorCritic(wrapped, None)
+    settings = dict(head or {"kind": "scalar"})
     hidden_size = wrapped.head.weight.size(1)
+    if isinstance(value_model, Critic):
+        return ActorCritic(wrapped, _matching(value_model, make_head(**settings, hidden_size=1)))
     if critic_layout == "shared":
-        if value_model is not None:
-            raise ValueError(
-                "critic_layout is 'shared' but a value model is given; use critic_layout: separate to start from its "
-                "weights"
-            )
-        return ActorCritic(wrapped, Critic(ScalarHead(hidden_size, dtype=policy.dtype), None))
+        return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=policy.dtype), None))
+    backbone: Any = copy.deepcopy(wrapped.model.base_model)
     if value_model is not None:
         weight = value_model.get_parameter("score.weight")
-        head = ScalarHead(weight.size(1), weight=weight, dtype=policy.dtype)
-        return ActorCritic(wrapped, Critic(head, value_model.base_model))
-    backbone = copy.deepcopy(wrapped.model.base_model)
-    return ActorCritic(wrapped, Critic(ScalarHead(hidden_size, dtype=policy.dtype), backbone))
+        backbone, hidden_size = value_model.base_model, weight.size(1)
+        if settings["kind"] == "scalar":
+            settings["weight"] = weight
+    return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=policy.dtype), backbone))
+
+
+def _no_place(critic_layout: str | None) -> str:
+    if critic_layout is None:
+        return "the adv_estimator needs no critic"
+    return f"critic_layout is {critic_layout!r}, whose critic has no backbone of its own"
+
+
+def _matching(critic: Critic, wanted: CriticHead) -> Critic:
+    if critic.head.settings() != wanted.settings():
+        raise ValueError(
+            f"the value model's head is {critic.head.settings()}, but the critic asked for is {wanted.settings()}; "
+            "set critic and its fields to those of the value model"
+        )
+    critic.head.risk_level = wanted.risk_level
+    return critic
 
 
 def frozen_copy(policy: PreTrainedModel) -> Policy:

@@ -133,8 +133,8 @@ def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
 
 
 def unpack(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:
-    """(N,) numbers of response tokens at their places in a (B, R) tensor of zeros."""
-    return flat.new_zeros(responses.shape).index_put((packed.rows, packed.actions), flat)
+    """(N, ...) numbers of response tokens at their places in a (B, R, ...) tensor of zeros."""
+    return flat.new_zeros(*responses.shape, *flat.shape[1:]).index_put((packed.rows, packed.actions), flat)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -1,0 +1,117 @@
+"""The terms of a micro-batch's loss: policy, critic, KL to the reference, entropy; each by the configuration.
+
+The mathematics is in `functional`; this module chooses, and names the statistics. Every term is a part of the optimizer
+step's loss (see `types.Rollouts.denominator`), so parts add up.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.functional import (
+    aggregate_loss,
+    c51_loss,
+    gspo_policy_loss,
+    kl_penalty,
+    masked_mean,
+    policy_loss,
+    quantile_huber_loss,
+    quantile_midpoints,
+    rollout_correction_weights,
+    value_loss,
+)
+from alpaca_ppo.models import ActorCriticOutputs
+from alpaca_ppo.types import Rollouts
+
+Terms = tuple[Tensor, dict[str, Tensor]]
+
+
+def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]:
+    """`loss_weights` (B, R) of the global rollouts where `old_policy` is `correct`, else nothing."""
+    if args.old_policy != "correct":
+        return {}
+    weights = rollout_correction_weights(
+        rollouts["logprobs"],
+        rollouts["rollout_logprobs"],
+        rollouts["response_mask"],
+        level=args.rollout_correction_level,
+        threshold=args.rollout_correction_threshold,
+        normalize=args.rollout_correction_normalize,
+    )
+    return {"loss_weights": weights}
+
+
+def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
+    """Policy loss, KL loss and entropy bonus, added up, and their statistics."""
+    assert outputs.logprobs is not None and outputs.entropies is not None
+    mask, aggregation = batch["response_mask"], _aggregation(batch, args)
+    settings: dict[str, Any] = {
+        "old_logprobs": batch["logprobs"],
+        "advantages": batch["advantages"],
+        "response_mask": mask,
+        "cliprange_low": args.cliprange,
+        "cliprange_high": args.cliprange_high or args.cliprange,
+        "weights": batch.get("loss_weights"),
+        **aggregation,
+    }
+    if args.policy_loss == "gspo":
+        policy = gspo_policy_loss(outputs.logprobs, **settings)
+    else:
+        policy = policy_loss(outputs.logprobs, **settings, clip_ratio_c=args.clip_ratio_c)
+    stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
+    stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
+    stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
+    loss = policy.loss
+    if args.use_kl_loss:
+        stats["loss/kl"] = aggregate_loss(
+            kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type), mask, **_mode(aggregation)
+        )
+        loss = loss + args.kl_loss_coef * stats["loss/kl"]
+    if args.entropy_coef:
+        stats["loss/entropy"] = aggregate_loss(outputs.entropies, mask, **_mode(aggregation))
+        loss = loss - args.entropy_coef * stats["loss/entropy"]
+    if args.old_policy == "rollout":
+        stats |= mismatch_stats(outputs.logprobs, batch)
+    return loss, stats
+
+
+def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
+    """The critic's loss, weighted by `vf_coef`, and its statistics."""
+    assert outputs.values is not None and outputs.predictions is not None
+    aggregation, said = _aggregation(batch, args), outputs.predictions
+    target = (batch["returns"], batch["response_mask"])
+    if args.critic == "c51":
+        value = c51_loss(said, *target, v_min=args.c51_v_min, v_max=args.c51_v_max, **aggregation)
+    elif args.critic == "scalar":
+        clip = args.cliprange_value
+        value = value_loss(said, batch["values"], *target, cliprange_value=clip, **aggregation)
+    else:
+        taus = batch.get("value_taus")
+        if taus is None:
+            taus = quantile_midpoints(args.num_quantiles, dtype=said.dtype, device=said.device)
+        kappa = args.quantile_huber_kappa
+        value = quantile_huber_loss(said, target[0], taus.to(said.dtype), target[1], kappa=kappa, **aggregation)
+    stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
+    return args.vf_coef * value.loss, stats
+
+
+@torch.no_grad()
+def mismatch_stats(logprobs: Tensor, batch: Rollouts) -> dict[str, Tensor]:
+    """How the trainer's `logprobs` (B, R), of a policy that has not moved, differ from the sampler's."""
+    mask, sampled = batch["response_mask"], batch["rollout_logprobs"]
+    difference = torch.where(mask, logprobs - sampled, 0)
+    return {
+        "mismatch/logprob_abs_mean": masked_mean(difference.abs(), mask),
+        "mismatch/k3": masked_mean(kl_penalty(logprobs, sampled, "k3"), mask),
+        "mismatch/ratio_max": difference.max().exp(),
+    }
+
+
+def _aggregation(batch: Rollouts, args: PPOConfig) -> dict[str, Any]:
+    return {"loss_agg_mode": args.loss_agg_mode, "denominator": batch["denominator"]}
+
+
+def _mode(aggregation: dict[str, Any]) -> dict[str, Any]:
+    return {"mode": aggregation["loss_agg_mode"], "denominator": aggregation["denominator"]}
