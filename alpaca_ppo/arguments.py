@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,7 +22,8 @@ class ScriptArguments:
     """What `examples/train_ppo.py` loads: models, rewards and data.
 
     Raises:
-        ValueError: when a required name is missing.
+        ValueError: when a required name is missing, a reward function's has not the form of one, or
+            `eval_dataset_config` has no dataset.
     """
 
     model_name_or_path: str = argument("", "Policy to start from: a hub id or a folder.")
@@ -36,10 +39,10 @@ class ScriptArguments:
     eval_dataset_name: str | None = argument(
         None, "Held-out prompts in a dataset of their own; else dataset_test_split of dataset_name."
     )
+    eval_dataset_config: str | None = argument(None, "Configuration of eval_dataset_name on the hub.")
     dataset_test_split: str | None = argument(
         None, "Split to evaluate on; null = none, or the only one of eval_dataset_name."
     )
-    trust_remote_code: bool = argument(False, "Run code that comes with a model.")
     resume_from_checkpoint: str | None = argument(None, "A checkpoint folder, or true for the newest of output_dir.")
 
     def __post_init__(self) -> None:
@@ -49,6 +52,35 @@ class ScriptArguments:
                 raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
         if not self.reward_model_name_or_path and not self.reward_funcs:
             raise ValueError("no reward: give --reward_model_name_or_path, --reward_funcs module:function, or both")
+        for spec in self.reward_funcs or []:
+            if not spec.rpartition(":")[0] or not spec.rpartition(":")[2].isidentifier():
+                raise ValueError(
+                    f"reward_funcs holds {spec!r}, which names no function: write module:function or file.py:function; "
+                    "a model goes to reward_model_name_or_path"
+                )
+        if self.eval_dataset_config and not self.eval_dataset_name:
+            raise ValueError(
+                f"eval_dataset_config is {self.eval_dataset_config!r} but eval_dataset_name is not set; name it, or "
+                "leave the former out: dataset_test_split is read with dataset_config"
+            )
+
+    def check_model_names(self) -> None:
+        """Checks that each model's name is a folder, or may be a hub id; whether the hub has it shows on loading.
+
+        Raises:
+            ValueError: naming the field, its value and the folder that relative paths count from.
+        """
+        for name in ("model_name_or_path", "ref_model_name_or_path", "value_model_name_or_path"):
+            _check_model_name(name, getattr(self, name))
+        for source in self.reward_model_name_or_path or []:
+            _check_model_name("reward_model_name_or_path", source)
+
+
+def _check_model_name(field: str, name: str | None) -> None:
+    if name is not None and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise ValueError(
+            f"{field} is {name!r}, no folder (seen from {Path.cwd()}) and no hub id (name or owner/name); check it"
+        )
 
 
 def parse_args(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ class PPOConfig:
     num_logged_rollouts: int = argument(
         8, "Rows of each step written to rollouts/ with their per-token numbers; 0 = none."
     )
+    trust_remote_code: bool = argument(False, "Run code that comes with a model, the reward models included.")
     push_to_hub: bool = argument(False, "Upload final/policy at the end.")
     hub_model_id: str | None = argument(None, "Repository to push to.")
 

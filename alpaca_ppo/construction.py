@@ -18,6 +18,7 @@ from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
 from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.preflight import check_places, check_positions, check_token_ids
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.rollouts import RolloutCollector, Sampling
 from alpaca_ppo.tracking import RunLog
@@ -29,9 +30,13 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     It counts micro-batches by itself: `sync_with_dataloader=False`, or the last prompts of an epoch would end every
     accumulation early.
 
+    It is the first thing that the constructor makes, so `args` is checked here against what is outside it.
+
     Raises:
-        ValueError: when the user's accelerator computes in another precision than `args` names.
+        ValueError: when the user's accelerator computes in another precision than `args` names; for a tracker that is
+            not installed, or an `output_dir` that cannot be a folder.
     """
+    check_places(args)
     if accelerator is not None:
         if args.bf16 != (accelerator.mixed_precision == "bf16"):
             raise ValueError(
@@ -46,11 +51,11 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     )
 
 
-def load_processing_class(model: str | PreTrainedModel | ActorCritic) -> Any:
+def load_processing_class(model: str | PreTrainedModel | ActorCritic, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that belongs to `model`.
 
     Raises:
-        ValueError: when the model in memory does not say where it came from.
+        ValueError: when the model in memory does not say where it came from, or there is no tokenizer.
     """
     if isinstance(model, ActorCritic):
         model = model.policy.model
@@ -60,11 +65,23 @@ def load_processing_class(model: str | PreTrainedModel | ActorCritic) -> Any:
             "processing_class is None and the model has no name to load a tokenizer from; pass "
             "processing_class=tokenizer"
         )
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r} ({error}); check model_name_or_path: an existing folder with "
+            "the tokenizer's files, or a hub id within reach"
+        ) from error
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
-    """The tokenised prompts of `dataset`, over-long ones dropped or refused as `args` says."""
+    """The tokenised prompts of `dataset`, over-long ones dropped or refused as `args` says.
+
+    Raises:
+        ValueError: as `prepare_prompts`, and for a truncate token that the tokenizer does not have: no model is loaded
+            yet.
+    """
+    resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     return prepare_prompts(
         dataset,
         processing_class,
@@ -88,14 +105,15 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
 
     Raises:
         ValueError: when nothing stops a response, a prompt has more samples than a device batch holds, or prompt and
-            response may be longer than the model's positions.
+            response may be longer than the model's positions, or the tokenizer has tokens that the model has not.
     """
     if args.num_return_sequences > args.rollout_per_device_batch_size:
         raise ValueError(
             f"num_return_sequences ({args.num_return_sequences}) is larger than rollout_per_device_batch_size "
             f"({args.rollout_per_device_batch_size}); a prompt's samples are drawn together, so raise the latter"
         )
-    _check_positions(policy, args)
+    check_positions(policy, args)
+    check_token_ids(policy, processing_class)
     stop = resolve_stop_tokens(processing_class, policy.generation_config)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     pad = processing_class.pad_token_id
@@ -112,16 +130,6 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
     )
 
 
-def _check_positions(policy: PreTrainedModel, args: PPOConfig) -> None:
-    # Models without positions of their own (BLOOM) do not say how many they have.
-    limit = getattr(policy.config, "max_position_embeddings", None)
-    if limit is not None and args.query_len + args.response_len > limit:
-        raise ValueError(
-            f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the model's "
-            f"max_position_embeddings ({limit}); lower one of them"
-        )
-
-
 def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
     """The reward sources, weighted as `args` says; models among them are put on `device`."""
     return build_reward(
@@ -130,6 +138,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         reward_processing_classes=tokenizers,
         batch_size=args.rollout_per_device_batch_size,
         device=device,
+        trust_remote_code=args.trust_remote_code,
     )
 
 
@@ -185,7 +194,7 @@ def make_kl(args: PPOConfig) -> KLController:
 _FREE_TO_CHANGE = """
 output_dir run_name report_to logging_steps save_steps save_total_limit eval_steps num_logged_rollouts push_to_hub
 hub_model_id total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing
-use_cpu logprob_chunk_size eval_do_sample eval_top_p eval_top_k
+use_cpu logprob_chunk_size eval_do_sample eval_top_p eval_top_k trust_remote_code
 """.split()
 
 

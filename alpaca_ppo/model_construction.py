@@ -64,7 +64,7 @@ def make_actor_critic(
             raise ValueError(
                 "init_value_with_reward is True but no reward source is a model; set it to False or add a reward model"
             )
-    policy = load_causal_lm(model)
+    policy = load_causal_lm(model, trust_remote_code=args.trust_remote_code)
     critic = None if value_model is None else _critic_start(value_model, policy, args)
     _checkpoint_activations(args, policy, critic.backbone if isinstance(critic, Critic) else critic)
     with torch.random.fork_rng():
@@ -113,7 +113,7 @@ def _critic_start(value_model: str | PreTrainedModel, policy: PreTrainedModel, a
     else:
         # The critic trains; a reward model that is the same object must not.
         own = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
-        start = load_sequence_classifier(own)
+        start = load_sequence_classifier(own, trust_remote_code=args.trust_remote_code)
         config = start.config
     if config.vocab_size != policy.config.vocab_size:
         raise ValueError(
@@ -131,14 +131,16 @@ def _checkpoint_activations(args: PPOConfig, *backbones: Any) -> None:
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None) -> Policy:
+def make_reference(
+    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None, *, trust_remote_code: bool = False
+) -> Policy:
     """The frozen reference policy: `ref_model`, or a copy of the policy as it is now.
 
     Raises:
         ValueError: when `ref_model` has another vocabulary.
     """
     policy = actor_critic.policy.model
-    source = policy if ref_model is None else load_causal_lm(ref_model)
+    source = policy if ref_model is None else load_causal_lm(ref_model, trust_remote_code=trust_remote_code)
     if source.config.vocab_size != policy.config.vocab_size:
         raise ValueError(
             f"ref_model's vocabulary ({source.config.vocab_size}) is not the policy's ({policy.config.vocab_size}); "

@@ -7,10 +7,10 @@ reward function's name count from the current folder.
 import sys
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, load_prompt_dataset, parse_args
-from alpaca_ppo.models import load_causal_lm, load_sequence_classifier
+from alpaca_ppo.construction import load_processing_class
+from alpaca_ppo.models import load_causal_lm
+from alpaca_ppo.preflight import check_start
 
 # `python examples/train_ppo.py` puts examples/ on the path, not the folder that `examples.rewards.gsm8k:correct`
 # counts from.
@@ -20,26 +20,30 @@ sys.path.insert(0, str(Path.cwd()))
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Parses the arguments, trains, and returns the last step's metrics."""
     script_args, args = parse_args([ScriptArguments, PPOConfig], argv)
-    trust = script_args.trust_remote_code
-    data = {"config_name": script_args.dataset_config}
-    train_dataset = load_prompt_dataset(script_args.dataset_name, split=script_args.dataset_train_split, **data)
+    resume = script_args.resume_from_checkpoint
+    check_start(args, resume)
+    script_args.check_model_names()
+    name, split, config = script_args.dataset_name, script_args.dataset_test_split, script_args.dataset_config
+    train_dataset = load_prompt_dataset(name, split=script_args.dataset_train_split, config_name=config)
     eval_dataset = None
-    if script_args.eval_dataset_name or script_args.dataset_test_split:
-        name = script_args.eval_dataset_name or script_args.dataset_name
-        eval_dataset = load_prompt_dataset(name, split=script_args.dataset_test_split, **data)
-    value, reference = script_args.value_model_name_or_path, script_args.ref_model_name_or_path
+    if script_args.eval_dataset_name or split:
+        if script_args.eval_dataset_name:
+            name, config = script_args.eval_dataset_name, script_args.eval_dataset_config
+        eval_dataset = load_prompt_dataset(name, split=split, config_name=config)
+    trust = args.trust_remote_code
+    reference = script_args.ref_model_name_or_path
+    # Models are given by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
     trainer = PPOTrainer(
-        model=load_causal_lm(script_args.model_name_or_path, trust_remote_code=trust),
+        model=script_args.model_name_or_path,
         reward_funcs=[*(script_args.reward_model_name_or_path or []), *(script_args.reward_funcs or [])],
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        processing_class=AutoTokenizer.from_pretrained(script_args.model_name_or_path, trust_remote_code=trust),
-        value_model=value and load_sequence_classifier(value, trust_remote_code=trust),
+        processing_class=load_processing_class(script_args.model_name_or_path, trust_remote_code=trust),
+        value_model=script_args.value_model_name_or_path,
         ref_model=reference and load_causal_lm(reference, trust_remote_code=trust),
     )
-    resume = script_args.resume_from_checkpoint
-    return trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    return trainer.train(resume_from_checkpoint=resume)
 
 
 if __name__ == "__main__":

@@ -142,4 +142,35 @@ def test_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         parse_args([PPOConfig], ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Clip range of the value; null = no clipping. (default: 0.2)" in shown
+    assert "Discount per token. (default: 1.0)" in shown
+
+
+@pytest.mark.parametrize("spec", ["my_module.fn", "outputs/reward", ":fn", "my_module:"])
+def test_a_reward_function_without_its_module_or_name_is_refused(spec):
+    with pytest.raises(ValueError, match=f"reward_funcs holds '{spec}', which names no function: write module:func"):
+        ScriptArguments(model_name_or_path="m", dataset_name="d", reward_funcs=["a:b", spec])
+
+
+def test_a_configuration_of_no_evaluation_dataset_is_refused():
+    given = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a:b"], "dataset_config": "main"}
+    with pytest.raises(ValueError, match="eval_dataset_config is 'socratic' but eval_dataset_name is not set"):
+        ScriptArguments(**given, dataset_test_split="test", eval_dataset_config="socratic")
+
+
+@pytest.mark.parametrize("name", ["./no/such", "outputs/lab/sft", "/no/such", "~/model", "./such", "a:b"])
+@pytest.mark.parametrize("field", ["model", "ref_model", "value_model", "reward_model"])
+def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, field, name):
+    given = {"model_name_or_path": "owner/name", "dataset_name": "d", "reward_funcs": ["a:b"]}
+    value = [str(tmp_path), "gpt2", name] if field == "reward_model" else name
+    arguments = ScriptArguments(**{**given, f"{field}_name_or_path": value})
+    with pytest.raises(ValueError, match=f"^{field}_name_or_path is '{name}', no folder .* and no hub id"):
+        arguments.check_model_names()
+
+
+def test_folders_and_what_may_be_hub_ids_pass(tmp_path):
+    ScriptArguments(
+        model_name_or_path=str(tmp_path),
+        ref_model_name_or_path="Qwen/Qwen3-0.6B",
+        reward_model_name_or_path=["gpt2"],
+        dataset_name="d",
+    ).check_model_names()

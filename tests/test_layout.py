@@ -29,6 +29,7 @@ TIERS = (
     {"models", "data", "rewards", "generation"},
     {"contracts", "estimators", "losses"},
     {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
+    {"preflight"},
     {"construction", "model_construction", "optimization"},
     {"trainer"},
 )

@@ -60,13 +60,19 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
 
 
 def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool) -> PreTrainedModel:
-    model, info = auto_class.from_pretrained(
-        name,
-        dtype=torch.float32,
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
+    try:
+        model, info = auto_class.from_pretrained(
+            name,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"no model can be loaded from {name!r} ({error}); check model_name_or_path, ref_model_name_or_path and "
+            "value_model_name_or_path: each an existing folder with safetensors weights, or a hub id within reach"
+        ) from error
     if info["missing_keys"]:
         raise ValueError(
             f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}: it "

@@ -113,8 +113,8 @@ def build_model_reward(
     Without `tokenizer` it is the one that lies where the model came from. The last part of that place is the name.
 
     Raises:
-        ValueError: where the model has not exactly one label, lacks weights (a language model has no trained score
-            head), or no tokenizer is found.
+        ValueError: where there is no such model, it has not exactly one label or lacks weights (a language model has no
+            trained score head), or no tokenizer is found.
     """
     origin = source if isinstance(source, str) else source.config.name_or_path or ""
     name = Path(origin).name or type(source).__name__
@@ -125,10 +125,17 @@ def build_model_reward(
 
 
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    _check_one_label(AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code), origin)
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
-    )
+    try:
+        _check_one_label(AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code), origin)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"no reward model can be loaded from {origin!r} ({error}); an entry of reward_funcs is module:function or "
+            "file.py:function, a model (reward_model_name_or_path) is an existing folder with safetensors weights, or "
+            "a hub id within reach"
+        ) from error
     if report["missing_keys"]:
         raise ValueError(
             f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be random; "

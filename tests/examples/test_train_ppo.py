@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, parse_args
 from examples import train_ppo
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts
@@ -81,6 +81,88 @@ def test_two_processes_run_the_script_to_the_same_curve(config, tmp_path):
             if name in one:
                 assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert (tmp_path / "two/final/value/model.safetensors").exists()
+
+
+def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_path, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("loaded before the mistake was found")
+
+    for name in ("load_prompt_dataset", "load_processing_class", "load_causal_lm", "PPOTrainer"):
+        monkeypatch.setattr(train_ppo, name, load)
+    (tmp_path / "run/final").mkdir(parents=True)
+    for flags, message in (
+        ([], "already holds final of another run; set resume_from_checkpoint"),
+        (["--resume_from_checkpoint", "true"], "holds no checkpoint-<step> folder"),
+        (["--resume_from_checkpoint", "checkpoint-7"], "resume_from_checkpoint is 'checkpoint-7', which is no folder"),
+        (["--output_dir", str(config)], "run.yaml is a file; name a folder"),
+        (["--output_dir", str(tmp_path / "new"), "--report_to", "smoke"], "report_to names 'smoke'"),
+        (["--output_dir", str(tmp_path / "new"), "--model_name_or_path", "./no/such"], "model_name_or_path is './no"),
+        (
+            ["--output_dir", str(tmp_path / "new"), "--reward_funcs", "my_module.fn"],
+            "reward_funcs holds 'my_module.fn'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_ppo.main(["--config", str(config), *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], [("train.jsonl", "train", "main"), ("test.jsonl", None, None)]),
+        (["--eval_dataset_config", "other"], [("train.jsonl", "train", "main"), ("test.jsonl", None, "other")]),
+        (
+            ["--eval_dataset_name", "null", "--dataset_test_split", "train[:2]"],
+            [("train.jsonl", "train", "main"), ("train.jsonl", "train[:2]", "main")],
+        ),
+    ],
+)
+def test_each_dataset_is_read_with_its_own_configuration(config, monkeypatch, flags, expected):
+    class Stop(Exception):
+        pass
+
+    asked = []
+
+    def stop(*args, **kwargs):
+        raise Stop
+
+    monkeypatch.setattr(
+        train_ppo,
+        "load_prompt_dataset",
+        lambda name, *, split, config_name: asked.append((Path(name).name, split, config_name)),
+    )
+    monkeypatch.setattr(train_ppo, "PPOTrainer", stop)
+    with pytest.raises(Stop):
+        train_ppo.main(["--config", str(config), "--dataset_config", "main", *flags])
+    assert asked == expected
+
+
+def test_trust_in_remote_code_reaches_every_model_and_tokenizer(config, tmp_path, monkeypatch):
+    loaded = []
+
+    def record(auto_class):
+        original = auto_class.from_pretrained
+
+        def load(name, *args, **kwargs):
+            loaded.append((auto_class.__name__, Path(name).name, kwargs["trust_remote_code"]))
+            return original(name, *args, **kwargs)
+
+        monkeypatch.setattr(auto_class, "from_pretrained", load)
+
+    for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer):
+        record(auto_class)
+    monkeypatch.setattr(PPOTrainer, "train", lambda self, **kwargs: {})
+    flags = ["--ref_model_name_or_path", str(tmp_path / "policy")]
+    for trust in (False, True):
+        loaded.clear()
+        train_ppo.main(["--config", str(config), *flags, "--trust_remote_code", str(trust)])
+        # Reference and policy; the reward model and the critic that starts from it.
+        assert sorted(loaded) == [
+            *[("AutoModelForCausalLM", "policy", trust)] * 2,
+            *[("AutoModelForSequenceClassification", "reward", trust)] * 2,
+            ("AutoTokenizer", "policy", trust),
+            ("AutoTokenizer", "reward", trust),
+        ]
 
 
 # Presets of the two other scripts are theirs to test.

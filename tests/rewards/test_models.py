@@ -244,3 +244,10 @@ def test_a_text_longer_than_the_tokenizers_limit_is_refused():
 def test_an_empty_text_is_refused():
     with pytest.raises(RewardError, match="got 0"):
         score(tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS), [""], [""])
+
+
+def test_a_name_that_is_neither_function_nor_model_is_named_with_the_remedy(tmp_path):
+    for name in ("./no/such", str(tmp_path / "none")):
+        with pytest.raises(ValueError, match=f"no reward model can be loaded from '{name}' .* is module:function") as e:
+            build_reward(name)
+        assert isinstance(e.value.__cause__, OSError)

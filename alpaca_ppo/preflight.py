@@ -1,0 +1,75 @@
+"""What can be found wrong before a run begins: its folder, trackers and checkpoint before anything is loaded, the
+tokenizer's ids and the lengths as soon as the policy is there.
+
+Leaves out what single values may be (`validation`) and what prompts and rewards must look like (`data`, `rewards`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from alpaca_ppo.checkpointing import refuse_finished_run, resolve_checkpoint
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.tracking import tracker_names
+
+
+def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> None:
+    """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
+
+    Raises:
+        ValueError: as `check_places`, for a checkpoint that is not there, or for a run that would write over an older
+            one.
+    """
+    check_places(args)
+    if not resume_from_checkpoint:
+        refuse_finished_run(args.output_dir)
+    elif not (folder := resolve_checkpoint(resume_from_checkpoint, args.output_dir)).is_dir():
+        raise ValueError(f"resume_from_checkpoint is {str(folder)!r}, which is no folder; name a checkpoint's, or true")
+
+
+def check_places(args: PPOConfig) -> None:
+    """Checks where the run would write.
+
+    Raises:
+        ValueError: for a tracker that is not installed, or an `output_dir` that cannot be a folder.
+    """
+    tracker_names(args.report_to)
+    path = Path(args.output_dir).absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; name a folder")
+
+
+def check_positions(policy: PreTrainedModel, args: PPOConfig) -> None:
+    """Checks that prompt and response fit the model.
+
+    Raises:
+        ValueError: when they may be longer than its positions.
+    """
+    # Models without positions of their own (BLOOM) do not say how many they have.
+    limit = getattr(policy.config, "max_position_embeddings", None)
+    if limit is not None and args.query_len + args.response_len > limit:
+        raise ValueError(
+            f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the model's "
+            f"max_position_embeddings ({limit}); lower one of them"
+        )
+
+
+def check_token_ids(policy: PreTrainedModel, processing_class: Any) -> None:
+    """Checks that the model has an embedding for every token of the tokenizer that a text can hold.
+
+    Raises:
+        ValueError: with both numbers, and the first token that has none.
+    """
+    rows = policy.config.get_text_config().vocab_size
+    named = {processing_class.pad_token_id, processing_class.eos_token_id, processing_class.bos_token_id}
+    added = processing_class.added_tokens_decoder
+    for token, i in processing_class.get_vocab().items():
+        # Gemma 3's tokenizer ends with the token of an image, which its text models have no embedding for.
+        idle = i in added and added[i].special and i not in named
+        if i >= rows and not (idle and token not in str(processing_class.chat_template)):
+            raise ValueError(
+                f"the tokenizer has {len(processing_class)} tokens but the model has {rows} embeddings, none for "
+                f"{token!r} (id {i}); give the model's own tokenizer, or call model.resize_token_embeddings first"
+            )
