@@ -181,6 +181,11 @@ class PPOConfig:
                 f"step_batch_size ({self.step_batch_size}) is larger than the responses of a step, rollout_batch_size "
                 f"* num_return_sequences = {self.responses_per_step}; set it to {self.responses_per_step} or less"
             )
+        if self.num_return_sequences > self.rollout_per_device_batch_size:
+            raise ValueError(
+                f"num_return_sequences ({self.num_return_sequences}) is larger than rollout_per_device_batch_size "
+                f"({self.rollout_per_device_batch_size}); a prompt's samples are drawn together, so raise the latter"
+            )
         if self.kl_controller == "horizon" and self.responses_per_step >= 5 * self.kl_horizon:
             shortest = self.responses_per_step // 5 + 1
             raise ValueError(

@@ -104,14 +104,9 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
     """How the policy is sampled in training.
 
     Raises:
-        ValueError: when nothing stops a response, a prompt has more samples than a device batch holds, or prompt and
-            response may be longer than the model's positions, or the tokenizer has tokens that the model has not.
+        ValueError: when nothing stops a response, prompt and response may be longer than the model's positions, or the
+            tokenizer has tokens that the model has not.
     """
-    if args.num_return_sequences > args.rollout_per_device_batch_size:
-        raise ValueError(
-            f"num_return_sequences ({args.num_return_sequences}) is larger than rollout_per_device_batch_size "
-            f"({args.rollout_per_device_batch_size}); a prompt's samples are drawn together, so raise the latter"
-        )
     check_positions(policy, args)
     check_token_ids(policy, processing_class)
     stop = resolve_stop_tokens(processing_class, policy.generation_config)

@@ -34,6 +34,7 @@ from alpaca_ppo.validation import KL_ESTIMATORS, LOSS_AGG_MODES
         ({"run_name": 7}, "run_name is 7, a int; it must be str, in quotes"),
         ({"total_epochs": 1, "total_episodes": 2}, r"total_epochs \(1\) and total_episodes \(2\) are both set"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, r"step_batch_size \(16\) is larger than"),
+        ({"num_return_sequences": 33}, r"num_return_sequences \(33\) is larger than rollout_per_device_batch"),
         (
             {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},
             "kl_horizon is 10: .* use 13 or more",

@@ -54,10 +54,6 @@ def test_an_unknown_schedule_is_named(tmp_path):
     refused(tmp_path, "lr_scheduler_type is 'zigzag'", lr_scheduler_type="zigzag")
 
 
-def test_more_samples_than_a_device_batch_are_refused(tmp_path):
-    refused(tmp_path, r"num_return_sequences \(5\) is larger", num_return_sequences=5)
-
-
 def test_a_policy_that_nothing_stops_is_refused(tmp_path):
     model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
     model.generation_config.eos_token_id = None
