@@ -13,9 +13,9 @@ ifeq ($(usable),)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: quickstart results overopt test check
+.PHONY: quickstart results overopt compare test check
 
-quickstart results overopt: $(STAMP)
+quickstart results overopt compare: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
 
 test: check

@@ -108,7 +108,7 @@ def _critic_start(value_model: str | PreTrainedModel, policy: PreTrainedModel, a
     """The `Critic` or sequence classifier that the critic starts from, its weights its own."""
     start: Any
     if isinstance(value_model, str) and is_critic_folder(value_model):
-        start = load_critic(value_model)
+        start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
         config: Any = start.backbone.config
     else:
         # The critic trains; a reward model that is the same object must not.

@@ -76,16 +76,16 @@ class PPOTrainer:
     ) -> None:
         self.args = args
         self.accelerator = construction.make_accelerator(args, accelerator)
-        self.processing_class = processing_class or construction.load_processing_class(model)
-        self.train_prompts = construction.make_prompts(train_dataset, self.processing_class, args)
-        self.eval_prompts = None
-        if eval_dataset is not None:
-            self.eval_prompts = construction.make_prompts(eval_dataset, self.processing_class, args)
+        trust = {"trust_remote_code": args.trust_remote_code}
+        self.processing_class = processing_class or construction.load_processing_class(model, **trust)
+        how = (self.processing_class, args)
+        self.train_prompts = construction.make_prompts(train_dataset, *how)
+        self.eval_prompts = None if eval_dataset is None else construction.make_prompts(eval_dataset, *how)
         self.schedule = construction.make_schedule(len(self.train_prompts), args)
         scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = model_construction.make_actor_critic(model, value_model, reward_funcs, args)
         self.sampling = construction.make_sampling(actor_critic.policy.model, self.processing_class, args)
-        reference = model_construction.make_reference(actor_critic, ref_model).to(self.accelerator.device)
+        reference = model_construction.make_reference(actor_critic, ref_model, **trust).to(self.accelerator.device)
         self.collector = construction.make_collector(
             reference, scorer, self.processing_class, self.accelerator, args=args
         )

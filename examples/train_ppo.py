@@ -9,7 +9,6 @@ from pathlib import Path
 
 from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, load_prompt_dataset, parse_args
 from alpaca_ppo.construction import load_processing_class
-from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.preflight import check_start
 
 # `python examples/train_ppo.py` puts examples/ on the path, not the folder that `examples.rewards.gsm8k:correct`
@@ -31,7 +30,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             name, config = script_args.eval_dataset_name, script_args.eval_dataset_config
         eval_dataset = load_prompt_dataset(name, split=split, config_name=config)
     trust = args.trust_remote_code
-    reference = script_args.ref_model_name_or_path
     # Models are given by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
     trainer = PPOTrainer(
         model=script_args.model_name_or_path,
@@ -41,7 +39,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         eval_dataset=eval_dataset,
         processing_class=load_processing_class(script_args.model_name_or_path, trust_remote_code=trust),
         value_model=script_args.value_model_name_or_path,
-        ref_model=reference and load_causal_lm(reference, trust_remote_code=trust),
+        ref_model=script_args.ref_model_name_or_path,
     )
     return trainer.train(resume_from_checkpoint=resume)
 

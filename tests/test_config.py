@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from alpaca_ppo import PPOConfig
+from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.functional import kl, masked
-from alpaca_ppo.validation import KL_ESTIMATORS, LOSS_AGG_MODES
+from alpaca_ppo.validation import ADV_ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,32 @@ from alpaca_ppo.validation import KL_ESTIMATORS, LOSS_AGG_MODES
         ({"push_to_hub": True}, "hub_model_id is not set"),
         ({"eval_top_p": 0.9}, "act on sampled responses only"),
         ({"truncate_after": 3}, "truncate_tokens is not set"),
+        ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, quantile, iqn"),
+        ({"num_atoms": 1}, "num_atoms is 1; it must be at least 2"),
+        ({"num_quantiles": 0}, "num_quantiles is 0; it must be at least 1"),
+        ({"c51_v_min": 2.0, "c51_v_max": 2.0}, r"c51_v_min \(2.0\) is not below c51_v_max \(2.0\)"),
+        ({"c51_v_max": float("inf")}, "c51_v_max is inf; it must be a finite number"),
+        ({"quantile_huber_kappa": 0.0}, "quantile_huber_kappa is 0.0; it must be a positive number"),
+        ({"critic": "iqn", "risk_level": 1.5}, "risk_level is '1.5'; it must be neutral, or a number above 0"),
+        ({"critic": "iqn", "risk_level": "bold"}, "risk_level is 'bold'; it must be neutral"),
+        ({"risk_level": 0.1}, "risk_level is '0.1' but critic is 'scalar', which knows the mean alone"),
+        ({"adv_estimator": "a2c"}, "adv_estimator is 'a2c'; choose one of gae, grpo"),
+        ({"adv_estimator": "rloo"}, "num_return_sequences is 1; set it to 2 or more"),
+        ({"adv_estimator": "remax", "critic": "iqn"}, "critic is 'iqn', but adv_estimator 'remax' has no critic"),
+        ({"policy_loss": "gspo"}, "loss_agg_mode is 'token-mean'; .*set loss_agg_mode: seq-mean-token-mean"),
+        (
+            {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
+            "clip_ratio_c is 3.0, but policy_loss 'gspo' has no dual clip",
+        ),
+        (
+            {"use_kl_in_reward": False, "kl_controller": "proportional"},
+            "kl_controller is 'proportional' but use_kl_in_reward is False",
+        ),
+        ({"kl_loss_type": "k4"}, "kl_loss_type is 'k4'; choose one of k1"),
+        ({"old_policy": "new"}, "old_policy is 'new'; choose one of recompute, rollout, correct"),
+        ({"rollout_correction_threshold": 0.0}, "rollout_correction_threshold is 0.0; it must be a positive"),
+        ({"target_kl_stop": -1.0}, "target_kl_stop is -1.0; it must be a positive number"),
+        ({"critic_learning_rate": -1.0}, "critic_learning_rate is -1.0; it must be 0 or more"),
     ],
 )
 def test_a_bad_value_is_named_with_its_remedy(settings, message):
@@ -56,5 +82,15 @@ def test_the_configuration_is_frozen():
 
 
 def test_every_choice_of_the_configuration_is_one_the_functions_know():
-    assert set(KL_ESTIMATORS) <= set(kl.KL_ESTIMATORS)
+    assert KL_ESTIMATORS == kl.KL_ESTIMATORS
+    assert GROUP_ESTIMATORS == functional.GROUP_ESTIMATORS
+    assert set(ADV_ESTIMATORS) - set(GROUP_ESTIMATORS) == {"gae", "reinforce_plus_plus", "remax"}
+
+
+def test_a_risk_level_may_be_a_number():
+    assert PPOConfig(critic="c51", risk_level=0.25).risk_alpha == 0.25
+    assert PPOConfig(critic="c51").risk_alpha is None
+
+
+def test_loss_modes_are_those_of_the_functions():
     assert set(LOSS_AGG_MODES) == set(masked.LOSS_AGG_MODES)

@@ -91,7 +91,8 @@ class C51Head(CriticHead):
     """Probabilities of `num_atoms` returns spread evenly over [v_min, v_max] (arXiv:1707.06887).
 
     At the start every state has the same distribution: uniform where the support is symmetric about 0, else tilted
-    until its mean is as near 0 as odds of 100 between neighbouring atoms allow.
+    until its mean is 0, or as near 0 as the support allows. Each atom keeps a thousandth of the uniform probability:
+    one that starts much lower would take too many updates to come back.
 
     Args:
         hidden_size: H of the backbone.
@@ -118,7 +119,7 @@ class C51Head(CriticHead):
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
         self.linear = _zero_linear(hidden_size, num_atoms, dtype)
         atoms = c51_atoms(num_atoms, v_min=v_min, v_max=v_max, dtype=torch.float64)
-        self.linear.bias.data.copy_(_tilt(atoms) * atoms)
+        self.linear.bias.data.copy_(_start(atoms))
 
     def settings(self) -> dict[str, Any]:
         """Kind and support."""
@@ -272,16 +273,20 @@ def _zero_linear(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
     return linear
 
 
-def _tilt(atoms: Tensor) -> float:
-    """The t for which softmax(t * atoms) has the mean nearest to 0, its odds bounded; by bisection."""
+def _start(atoms: Tensor) -> Tensor:
+    """Logits (num_atoms,) of 0.999 * softmax(t * atoms) + 0.001 * uniform, whose t brings the mean nearest to 0.
+
+    t is found by bisection; odds between neighbouring atoms are at most 100.
+    """
+    if float(atoms[0] + atoms[-1]) == 0.0:
+        return torch.zeros_like(atoms)
     high = math.log(100.0) / float(atoms[1] - atoms[0])
     low = -high
-    if float(atoms[0] + atoms[-1]) == 0.0:
-        return 0.0
     for _ in range(80):
         middle = (low + high) / 2
-        if float(torch.softmax(middle * atoms, dim=0) @ atoms) < 0.0:
+        probabilities = 0.999 * torch.softmax(middle * atoms, dim=0) + 0.001 / atoms.numel()
+        if float(probabilities @ atoms) < 0.0:
             low = middle
         else:
             high = middle
-    return (low + high) / 2
+    return probabilities.log()

@@ -179,12 +179,24 @@ class Lab:
             sources=_code("annotators", "lexicon", "evaluation", "sampling"),
         )
 
-    def ppo(self, name: str, *, seed: int, preset: Path | None = None, reward_model: Path | None = None) -> Path:
-        """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy."""
+    def ppo(
+        self,
+        name: str,
+        *,
+        seed: int,
+        preset: Path | None = None,
+        reward_model: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy.
+
+        `overrides` are further flags, which win over the preset.
+        """
         preset, judge = preset or Path(self.arguments.ppo_preset), reward_model or self.reward_model
-        settings = {"seed": seed}
+        settings: dict[str, Any] = {"seed": seed}
         if self.arguments.ppo_episodes is not None:
             settings["total_episodes"] = self.arguments.ppo_episodes
+        settings |= overrides or {}
 
         def fill(folder: Path) -> None:
             rewards = {"reward_model_name_or_path": judge, "reward_funcs": GOLD}
@@ -193,7 +205,7 @@ class Lab:
 
         return run_stage(
             self.root / name,
-            f"PPO, seed {seed}, {preset.name}",
+            f"PPO, seed {seed}, {preset.name if overrides is None else name}",
             fill,
             settings=settings,
             parents=[self.data, self.sft, judge],

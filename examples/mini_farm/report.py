@@ -10,17 +10,19 @@ from alpaca_ppo.folders import write_text_atomically
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 TITLE = "# Results of the laptop laboratory"
-SECTIONS = ("Three seeds", "Over-optimisation")
+SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared")
 """In the order in which they stand in the report."""
 
 
-def write_section(report: Path, title: str, text: str, figure: Path) -> None:
+def write_section(report: Path, title: str, text: str, figure: Path | None = None) -> None:
     """Puts `text` and `figure`, copied beside `report`, under the heading `title` of `SECTIONS`; others stay."""
     sections = dict.fromkeys(SECTIONS, "") | _read(report)
-    beside = report.with_name(figure.name)
-    if beside.resolve() != figure.resolve():
-        shutil.copyfile(figure, beside)
-    sections[title] = f"{text.strip()}\n\n![{title}]({figure.name})\n"
+    sections[title] = text.strip()
+    if figure is not None:
+        beside = report.with_name(figure.name)
+        if beside.resolve() != figure.resolve():
+            shutil.copyfile(figure, beside)
+        sections[title] += f"\n\n![{title}]({figure.name})"
     parts = [f"## {name}\n\n{body.strip()}\n" for name, body in sections.items() if body]
     write_text_atomically(report, "\n".join([f"{TITLE}\n", *parts]))
 

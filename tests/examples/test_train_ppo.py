@@ -87,7 +87,7 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
     def load(*args, **kwargs):
         raise AssertionError("loaded before the mistake was found")
 
-    for name in ("load_prompt_dataset", "load_processing_class", "load_causal_lm", "PPOTrainer"):
+    for name in ("load_prompt_dataset", "load_processing_class", "PPOTrainer"):
         monkeypatch.setattr(train_ppo, name, load)
     (tmp_path / "run/final").mkdir(parents=True)
     for flags, message in (

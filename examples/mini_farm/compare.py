@@ -1,0 +1,150 @@
+"""Algorithms side by side: `python -m examples.mini_farm.compare` runs each on the same models, with several seeds, and
+adds a table to RESULTS.md.
+
+Every run samples as many answers as the preset's. What is compared is this laboratory's small world at one setting of
+each option, not the algorithms at their best.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from alpaca_ppo.arguments import parse_args, read_yaml
+from examples.mini_farm.evaluation import Summary
+from examples.mini_farm.pipeline import Lab, LabArguments
+from examples.mini_farm.plots import Metrics, read_metrics
+from examples.mini_farm.quickstart import summaries_of
+from examples.mini_farm.report import SECTIONS, machine, write_section
+from examples.mini_farm.results import WINDOW, ResultsArguments
+
+GROUP = 4
+"""Answers to a prompt for the group estimators."""
+BASELINE = "scalar critic (GAE)"
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    "c51 critic": {"critic": "c51", "c51_v_min": -4.0, "c51_v_max": 4.0},
+    "quantile critic": {"critic": "quantile", "quantile_huber_kappa": 0.1},
+    "iqn critic": {"critic": "iqn", "quantile_huber_kappa": 0.1},
+    "k3 KL in the loss": {
+        "use_kl_in_reward": False,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3",
+        "loss_agg_mode": "token-mean",
+    },
+    "GRPO": {"adv_estimator": "grpo"},
+    "RLOO": {"adv_estimator": "rloo"},
+}
+"""What each line changes in the preset."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run."""
+
+    gold: float
+    win_rate: float
+    kl: float
+    explained_variance: float | None
+    """Mean over the last steps; None without a critic."""
+    seconds: float
+    """Of rollouts, scoring and updates."""
+
+
+def settings_of(name: str, preset: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of the variant `name`: as many answers a step and in all as `preset`, and the same weight of the KL."""
+    settings = dict(VARIANTS[name])
+    if settings.get("use_kl_loss"):
+        settings["kl_loss_coef"] = preset["kl_coef"]
+    if "adv_estimator" in settings:
+        settings["num_return_sequences"] = GROUP
+        settings["rollout_batch_size"] = preset["rollout_batch_size"] // GROUP
+        settings["total_episodes"] = preset["total_episodes"] // GROUP
+    return settings
+
+
+def outcome(summary: Summary, metrics: Metrics) -> Outcome:
+    """The figures of one run from its held-out answers and its metrics."""
+    variances = [row["ppo/val/explained_variance"] for row in metrics[-WINDOW:] if "ppo/val/explained_variance" in row]
+    return Outcome(
+        gold=summary.gold,
+        win_rate=100 * summary.win_rate,
+        kl=summary.kl,
+        explained_variance=fmean(variances) if variances else None,
+        seconds=sum(row["time/step"] for row in metrics),
+    )
+
+
+def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    """Mean ± standard deviation over the seeds, a line for each variant."""
+    columns = {"gold": "gold score", "win_rate": "win-rate over SFT (%)", "kl": "KL to SFT (nats)"}
+    columns |= {"explained_variance": "explained variance", "seconds": "seconds"}
+    digits = {"win_rate": 1, "seconds": 0}
+    lines = ["| | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, runs in outcomes.items():
+        cells = [_spread([getattr(run, key) for run in runs], digits.get(key, 2)) for key in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    """What the table says in words: each variant against the scalar critic, in pooled standard errors."""
+    base, sentences = outcomes[BASELINE], []
+    for name, runs in outcomes.items():
+        if name != BASELINE:
+            gold = _difference([run.gold for run in runs], [run.gold for run in base])
+            kl = fmean(run.kl for run in runs) - fmean(run.kl for run in base)
+            pace = fmean(run.seconds for run in runs) / fmean(run.seconds for run in base)
+            sentences.append(f"{name}: {gold} in gold score, {kl:+.1f} nats, {pace:.2f} times the seconds.")
+    return (
+        f"Against the {BASELINE}, mean over {len(base)} seeds; differences in gold score with the standard error of "
+        "the difference of the two means:\n\n"
+        + "\n".join(f"- {sentence}" for sentence in sentences)
+        + "\n\nA difference below two standard errors says nothing with so few seeds. A higher gold score at a higher "
+        "KL may be the weaker penalty alone: k3 in the loss and the normalised rewards of GRPO weigh the same "
+        "coefficient differently. Seconds are of one machine whose speed varies."
+    )
+
+
+def _difference(one: Sequence[float], other: Sequence[float]) -> str:
+    error = (stdev(one) ** 2 / len(one) + stdev(other) ** 2 / len(other)) ** 0.5
+    return f"{fmean(one) - fmean(other):+.2f} ± {error:.2f}"
+
+
+def _spread(numbers: Sequence[float | None], digits: int) -> str:
+    known = [number for number in numbers if number is not None]
+    return f"{fmean(known):.{digits}f} ± {stdev(known):.{digits}f}" if known else "no critic"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
+    """Runs what is not there yet, writes the report's section, and returns each variant's runs."""
+    arguments, lab_arguments = parse_args([ResultsArguments, LabArguments], argv)
+    lab, preset = Lab(lab_arguments), read_yaml(lab_arguments.ppo_preset)
+    if lab_arguments.ppo_episodes is not None:
+        preset["total_episodes"] = lab_arguments.ppo_episodes
+    outcomes: dict[str, list[Outcome]] = {}
+    for name in VARIANTS:
+        folders = {f"{name} {seed}": _run(lab, name, seed, preset) for seed in arguments.seeds}
+        lines = summaries_of(lab, folders)[2:]
+        outcomes[name] = [outcome(line, read_metrics(folders[line.method])) for line in lines]
+    text = (
+        f"Written by `make compare`: {len(VARIANTS)} algorithms, {len(arguments.seeds)} seeds each, on the same "
+        f"supervised and reward models, {preset['total_episodes']} answers a run; mean ± standard deviation over the "
+        f"seeds. GRPO and RLOO sample {GROUP} answers to each of a quarter of the prompts. Explained variance: mean of "
+        f"the last {WINDOW} steps.\n\n{table(outcomes)}\n\n{reading(outcomes)}\n\nMade on {machine()}."
+    )
+    write_section(Path(arguments.report), SECTIONS[2], text)
+    print(f"\n{text}\n\nWritten: {arguments.report}")
+    return outcomes
+
+
+def _run(lab: Lab, name: str, seed: int, preset: Mapping[str, Any]) -> Path:
+    if name == BASELINE:
+        return lab.ppo(f"ppo_seed_{seed}", seed=seed)
+    folder = "_".join(name.lower().split())
+    return lab.ppo(f"{folder}_seed_{seed}", seed=seed, overrides=settings_of(name, preset))
+
+
+if __name__ == "__main__":
+    main()

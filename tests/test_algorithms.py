@@ -1,0 +1,180 @@
+"""Every option of the algorithm through the trainer: it learns from it, whatever the micro-batches, and says so."""
+
+import warnings
+
+import pytest
+import torch
+
+from alpaca_ppo.functional import GROUP_ESTIMATORS
+from alpaca_ppo.models import build_actor_critic
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, tiny_trainer, weights
+
+OPTIONS = {
+    "c51": {"critic": "c51", "c51_v_min": -4.0, "c51_v_max": 8.0},
+    "quantile": {"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25},
+    "iqn": {"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"},
+    "kl_loss": {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_kl_in_reward": False},
+    "both_kl": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"},
+    "entropy": {"entropy_coef": 0.1, "loss_agg_mode": "seq-mean-token-sum"},
+    "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.01},
+    "rollout": {"old_policy": "rollout"},
+    "correct": {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_normalize": True},
+    "warmup": {"critic_warmup_steps": 1, "weight_decay": 0.1, "critic_learning_rate": 5e-3},
+    "warmup_shared": {"critic_warmup_steps": 1, "weight_decay": 0.1, "critic_layout": "shared"},
+    "no_value_clip": {"cliprange_value": None},
+    "reinforce_plus_plus": {"adv_estimator": "reinforce_plus_plus"},
+    "remax": {"adv_estimator": "remax"},
+    **{name: {"adv_estimator": name, "num_return_sequences": 2} for name in GROUP_ESTIMATORS},
+}
+
+
+def step_twice(folder, **overrides):
+    sizes = {"rollout_batch_size": 5, "step_batch_size": 4, "rollout_per_device_batch_size": 10}
+    trainer = tiny_trainer(folder, dtype=torch.float64, **sizes, **overrides)
+    before = weights(trainer)
+    with warnings.catch_warnings():
+        # A support this narrow is warned of.
+        warnings.simplefilter("ignore")
+        stats = [trainer.step(trainer.prompt_batches(step)) for step in range(2)]
+    return trainer, before, stats
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_trains_alike_in_any_micro_batches(name, tmp_path):
+    one, before, stats = step_twice(tmp_path / "one", step_per_device_batch_size=1, **OPTIONS[name])
+    many, _, _ = step_twice(tmp_path / "many", step_per_device_batch_size=3, **OPTIONS[name])
+    after = weights(one)
+    moved = {key: not torch.equal(after[key], before[key]) for key in before}
+    # Tied or unused biases aside, everything has learned by the second step.
+    assert sum(moved.values()) >= len(moved) - 1, [key for key, changed in moved.items() if not changed]
+    for key, tensor in weights(many).items():
+        torch.testing.assert_close(tensor, after[key], rtol=0, atol=1e-9)
+    assert all(torch.isfinite(torch.tensor(list(line.values()))).all() for line in stats)
+    assert (
+        stats[0]["ppo/policy/first_ratio_error_max"] < 1e-6
+        if "ppo/policy/first_ratio_error_max" in stats[0]
+        else (name.startswith("warmup"))
+    )
+
+
+def test_without_a_critic_none_is_built_saved_or_logged(tmp_path):
+    trainer = tiny_trainer(tmp_path, adv_estimator="rloo", num_return_sequences=2)
+    assert trainer.actor_critic.critic is None
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["policy"]
+    names = metric_lines(tmp_path)[-1].keys()
+    assert not [name for name in names if name.startswith(("ppo/val/", "ppo/loss/value"))]
+    assert "ppo/loss/policy" in names
+    row = next((tmp_path / "rollouts").iterdir()).read_text()
+    assert '"advantages"' in row and '"values"' not in row
+
+
+def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
+    with pytest.raises(ValueError, match="adv_estimator is 'grpo'.*num_return_sequences is 1; set it to 2 or more"):
+        tiny_trainer(tmp_path, adv_estimator="grpo")
+    with pytest.raises(ValueError, match="critic_warmup_steps is 3, but adv_estimator 'remax' has no critic"):
+        tiny_trainer(tmp_path, adv_estimator="remax", critic_warmup_steps=3)
+    with pytest.raises(ValueError, match="the adv_estimator needs no critic; leave it out"):
+        build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, value_model=tiny_causal_lm("llama"))
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_the_policy_stands_still_while_the_critic_warms_up(layout, tmp_path):
+    trainer = tiny_trainer(tmp_path, critic_warmup_steps=1, critic_layout=layout, weight_decay=0.5)
+    before = weights(trainer)
+    stats = trainer.step(trainer.prompt_batches(0))
+    after = weights(trainer)
+    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("policy."))
+    assert not torch.equal(after["critic.head.weight"], before["critic.head.weight"])
+    assert "ppo/loss/policy" not in stats and stats["ppo/loss/value"] > 0
+    # A policy that was never trained has no optimizer state that would count its steps.
+    state = trainer.updater.optimizer.state
+    assert not any(parameter in state for parameter in trainer.actor_critic.policy.parameters())
+    trainer.step(trainer.prompt_batches(1))
+    assert not torch.equal(weights(trainer)["policy.model.lm_head.weight"], before["policy.model.lm_head.weight"])
+
+
+def test_warming_up_runs_no_policy_of_a_separate_critic(tmp_path):
+    trainer = tiny_trainer(tmp_path, critic_warmup_steps=1)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    names = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
+    rollouts.update(trainer._shape_reward(**{name: rollouts[name] for name in names}))
+    rollouts.update(
+        trainer._estimate_advantage(rollouts["shaped_rewards"], rollouts["values"], rollouts["response_mask"])
+    )
+    calls = []
+    trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *a: calls.append(1))
+    trainer.step_with_rollouts(rollouts)
+    assert calls == []
+
+
+def test_the_updates_of_a_step_end_when_the_policy_has_moved_too_far(tmp_path):
+    free = tiny_trainer(tmp_path / "free", learning_rate=1e-2, ppo_epochs=4)
+    stats = free.step(free.prompt_batches(0))
+    assert stats["ppo/policy/optimizer_steps"] == 12 and stats["ppo/policy/kl_stopped"] == 0
+    stopped = tiny_trainer(tmp_path / "stopped", learning_rate=1e-2, ppo_epochs=4, target_kl_stop=1e-4)
+    stats = stopped.step(stopped.prompt_batches(0))
+    # The first optimizer step measures no KL; the second one is the first that can stop.
+    assert 2 <= stats["ppo/policy/optimizer_steps"] < 12 and stats["ppo/policy/kl_stopped"] == 1
+
+
+def test_a_run_ends_with_a_checkpoint_where_the_kl_passes_its_bound(tmp_path, capsys):
+    trainer = tiny_trainer(tmp_path, learning_rate=1e-2, max_kl_to_ref=1e-3, total_episodes=40)
+    trainer.train()
+    # KL is 0 in the first rollout, and above the bound in the second.
+    assert trainer.state.global_step == 2 and (tmp_path / "checkpoint-2").is_dir()
+    assert "above max_kl_to_ref (0.001): the run ends here, with a checkpoint" in capsys.readouterr().out
+
+
+def test_a_kl_in_the_loss_alone_leaves_the_reward_as_it_is(tmp_path):
+    trainer = tiny_trainer(tmp_path, use_kl_in_reward=False, use_kl_loss=True, kl_loss_coef=0.5)
+    trainer.step(trainer.prompt_batches(0))
+    stats = trainer.step(trainer.prompt_batches(1))
+    assert stats["objective/non_score_rewards"] == 0 and stats["objective/kl_sum_seq"] != 0
+    assert stats["objective/shaped_rewards"] == pytest.approx(stats["objective/rewards"])
+    # policy + 0.1 * value + 0.5 * kl
+    parts = stats["ppo/loss/policy"] + 0.1 * stats["ppo/loss/value"] + 0.5 * stats["ppo/loss/kl"]
+    assert stats["ppo/loss/total"] == pytest.approx(parts, rel=1e-5) and stats["ppo/loss/kl"] > 0
+
+
+def test_a_risk_level_lowers_the_values_that_gae_reads(tmp_path):
+    trainer = tiny_trainer(tmp_path, critic="quantile", risk_level=0.25, critic_learning_rate=1e-2)
+    trainer.step(trainer.prompt_batches(0))
+    stats = trainer.step(trainer.prompt_batches(1))
+    assert stats["ppo/val/mean"] < stats["ppo/val/distribution_mean"]
+
+
+def test_returns_beyond_the_support_are_warned_of_once(tmp_path):
+    trainer = tiny_trainer(tmp_path, critic="c51", c51_v_min=-0.1, c51_v_max=0.1)
+    with pytest.warns(UserWarning, match="Widen c51_v_min and c51_v_max"):
+        stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["ppo/val/outside_support"] > 0.5 and "ppo/val/edge_mass" in stats
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(trainer.prompt_batches(1))
+
+
+@pytest.mark.parametrize("name", ["c51", "iqn", "remax", "rloo", "warmup", "correct"])
+def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiny_trainer(tmp_path / "whole", total_episodes=30, save_steps=2, **OPTIONS[name]).train()
+        resumed = tiny_trainer(tmp_path / "part", total_episodes=30, **OPTIONS[name])
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert metric_lines(tmp_path / "part") == metric_lines(tmp_path / "whole")[2:]
+
+
+@pytest.mark.parametrize("kind", ["c51", "quantile", "iqn"])
+def test_a_run_starts_from_the_critic_that_another_left(kind, tmp_path):
+    settings = {"critic": kind, "total_episodes": 10, "learning_rate": 1e-2}
+    first = tiny_trainer(tmp_path / "first", **settings)
+    first.train()
+    folder = str(tmp_path / "first" / "final" / "value")
+    second = tiny_trainer(tmp_path / "second", trainer_arguments={"value_model": folder}, **settings)
+    for one, other in zip(first.actor_critic.critic.parameters(), second.actor_critic.critic.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="the value model's head is .*set critic and its fields"):
+        tiny_trainer(
+            tmp_path / "third", trainer_arguments={"value_model": folder}, num_quantiles=5, num_atoms=5, **settings
+        )
