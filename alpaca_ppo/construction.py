@@ -33,8 +33,9 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     It is the first thing that the constructor makes, so `args` is checked here against what is outside it.
 
     Raises:
-        ValueError: when the user's accelerator computes in another precision than `args` names; for a tracker that is
-            not installed, or an `output_dir` that cannot be a folder.
+        ValueError: when the user's accelerator computes in another precision than `args` names, or has trackers that
+            were not started; when this process has an accelerator of other settings; for a tracker that is not
+            installed, or an `output_dir` that cannot be a folder.
     """
     check_places(args)
     if accelerator is not None:
@@ -43,12 +44,24 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
                 f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
                 "make them agree"
             )
+        if accelerator.log_with and not accelerator.trackers:
+            raise ValueError(
+                f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
+                "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
+            )
         return accelerator
-    return Accelerator(
-        cpu=args.use_cpu,
-        mixed_precision="bf16" if args.bf16 else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-    )
+    try:
+        return Accelerator(
+            cpu=args.use_cpu,
+            mixed_precision="bf16" if args.bf16 else "no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+        )
+    except ValueError as error:
+        # Accelerate keeps one state a process: a second trainer, in a notebook for instance, cannot have another.
+        raise ValueError(
+            f"bf16 is {args.bf16} and use_cpu {args.use_cpu}, but this process has an Accelerator of other settings; "
+            "use the same settings, or a new process"
+        ) from error
 
 
 def load_processing_class(model: str | PreTrainedModel | ActorCritic, *, trust_remote_code: bool = False) -> Any:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from alpaca_ppo import ActorCritic, PPOTrainer
 from alpaca_ppo.functional import gae, masked_whiten
@@ -367,3 +367,16 @@ def test_truncating_tokens_act_from_truncate_after_on(tmp_path):
         stats, _ = step_once(tiny_trainer(tmp_path / str(after), truncate_tokens=every, truncate_after=after))
         # Nearly every token truncates; eos and the special ones stop or pass.
         assert stats["objective/response_length"] == pytest.approx(after + 1, abs=0.9)
+
+
+def test_a_callback_made_for_another_trainer_is_named(tmp_path):
+    class Own(TrainerCallback):
+        def on_step_end(self, args, state, control, **context):
+            raise AttributeError("not of the arguments", name="elsewhere", obj=self)
+
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [EarlyStoppingCallback(1)]})
+    with pytest.raises(ValueError, match="EarlyStoppingCallback.on_train_begin reads args.load_best_model_at_end"):
+        trainer.train()
+    trainer = tiny_trainer(tmp_path / "own", trainer_arguments={"callbacks": [Own]})
+    with pytest.raises(AttributeError, match="not of the arguments"):
+        trainer.train()

@@ -120,6 +120,8 @@ def _check_arguments(
 def _trimmed(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
     """Prompts and mask (int64) without the columns that are padding in every row."""
     mask = query_attn_masks.long()
+    if mask.size(0) == 0:
+        raise ValueError("queries has no row; there is nothing to sample")
     lengths = mask.sum(dim=1)
     if bool((lengths == 0).any()):
         row = int((lengths == 0).nonzero()[0])

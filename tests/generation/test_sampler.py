@@ -341,6 +341,22 @@ def test_an_empty_prompt_is_an_error() -> None:
         run(tiny_causal_lm("llama"), [[5], []], [0, 1])
 
 
+def test_no_prompt_at_all_is_an_error() -> None:
+    empty = torch.zeros(0, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="queries has no row; there is nothing to sample"):
+        generate(
+            tiny_causal_lm("llama"),
+            empty,
+            empty,
+            prompt_ids=torch.zeros(0, dtype=torch.long),
+            max_new_tokens=2,
+            pad_token_id=0,
+            stop_token_ids=[2],
+            seed=0,
+            step=0,
+        )
+
+
 def test_a_right_padded_prompt_is_an_error() -> None:
     queries, mask = padded(PROMPTS)
     with pytest.raises(ValueError, match="row 1; queries must be left-padded"):
