@@ -157,8 +157,14 @@ def _checkpoints(output_dir: StrPath) -> list[Path]:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, those that share one object once, under their first name."""
-    first = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    """Parameters and persistent buffers by name, those that share one object once, under their first name.
+
+    Of a model whose base is frozen, only what trains: the base lies where it was loaded from.
+    """
+    parameters = dict(model.named_parameters())
+    first = parameters.keys() | {name for name, _ in model.named_buffers()}
+    if not all(parameter.requires_grad for parameter in parameters.values()):
+        first = {name for name, parameter in parameters.items() if parameter.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name in first}
 
 

@@ -128,10 +128,24 @@ class PPOConfig:
     )
     critic_warmup_steps: int = argument(0, "First steps in which the critic learns and the policy stands still.")
     critic_learning_rate: float | None = argument(None, "Of the critic's parameters; null = learning_rate.")
-    critic_layout: str = argument("separate", "separate (own backbone) or shared (a head on the policy's).")
+    critic_layout: str = argument(
+        "separate", "separate (own backbone), shared (a head on the policy's) or adapter (a second one on its base)."
+    )
     init_value_with_reward: bool = argument(
         False, "Start the critic from the reward model instead of the policy with a zero head."
     )
+
+    reference: str = argument(
+        "auto",
+        "auto (adapter_off with LoRA, else copy), adapter_off, copy, copy_offloaded (in host memory), none, or a path "
+        "or hub id.",
+    )
+    dtype: str = argument("float32", "Of a policy that is loaded: float32, or bfloat16 with LoRA.")
+    load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits (CUDA and bitsandbytes; with LoRA).")
+    reward_adapter: str | None = argument(
+        None, "Folder of a reward adapter on the policy's base, as train_reward_model.py --use_peft writes it."
+    )
+    merge_on_save: bool = argument(False, "Write final/merged, the adapter merged into its base, too.")
 
     learning_rate: float = argument(1e-6, "Of AdamW.")
     lr_scheduler_type: str = argument("constant", "Any schedule of transformers.get_scheduler.")

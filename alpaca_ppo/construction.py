@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, TrainerState
 
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
-from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.models import ActorCritic, AdapterClassifier, Reference, is_adapter_folder
 from alpaca_ppo.preflight import check_places, check_positions, check_token_ids
-from alpaca_ppo.rewards import RewardScorer, build_reward
+from alpaca_ppo.rewards import ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rollouts import RolloutCollector, Sampling
 from alpaca_ppo.tracking import RunLog
 
@@ -139,15 +139,51 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
 
 
 def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
-    """The reward sources, weighted as `args` says; models among them are put on `device`."""
+    """The reward sources, weighted as `args` says; models among them are put on `device`. A reward adapter comes later
+    (`add_reward_adapter`), when there is a base to put it on; its weight is the last.
+    """
+    weights = args.reward_weights
+    if args.reward_adapter is not None:
+        if not isinstance(reward_funcs, (list, tuple)):
+            reward_funcs = [reward_funcs]
+        if weights is not None:
+            if len(weights) != len(reward_funcs) + 1:
+                raise ValueError(
+                    f"reward_weights has {len(weights)} numbers for {len(reward_funcs)} reward_funcs and a "
+                    "reward_adapter; give one each, the adapter's last"
+                )
+            weights = weights[:-1]
+        if not reward_funcs:
+            return RewardScorer([], [])
     return build_reward(
         reward_funcs,
-        reward_weights=args.reward_weights,
+        reward_weights=weights,
         reward_processing_classes=tokenizers,
         batch_size=args.rollout_per_device_batch_size,
         device=device,
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig) -> None:
+    """Adds the reward source that `args.reward_adapter` names, on the policy's base.
+
+    Raises:
+        ValueError: when the policy has no adapters, or the folder no reward adapter of its base.
+    """
+    if args.reward_adapter is None:
+        return
+    adapters = actor_critic.policy.adapters
+    if adapters is None or not is_adapter_folder(args.reward_adapter):
+        what = "the policy has no adapters" if adapters is None else "that is no folder of an adapter"
+        raise ValueError(
+            f"reward_adapter is {args.reward_adapter!r}, but {what}; give peft_config and a folder that "
+            "train_reward_model.py --use_peft wrote, or a whole reward model in reward_funcs"
+        )
+    model: Any = AdapterClassifier(adapters, args.reward_adapter)
+    tokenizer = load_processing_class(args.reward_adapter, trust_remote_code=args.trust_remote_code)
+    source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
+    scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
 def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None) -> RunLog:
@@ -162,8 +198,13 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int 
     )
 
 
+def make_state(schedule: PromptSchedule, accelerator: Accelerator) -> TrainerState:
+    """The state that callbacks see, before the first step."""
+    return TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
+
+
 def make_collector(
-    reference: Policy, scorer: RewardScorer, processing_class: Any, accelerator: Accelerator, *, args: PPOConfig
+    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, processing_class: Any, args: PPOConfig
 ) -> RolloutCollector:
     """What takes prompts to scored and evaluated rows on one rank."""
     return RolloutCollector(

@@ -14,11 +14,21 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import HfApi
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
 from alpaca_ppo.folders import StrPath, write_folder_atomically, write_text_atomically
-from alpaca_ppo.models import ActorCritic, CriticHead, write_critic
+from alpaca_ppo.models import (
+    POLICY,
+    VALUE,
+    ActorCritic,
+    AdapterSet,
+    CriticHead,
+    merged_weights,
+    write_critic,
+    write_critic_adapter,
+)
 
 
 def save_final(
@@ -28,6 +38,7 @@ def save_final(
     *,
     figures: Mapping[str, float],
     config: Mapping[str, Any],
+    merged: bool = False,
 ) -> None:
     """Writes `folder`/policy, with its model card, and `folder`/value; each complete or as it was before.
 
@@ -38,15 +49,25 @@ def save_final(
         processing_class: the policy's tokenizer, saved with either.
         figures: the run's last metrics, for the card.
         config: the run's configuration, plain values, for the card.
+        merged: write `folder`/merged too, where the policy is an adapter: the whole model with the adapter merged.
     """
-    policy = actor_critic.policy.model
+    policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
     with write_folder_atomically(Path(folder) / "policy") as aside:
-        _write_policy(aside, policy, processing_class)
+        _write_policy(aside, policy if adapters is None else adapters.peft, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
-    if actor_critic.critic is not None:
-        own: Any = actor_critic.critic.backbone
-        backbone: Any = policy.base_model if own is None else own
-        save_value_model(Path(folder) / "value", backbone, actor_critic.critic.head, processing_class)
+    if merged and adapters is not None:
+        with write_folder_atomically(Path(folder) / "merged") as aside, _quiet_unless_watched():
+            policy.save_pretrained(aside, state_dict=merged_weights(adapters))
+            processing_class.save_pretrained(aside)
+    critic = actor_critic.critic
+    if critic is None:
+        return
+    if critic.backbone is None and adapters is not None:
+        name = VALUE if critic.has_adapter else POLICY
+        save_value_adapter(Path(folder) / "value", adapters, name, critic.head, processing_class)
+        return
+    backbone: Any = policy.base_model if critic.backbone is None else critic.backbone
+    save_value_model(Path(folder) / "value", backbone, critic.head, processing_class)
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
@@ -81,6 +102,19 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHea
             classifier.save_pretrained(aside, state_dict=weights)
         processing_class.save_pretrained(aside)
         write_text_atomically(aside / "README.md", _VALUE_CARD + (_HEAD_USE if classifier is None else _CLASSIFIER_USE))
+
+
+def save_value_adapter(
+    folder: StrPath, adapters: AdapterSet, name: str, head: CriticHead, processing_class: Any
+) -> None:
+    """Writes a critic that is the adapter `name` and a head, all or nothing: a scalar one as an adapter of a sequence
+    classifier (`AutoPeftModelForSequenceClassification` loads it), any other as `models.load_critic` reads it.
+    """
+    with write_folder_atomically(folder) as aside:
+        write_critic_adapter(aside, adapters, name, head)
+        processing_class.save_pretrained(aside)
+        use = _ADAPTER_USE if head.kind == "scalar" else _HEAD_USE
+        write_text_atomically(aside / "README.md", _VALUE_CARD + use)
 
 
 def matching_classifier(backbone: PreTrainedModel) -> PreTrainedModel | None:
@@ -135,9 +169,10 @@ def push_folder(folder: StrPath, hub_model_id: str) -> None:
     )
 
 
-def _write_policy(folder: Path, policy: PreTrainedModel, processing_class: Any) -> None:
+def _write_policy(folder: Path, policy: Any, processing_class: Any) -> None:
+    how = {"selected_adapters": [POLICY]} if isinstance(policy, PeftModel) else {}
     with _quiet_unless_watched():
-        policy.save_pretrained(folder)
+        policy.save_pretrained(folder, **how)
     processing_class.save_pretrained(folder)
 
 
@@ -207,6 +242,15 @@ from transformers import AutoModelForSequenceClassification
 critic = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1)
 hidden = critic.base_model(input_ids).last_hidden_state
 values = critic.score(hidden)  # values[:, t] is the expected return after reading tokens 0..t
+```
+"""
+
+_ADAPTER_USE = """
+```python
+from peft import AutoPeftModelForSequenceClassification
+
+critic = AutoPeftModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1)
+values = critic(input_ids).logits  # the expected return after reading all of input_ids
 ```
 """
 

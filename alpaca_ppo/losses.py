@@ -4,6 +4,8 @@ The mathematics is in `functional`; this module chooses, and names the statistic
 step's loss (see `types.Rollouts.denominator`), so parts add up.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +43,32 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
         normalize=args.rollout_correction_normalize,
     )
     return {"loss_weights": weights}
+
+
+def loss_terms(
+    forward: Callable[..., ActorCriticOutputs],
+    batch: Rollouts,
+    args: PPOConfig,
+    *,
+    with_policy: bool,
+    apart: Callable[[], AbstractContextManager[Callable[[Terms], Terms]]] | None,
+) -> list[Terms]:
+    """The terms of a micro-batch's loss and their statistics.
+
+    Args:
+        forward: a pass over the micro-batch; takes `with_policy` and `with_critic`.
+        batch: the micro-batch.
+        args: the run's configuration.
+        with_policy: False leaves the policy out.
+        apart: lets the critic run by itself, backward pass included, before the policy's forward pass.
+    """
+    if with_policy and args.uses_critic and apart is not None:
+        with apart() as backward:
+            critic = backward(critic_terms(forward(with_policy=False, with_critic=True), batch, args))
+        return [policy_terms(forward(with_policy=True, with_critic=False), batch, args), critic]
+    outputs = forward(with_policy=with_policy, with_critic=args.uses_critic)
+    terms = [policy_terms(outputs, batch, args)] if with_policy else []
+    return [*terms, critic_terms(outputs, batch, args)] if args.uses_critic else terms
 
 
 def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:

@@ -146,10 +146,11 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/rewards": float(rewards.mean()),
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(unbiased=False)),
-        "objective/ref_entropies": float(masked_mean(rollouts["ref_entropies"], mask)),
         "objective/response_length": float(lengths.mean()),
         "objective/unstopped_share": float((~rollouts["stopped"]).float().mean()),
     }
+    if "ref_entropies" in rollouts:
+        stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
     if "baseline_scores" in rollouts:
         stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
     if "entropies" not in rollouts:

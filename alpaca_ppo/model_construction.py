@@ -4,21 +4,30 @@ import copy
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.models import (
     ActorCritic,
-    Critic,
+    AdapterReference,
+    AdapterSet,
+    CopiedReference,
     Policy,
+    adapters_in,
+    attach,
     build_actor_critic,
     disable_dropout,
     frozen_copy,
+    is_adapter_folder,
     is_critic_folder,
+    load_adapters,
     load_causal_lm,
     load_critic,
     load_sequence_classifier,
+    without_adapters,
 )
+from alpaca_ppo.validation import REFERENCES
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -43,18 +52,21 @@ def head_settings(args: PPOConfig) -> dict[str, Any]:
 
 
 def make_actor_critic(
-    model: str | PreTrainedModel | ActorCritic,
+    model: str | PreTrainedModel | PeftModel | ActorCritic,
     value_model: str | PreTrainedModel | None,
     reward_funcs: Any,
+    peft_config: Any,
     args: PPOConfig,
 ) -> ActorCritic:
     """Policy and critic as `args` says; `model` itself when it is an `ActorCritic`.
 
     Raises:
-        ValueError: when the critic's starting point is given twice, has no place, or has another vocabulary, and when
-            an `ActorCritic` is not what `args` describes.
+        ValueError: when the critic's starting point is given twice, has no place, or has another vocabulary; when an
+            `ActorCritic` is not what `args` describes; for adapters that this package cannot handle.
     """
     if isinstance(model, ActorCritic):
+        if peft_config is not None:
+            raise ValueError("model is an ActorCritic, which brings its adapters; leave peft_config out")
         return _checked(model, value_model, args)
     if args.init_value_with_reward:
         if value_model is not None:
@@ -64,18 +76,60 @@ def make_actor_critic(
             raise ValueError(
                 "init_value_with_reward is True but no reward source is a model; set it to False or add a reward model"
             )
-    policy = load_causal_lm(model, trust_remote_code=args.trust_remote_code)
-    critic = None if value_model is None else _critic_start(value_model, policy, args)
-    _checkpoint_activations(args, policy, critic.backbone if isinstance(critic, Critic) else critic)
+    policy = _load_policy(model, peft_config, args)
+    language_model = policy.model if isinstance(policy, AdapterSet) else policy
+    critic = None if value_model is None else _critic_start(value_model, language_model, args)
     with torch.random.fork_rng():
-        # A critic's head may start at random: alike on every rank and in every run of this seed.
+        # A critic's head and adapter may start at random: alike on every rank and in every run of this seed.
         torch.manual_seed(args.seed)
-        return build_actor_critic(
+        built = build_actor_critic(
             policy,
             critic_layout=args.critic_layout if args.uses_critic else None,
             value_model=critic,
             head=head_settings(args),
         )
+    disable_dropout(built)
+    _checkpoint_activations(args, built)
+    return built
+
+
+def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
+    how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "load_in_4bit": args.load_in_4bit}
+    how["dtype"] = getattr(torch, args.dtype)
+    if isinstance(model, str) and is_adapter_folder(model):
+        base = load_causal_lm(PeftConfig.from_pretrained(model).base_model_name_or_path, **how)
+        if peft_config is None:
+            return load_adapters(base, model)
+        if args.load_in_4bit:
+            raise ValueError(
+                f"model {model!r} is an adapter, which cannot be merged into 4-bit weights before another one is "
+                "added; leave peft_config out to train that adapter on, or load_in_4bit off"
+            )
+        base = PeftModel.from_pretrained(base, model).merge_and_unload()
+        return _attached(base, peft_config, args)
+    if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise ValueError(
+                "model has an adapter and peft_config asks for another: merge the first "
+                "(model = model.merge_and_unload()), or leave peft_config out to train it on"
+            )
+        return adapters_in(model)
+    language_model = load_causal_lm(model, **how)
+    if peft_config is not None:
+        return _attached(language_model, peft_config, args)
+    if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
+        raise ValueError(
+            f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
+            "train: small updates would be rounded away. Use LoRA (peft_config, --use_peft), or dtype: float32 with "
+            "bf16: true"
+        )
+    return language_model
+
+
+def _attached(model: PreTrainedModel, peft_config: Any, args: PPOConfig) -> AdapterSet:
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed)
+        return attach(model, peft_config)
 
 
 def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCritic:
@@ -90,8 +144,8 @@ def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCrit
             f"model is an ActorCritic that {has}, but adv_estimator is {args.adv_estimator!r}; "
             "build it with build_actor_critic(critic_layout='separate' or 'shared' for gae, None for the others)"
         )
-    if critic is not None and (critic.backbone is None) != (layout == "shared"):
-        other = "shared" if critic.backbone is None else "separate"
+    other = "" if critic is None else "separate" if critic.backbone else "adapter" if critic.has_adapter else "shared"
+    if critic is not None and other != layout:
         raise ValueError(
             f"model is an ActorCritic of the layout {other!r}, but critic_layout is {layout!r}; make them agree"
         )
@@ -100,7 +154,7 @@ def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCrit
             f"model is an ActorCritic with a {critic.head.kind!r} head, but critic is {args.critic!r}; make them agree"
         )
     disable_dropout(model)
-    _checkpoint_activations(args, model.policy.model, None if critic is None else critic.backbone)
+    _checkpoint_activations(args, model)
     return model
 
 
@@ -124,26 +178,40 @@ def _critic_start(value_model: str | PreTrainedModel, policy: PreTrainedModel, a
     return start
 
 
-def _checkpoint_activations(args: PPOConfig, *backbones: Any) -> None:
+def _checkpoint_activations(args: PPOConfig, built: ActorCritic) -> None:
+    built.policy.recomputes = args.gradient_checkpointing
+    backbones: list[Any] = [built.policy.model, built.critic and built.critic.backbone]
     for backbone in backbones:
         if args.gradient_checkpointing and backbone is not None:
             # Newer transformers say activation_checkpointing_enable; 5.17, which must work too, has only this.
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def make_reference(
-    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None, *, trust_remote_code: bool = False
-) -> Policy:
-    """The frozen reference policy: `ref_model`, or a copy of the policy as it is now.
+def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None, args: PPOConfig) -> Any:
+    """The `models.Reference` that `args.reference` names, or None; a `ref_model` takes the place of `auto`.
 
     Raises:
-        ValueError: when `ref_model` has another vocabulary.
+        ValueError: when `ref_model` and `args.reference` are both given, the reference has another vocabulary, or
+            `adapter_off` meets a policy without adapters.
     """
-    policy = actor_critic.policy.model
-    source = policy if ref_model is None else load_causal_lm(ref_model, trust_remote_code=trust_remote_code)
-    if source.config.vocab_size != policy.config.vocab_size:
-        raise ValueError(
-            f"ref_model's vocabulary ({source.config.vocab_size}) is not the policy's ({policy.config.vocab_size}); "
-            "the KL penalty compares token by token, so both must share a tokenizer"
-        )
-    return frozen_copy(source)
+    policy, choice = actor_critic.policy, args.reference
+    if ref_model is not None and choice != "auto":
+        raise ValueError(f"ref_model is given and reference is {choice!r}; leave one of them out")
+    if choice == "none":
+        return None
+    source = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
+    if source is not None:
+        how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "dtype": policy.model.dtype}
+        other = load_causal_lm(source, **how)
+        if other.config.vocab_size != policy.model.config.vocab_size:
+            raise ValueError(
+                f"the reference's vocabulary ({other.config.vocab_size}) is not the policy's "
+                f"({policy.model.config.vocab_size}); the KL penalty compares token by token, so both must share a "
+                "tokenizer"
+            )
+        return CopiedReference(Policy(other.eval()) if isinstance(source, str) else frozen_copy(other))
+    if choice == "adapter_off" and policy.adapters is None:
+        raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
+    if policy.adapters is not None and choice in ("auto", "adapter_off"):
+        return AdapterReference(policy, policy.adapters.starting_point)
+    return CopiedReference(Policy(without_adapters(policy).eval()), offloaded=choice == "copy_offloaded")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.batching import chunks_by_length
 from alpaca_ppo.generation import generate
 from alpaca_ppo.metrics import Timers
-from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.models import ActorCritic, Policy, Reference
 from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.types import PromptBatch
 
@@ -173,7 +173,7 @@ class RolloutCollector:
     """Takes this rank's prompts to sampled, scored and evaluated rows.
 
     Args:
-        reference: the frozen reference policy.
+        reference: lends the reference policy; None where there is none.
         scorer: the reward sources.
         processing_class: the policy's tokenizer.
         penalty: score of a response that did not stop; None = its own.
@@ -182,7 +182,7 @@ class RolloutCollector:
         accelerator: for the device and the precision of forward passes.
     """
 
-    reference: Policy
+    reference: Reference | None
     scorer: RewardScorer
     processing_class: Any
     penalty: float | None
@@ -232,8 +232,11 @@ class RolloutCollector:
                 local |= evaluate_responses(actor_critic, local, **settings, **parts)
             if not with_policy:
                 local["logprobs"] = local["rollout_logprobs"].clone()
-            reference = evaluate_responses(self.reference, local, **settings)
-            local |= {f"ref_{name}": value for name, value in reference.items()}
+            if self.reference is None:
+                return local | {"ref_logprobs": local["logprobs"].clone()}
+            with self.reference.present(self.accelerator.device) as reference:
+                said = evaluate_responses(reference, local, **settings)
+            local |= {f"ref_{name}": value for name, value in said.items()}
         return local
 
     def _answer(

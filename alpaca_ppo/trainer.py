@@ -7,6 +7,7 @@ disk in `tracking`, `checkpointing` and `export`. This file says in which order 
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import checkpointing, construction, distributed, export, inspection, metrics, model_construction
 from alpaca_ppo.batching import optimizer_steps, update_batches
@@ -25,8 +26,8 @@ from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_
 from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.functional import shape_rewards
 from alpaca_ppo.lifecycle import Lifecycle
-from alpaca_ppo.losses import correction_weights, critic_terms, policy_terms
-from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.losses import correction_weights, loss_terms
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.optimization import make_updater
 from alpaca_ppo.rollouts import Sampling
 from alpaca_ppo.tracking import RunLog
@@ -48,7 +49,8 @@ class PPOTrainer:
         eval_dataset: held-out rows of the same form, for `evaluate`.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
         value_model: a sequence classifier with one label, or a `final/value` folder, to start the critic from.
-        ref_model: the reference policy; a frozen copy of the policy by default.
+        ref_model: the reference policy; by default what `args.reference` says.
+        peft_config: a `peft.LoraConfig`: the policy's base is frozen, and adapters are trained.
         reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
             `reward_funcs`; a model from a folder brings its own.
         callbacks: `transformers.TrainerCallback`s.
@@ -69,6 +71,7 @@ class PPOTrainer:
         processing_class: Any = None,
         value_model: str | PreTrainedModel | None = None,
         ref_model: str | PreTrainedModel | None = None,
+        peft_config: Any = None,
         reward_processing_classes: Any = None,
         callbacks: Sequence[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
@@ -76,26 +79,24 @@ class PPOTrainer:
     ) -> None:
         self.args = args
         self.accelerator = construction.make_accelerator(args, accelerator)
-        trust = {"trust_remote_code": args.trust_remote_code}
-        self.processing_class = processing_class or construction.load_processing_class(model, **trust)
+        self.processing_class = processing_class or construction.load_processing_class(
+            model, trust_remote_code=args.trust_remote_code
+        )
         how = (self.processing_class, args)
         self.train_prompts = construction.make_prompts(train_dataset, *how)
         self.eval_prompts = None if eval_dataset is None else construction.make_prompts(eval_dataset, *how)
         self.schedule = construction.make_schedule(len(self.train_prompts), args)
         scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
-        actor_critic = model_construction.make_actor_critic(model, value_model, reward_funcs, args)
+        actor_critic = model_construction.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
         self.sampling = construction.make_sampling(actor_critic.policy.model, self.processing_class, args)
-        reference = model_construction.make_reference(actor_critic, ref_model, **trust).to(self.accelerator.device)
-        self.collector = construction.make_collector(
-            reference, scorer, self.processing_class, self.accelerator, args=args
-        )
+        construction.add_reward_adapter(scorer, actor_critic, args)
+        reference = model_construction.make_reference(actor_critic, ref_model, args)
+        self.collector = construction.make_collector(reference, scorer, self.accelerator, *how)
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.kl_controller = construction.make_kl(args)
-        self.state = TrainerState(
-            max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
-        )
+        self.state = construction.make_state(self.schedule, self.accelerator)
         self.lifecycle = Lifecycle(callbacks or [], self.state)
         self.run_log: RunLog | None = None
         self.timers = metrics.Timers()
@@ -235,20 +236,19 @@ class PPOTrainer:
         `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
         `*_max` are extremes, all others means over the micro-batch's masked tokens.
         """
-        with_policy, with_critic = not self.policy_stands_still, self.args.uses_critic
-        outputs = self.model(
-            *(rollouts_batch[key] for key in ("queries", "query_attn_masks", "responses", "response_mask")),  # type: ignore[literal-required]
-            temperature=self.args.temperature,
-            chunk_size=self.args.logprob_chunk_size,
-            with_policy=with_policy,
-            with_critic=with_critic,
-            value_taus=rollouts_batch.get("value_taus"),
-        )
-        terms = [policy_terms(outputs, rollouts_batch, self.args)] if with_policy else []
-        terms += [critic_terms(outputs, rollouts_batch, self.args)] if with_critic else []
+        apart = self.updater.apart if self.updater.keeps_graphs_apart else None
+        forward = partial(self._forward, rollouts_batch)
+        with_policy = not self.policy_stands_still
+        terms = loss_terms(forward, rollouts_batch, self.args, with_policy=with_policy, apart=apart)
         loss = torch.stack([term for term, _ in terms]).sum()
         stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}
         return loss, {**stats, "loss/total": loss.detach()}
+
+    def _forward(self, batch: Any, **parts: bool) -> ActorCriticOutputs:
+        tensors = [batch[key] for key in ("queries", "query_attn_masks", "responses", "response_mask")]
+        how = {"temperature": self.args.temperature, "chunk_size": self.args.logprob_chunk_size}
+        outputs: ActorCriticOutputs = self.model(*tensors, value_taus=batch.get("value_taus"), **how, **parts)
+        return outputs
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, AlpacaFarm's names where it has them."""
@@ -289,7 +289,11 @@ class PPOTrainer:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
         if self.accelerator.is_main_process:
-            about = {"figures": stats or {}, "config": asdict(self.args)}
+            about: dict[str, Any] = {
+                "figures": stats or {},
+                "config": asdict(self.args),
+                "merged": self.args.merge_on_save,
+            }
             export.save_final(folder, self.actor_critic, self.processing_class, **about)
             if self.args.push_to_hub and output_dir is None:
                 export.push_folder(folder / "policy", str(self.args.hub_model_id))
@@ -388,8 +392,8 @@ class PPOTrainer:
     ) -> Rollouts:
         n = sampling.num_return_sequences
         progress = self._log.progress(sum(len(batch["rows"]) for batch in batches) * n, "rollout", leave=False)
-        how: dict[str, Any] = {"seed": seed, "step": step, "timers": self.timers, "on_chunk": progress.update}
-        local = self.collector.collect(self.actor_critic, batches, sampling, **how, **parts)
+        how: dict[str, Any] = {"seed": seed, "step": step, "timers": self.timers, **parts}
+        local = self.collector.collect(self.actor_critic, batches, sampling, on_chunk=progress.update, **how)
         progress.close()
         rows: Rollouts = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)  # type: ignore[assignment]
         return rows

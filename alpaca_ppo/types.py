@@ -47,8 +47,8 @@ class Rollouts(TypedDict, total=False):
     """(B, R) float32: the reference policy's."""
     entropies: NotRequired[Tensor]
     """(B, R) float32: entropy of the policy's distribution at each step, in nats; not with `old_policy: rollout`."""
-    ref_entropies: Required[Tensor]
-    """(B, R) float32: the reference policy's entropy."""
+    ref_entropies: NotRequired[Tensor]
+    """(B, R) float32: the reference policy's entropy; without a reference, `ref_logprobs` is `logprobs` instead."""
     values: NotRequired[Tensor]
     """(B, R) float32: value of the state before the action; only where there is a critic, like the next one."""
     value_means: NotRequired[Tensor]

@@ -7,7 +7,8 @@ micro-batches or the number of ranks. A non-finite gradient never reaches the we
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from alpaca_ppo.metrics import StatsAccumulator
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.types import Rollouts
 
+Terms = tuple[Tensor, dict[str, Tensor]]
 LossFunction = Callable[[Rollouts], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -69,6 +71,7 @@ class Updater:
         self.model, self.optimizer = accelerator.prepare(actor_critic, optimizer)
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         """In force at the last optimizer step."""
+        self._in_step = False
         self._ratio_warned = self._edges_warned = False
 
     def step(
@@ -110,10 +113,14 @@ class Updater:
         for positions in plan:
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.accelerator.accumulate(self.model):
-                loss, micro_stats = compute_loss(batch)
+                self._in_step = True
+                try:
+                    loss, micro_stats = compute_loss(batch)
+                finally:
+                    self._in_step = False
                 check_loss(loss)
                 if freeze_policy and world > 1:
-                    loss = loss + self._touched_policy()
+                    loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy)
                 # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
                 self.accelerator.backward(loss * world * self.micro_batches)
                 if self.accelerator.sync_gradients:
@@ -122,6 +129,29 @@ class Updater:
             stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
             stats.add_padding([lengths[i] for i in positions])
         return stats
+
+    @property
+    def keeps_graphs_apart(self) -> bool:
+        """Whether the critic's backward pass can be made before the policy's forward pass: inside `step`, where the
+        two share no activations. Then the two graphs are never in memory together.
+        """
+        critic = self.accelerator.unwrap_model(self.model).critic
+        return self._in_step and critic is not None and not critic.shares_states
+
+    @contextmanager
+    def apart(self) -> Iterator[Callable[[Terms], Terms]]:
+        """Inside, the critic runs alone; yields what makes its backward pass and returns its terms as numbers."""
+        actor_critic = self.accelerator.unwrap_model(self.model)
+
+        def backward(terms: Terms) -> Terms:
+            loss, stats = terms
+            self.accelerator.backward(loss * self.accelerator.num_processes * self.micro_batches)
+            number = loss.detach()
+            # DDP waits for the critic's parameters in the pass that synchronises.
+            return number + _touched(actor_critic.critic) if self.accelerator.num_processes > 1 else number, stats
+
+        with self.accelerator.no_sync(self.model), actor_critic.critic_active():
+            yield backward
 
     def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
         """What all ranks accumulated over their shares of the same optimizer steps."""
@@ -171,11 +201,6 @@ class Updater:
         micro: Rollouts = batch
         return micro
 
-    def _touched_policy(self) -> Tensor:
-        """Zero, with a path to each parameter of the policy: DDP waits for all of them in every backward pass."""
-        policy = self.accelerator.unwrap_model(self.model).policy
-        return sum(p.flatten()[0] * 0.0 for p in policy.parameters() if p.requires_grad)
-
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> Tensor:
         if freeze_policy:
             # None, not zero: AdamW would decay the weights and count a step.
@@ -194,6 +219,11 @@ class Updater:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return norm
+
+
+def _touched(module: torch.nn.Module) -> Tensor:
+    """Zero, with a path to each parameter that trains: DDP waits for all of them in a backward pass."""
+    return sum((p.flatten()[0] * 0.0 for p in module.parameters() if p.requires_grad), torch.zeros(()))
 
 
 def _at_first(stats: Mapping[str, Any], *, first: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1_clamped", "k1+", "k3+")
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
+REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 ADV_ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax")
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -61,7 +62,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "old_policy": ("recompute", "rollout", "correct"),
     "rollout_correction_level": ("token", "sequence"),
     "critic": ("scalar", "c51", "quantile", "iqn"),
-    "critic_layout": ("separate", "shared"),
+    "critic_layout": ("separate", "shared", "adapter"),
+    "dtype": ("float32", "bfloat16"),
 }
 
 
@@ -159,6 +161,11 @@ def check_algorithm(config: Any) -> None:
         )
     if config.policy_loss == "gspo" and config.clip_ratio_c is not None:
         raise ValueError(f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss 'gspo' has no dual clip; null it")
+    if config.reference == "none" and (config.use_kl_loss or (config.use_kl_in_reward and config.kl_coef)):
+        raise ValueError(
+            f"reference is 'none', but use_kl_in_reward is {config.use_kl_in_reward} with kl_coef {config.kl_coef} and "
+            f"use_kl_loss is {config.use_kl_loss}; set both to false, or keep a reference"
+        )
     if not config.use_kl_in_reward and config.kl_controller != "fixed":
         raise ValueError(
             f"kl_controller is {config.kl_controller!r} but use_kl_in_reward is False, so it would move nothing; set "

@@ -3,29 +3,56 @@ loaded.
 """
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs
-from alpaca_ppo.models.critic_folders import is_critic_folder, load_critic, write_critic
+from alpaca_ppo.models.adapters import (
+    POLICY,
+    REFERENCE,
+    VALUE,
+    AdapterClassifier,
+    AdapterSet,
+    adapters_in,
+    attach,
+    is_adapter_folder,
+    load_adapters,
+    merged_weights,
+)
+from alpaca_ppo.models.critic_folders import is_critic_folder, load_critic, write_critic, write_critic_adapter
 from alpaca_ppo.models.critic_heads import Critic, CriticHead, make_head
 from alpaca_ppo.models.loading import (
     build_actor_critic,
-    frozen_copy,
     load_causal_lm,
     load_sequence_classifier,
 )
 from alpaca_ppo.models.policy import Policy, disable_dropout
+from alpaca_ppo.models.references import AdapterReference, CopiedReference, Reference, frozen_copy, without_adapters
 
 __all__ = [
+    "POLICY",
+    "REFERENCE",
+    "VALUE",
     "ActorCritic",
     "ActorCriticOutputs",
+    "AdapterClassifier",
+    "AdapterReference",
+    "AdapterSet",
+    "CopiedReference",
     "Critic",
     "CriticHead",
     "Policy",
+    "Reference",
+    "adapters_in",
+    "attach",
     "build_actor_critic",
     "disable_dropout",
     "frozen_copy",
+    "is_adapter_folder",
     "is_critic_folder",
+    "load_adapters",
     "load_causal_lm",
     "load_critic",
     "load_sequence_classifier",
     "make_head",
+    "merged_weights",
+    "without_adapters",
     "write_critic",
+    "write_critic_adapter",
 ]

@@ -1,11 +1,14 @@
 """Policy and critic in one module, so that one wrapper (DDP, DeepSpeed) holds all that trains."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from alpaca_ppo.batching import pack_rows
+from alpaca_ppo.batching import PackedRows, pack_rows
+from alpaca_ppo.models.adapters import VALUE
 from alpaca_ppo.models.critic_heads import Critic
 from alpaca_ppo.models.policy import Policy, response_states, unpack
 
@@ -30,8 +33,8 @@ class ActorCritic(nn.Module):
 
     Args:
         policy: the wrapped causal language model.
-        critic: a head with a backbone of its own (layout `separate`) or without (layout `shared`: it reads the
-            policy's states); None for estimators that need no critic.
+        critic: a head with a backbone of its own (layout `separate`), an adapter of its own on the policy's base
+            (`adapter`), or neither (`shared`: it reads the policy's states); None for estimators without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic | None) -> None:
@@ -65,7 +68,7 @@ class ActorCritic(nn.Module):
         """
         packed = pack_rows(queries, query_attn_masks, responses, response_mask)
         logprobs = entropies = states = None
-        shared = self.critic is not None and self.critic.backbone is None
+        shared = self.critic is not None and self.critic.shares_states
         if with_policy or (with_critic and shared):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
                 states = self.policy.states(packed)
@@ -76,9 +79,33 @@ class ActorCritic(nn.Module):
             )
         if self.critic is None or not with_critic:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
-        if self.critic.backbone is not None:
-            states = response_states(self.critic.backbone, packed)
+        if not shared:
+            states = self._critic_states(packed)
         values, means, predictions = (unpack(part, packed, responses) for part in self.critic.head(states, value_taus))
         return ActorCriticOutputs(
             logprobs, entropies, values, None if self.critic.head.kind == "scalar" else means, predictions
         )
+
+    @contextmanager
+    def critic_active(self) -> Iterator[None]:
+        """Inside, the base is the critic's, where the critic is an adapter on it."""
+        if self.critic is None or not self.critic.has_adapter:
+            yield
+            return
+        assert self.policy.adapters is not None
+        with self.policy.adapters.active(VALUE):
+            yield
+
+    def _critic_states(self, packed: PackedRows) -> Tensor:
+        assert self.critic is not None
+        if self.critic.backbone is not None:
+            return response_states(self.critic.backbone, packed)
+        adapters = self.policy.adapters
+        assert adapters is not None
+        if torch.is_grad_enabled() and self.policy.recomputes and adapters.peft.active_adapter != VALUE:
+            raise ValueError(
+                "gradient_checkpointing would compute the critic's activations again with the policy's adapter; run "
+                "the critic's forward and backward pass inside critic_active(), as PPOTrainer.compute_loss does"
+            )
+        with self.critic_active():
+            return self.policy.states(packed)

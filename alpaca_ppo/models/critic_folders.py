@@ -4,13 +4,17 @@ For heads that a sequence classifier cannot hold, and for architectures without 
 all or nothing is not here (`export`).
 """
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel, TaskType
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from alpaca_ppo.models.adapters import AdapterSet, adapter_tensors, is_adapter_folder, lora_config
 from alpaca_ppo.models.critic_heads import Critic, CriticHead, make_head
 from alpaca_ppo.models.policy import disable_dropout
 
@@ -25,6 +29,27 @@ def is_critic_folder(name: str) -> bool:
 def write_critic(folder: Path, head: CriticHead, backbone: PreTrainedModel) -> None:
     """Writes the head's kind, support and weights and `backbone` (the critic's own, or the policy's) into `folder`."""
     backbone.save_pretrained(folder)
+    _write_head(folder, head)
+
+
+def write_critic_adapter(folder: Path, adapters: AdapterSet, name: str, head: CriticHead) -> None:
+    """Writes the adapter `name` of the policy's base and `head` into `folder`."""
+    config = copy.deepcopy(lora_config(adapters.peft.peft_config[name]))
+    config.inference_mode = True
+    config.base_model_name_or_path = adapters.model.config.name_or_path
+    tensors = adapter_tensors(adapters, name)
+    if head.kind == "scalar":
+        # What PEFT writes for a sequence classifier whose head was trained beside the adapter.
+        config.task_type = TaskType.SEQ_CLS
+        config.modules_to_save = [*(config.modules_to_save or []), "score"]
+        tensors["base_model.model.score.weight"] = head.get_parameter("weight").detach().cpu()
+    else:
+        _write_head(folder, head)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def _write_head(folder: Path, head: CriticHead) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / HEAD_WEIGHTS)
     settings = {**head.settings(), "hidden_size": head.hidden_size}
     (folder / HEAD_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -48,8 +73,11 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
         settings["risk_level"] = risk_level
     head = make_head(**settings)
     head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
-    backbone = AutoModel.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-    )
+    how = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if is_adapter_folder(folder):
+        base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
+        backbone: Any = PeftModel.from_pretrained(base, folder).get_base_model().base_model
+    else:
+        backbone = AutoModel.from_pretrained(folder, **how)
     disable_dropout(backbone)
     return Critic(head, backbone)

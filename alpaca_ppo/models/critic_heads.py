@@ -254,12 +254,26 @@ def make_head(kind: str, hidden_size: int, *, dtype: torch.dtype = torch.float32
 
 
 class Critic(nn.Module):
-    """A value head, with a backbone of its own or (None) on the policy's hidden states."""
+    """A value head, with a backbone of its own, with an adapter of its own on the policy's base, or on the policy's
+    hidden states.
 
-    def __init__(self, head: CriticHead, backbone: nn.Module | None) -> None:
+    Args:
+        head: the head.
+        backbone: of the critic alone; None = the policy's.
+        has_adapter: True reads the hidden states of the policy's base under the adapter `value`.
+    """
+
+    def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
         super().__init__()
+        assert backbone is None or not has_adapter
         self.head = head
         self.backbone = backbone
+        self.has_adapter = has_adapter
+
+    @property
+    def shares_states(self) -> bool:
+        """Whether the head reads the very states from which the policy's logits come."""
+        return self.backbone is None and not self.has_adapter
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

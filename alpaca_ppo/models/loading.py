@@ -2,37 +2,59 @@
 only.
 """
 
-import copy
-import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from alpaca_ppo.models.actor_critic import ActorCritic
+from alpaca_ppo.models.adapters import POLICY, VALUE, AdapterSet, lora_config
 from alpaca_ppo.models.critic_heads import Critic, CriticHead, make_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
+from alpaca_ppo.models.references import without_adapters
 
 
-def load_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model `model` (loaded in float32 when a name), dropout off.
+def load_causal_lm(
+    model: str | PreTrainedModel,
+    *,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    load_in_4bit: bool = False,
+) -> PreTrainedModel:
+    """The causal language model `model` (loaded when a name), dropout off; one in memory keeps its dtype.
 
-    A half-precision model in memory is taken as it is, with a warning: AdamW's small steps vanish in bfloat16 weights.
+    Args:
+        model: a folder, a hub id, or the model.
+        trust_remote_code: run code that comes with the model.
+        dtype: of the weights of a model that is loaded.
+        load_in_4bit: quantise a model that is loaded (NF4, arXiv:2305.14314).
 
     Raises:
-        ValueError: when the folder lacks some of the model's weights, such as the language-model head.
+        ValueError: when the folder lacks some of the model's weights, such as the language-model head; for 4 bits
+            without a CUDA device or bitsandbytes.
     """
     if isinstance(model, str):
-        model = _load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code)
-    elif model.dtype in (torch.float16, torch.bfloat16):
-        warnings.warn(
-            f"the model's weights are {model.dtype}: small updates will be rounded away. Load it with "
-            f"dtype=torch.float32 and set bf16: true",
-            stacklevel=2,
-        )
+        how: dict[str, Any] = {"dtype": dtype}
+        if load_in_4bit:
+            how["quantization_config"] = _four_bit()
+        model = _load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, **how)
     disable_dropout(model)
     return model
+
+
+def _four_bit() -> BitsAndBytesConfig:
+    missing = [] if torch.cuda.is_available() else ["a CUDA device"]
+    missing += [] if find_spec("bitsandbytes") else ["the package bitsandbytes"]
+    if missing:
+        raise ValueError(f"load_in_4bit is True but {' and '.join(missing)} is missing; use dtype: bfloat16 instead")
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
 def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -59,18 +81,13 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     return classifier
 
 
-def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool) -> PreTrainedModel:
+def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+    settings = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True, **how}
     try:
-        model, info = auto_class.from_pretrained(
-            name,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        model, info = auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **settings)
     except OSError as error:
         raise ValueError(
-            f"no model can be loaded from {name!r} ({error}); check model_name_or_path, ref_model_name_or_path and "
+            f"no model can be loaded from {name!r} ({error}); check model_name_or_path, reference and "
             "value_model_name_or_path: each an existing folder with safetensors weights, or a hub id within reach"
         ) from error
     if info["missing_keys"]:
@@ -83,7 +100,7 @@ def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool) -> Pr
 
 
 def build_actor_critic(
-    policy: PreTrainedModel,
+    policy: PreTrainedModel | AdapterSet,
     *,
     critic_layout: str | None,
     value_model: PreTrainedModel | Critic | None = None,
@@ -92,9 +109,10 @@ def build_actor_critic(
     """Policy and critic for `critic_layout`.
 
     Args:
-        policy: the causal language model that will be trained; not copied.
-        critic_layout: `separate` (a backbone of its own: `value_model`'s, else a copy of the policy's), `shared` (a
-            head on the policy's hidden states), or None for no critic.
+        policy: the causal language model that will be trained, or a frozen one with adapters; not copied.
+        critic_layout: `separate` (a backbone of its own: `value_model`'s, else a copy of the policy's without
+            adapters), `adapter` (an adapter of its own on the policy's base), `shared` (a head on the policy's hidden
+            states), or None for no critic.
         value_model: a sequence classifier with one label, a `Critic`, or None. Its weights become the critic's, not
             copied: all of a Critic's; a classifier's backbone, and its `score` where the head is scalar.
         head: `kind` and further arguments of `make_head`; a scalar head by default. New heads start at the value 0.
@@ -102,7 +120,8 @@ def build_actor_critic(
     Raises:
         ValueError: when a value model is given where its backbone has no place, or a critic with another head.
     """
-    wrapped = Policy(policy)
+    wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
+    dtype = wrapped.model.dtype
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
             f"a value model is given, but {_no_place(critic_layout)}; leave it out, or use critic_layout: separate "
@@ -114,15 +133,20 @@ def build_actor_critic(
     hidden_size = wrapped.head.weight.size(1)
     if isinstance(value_model, Critic):
         return ActorCritic(wrapped, _matching(value_model, make_head(**settings, hidden_size=1)))
-    if critic_layout == "shared":
-        return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=policy.dtype), None))
-    backbone: Any = copy.deepcopy(wrapped.model.base_model)
+    if critic_layout == "adapter":
+        if wrapped.adapters is None:
+            raise ValueError("critic_layout is 'adapter' but the policy has none; give peft_config, or use separate")
+        wrapped.adapters.add(VALUE, lora_config(wrapped.adapters.peft.peft_config[POLICY]), trainable=True)
+    if critic_layout != "separate":
+        head_alone = make_head(**settings, hidden_size=hidden_size, dtype=dtype)
+        return ActorCritic(wrapped, Critic(head_alone, None, has_adapter=critic_layout == "adapter"))
+    backbone: Any = value_model.base_model if value_model is not None else without_adapters(wrapped).base_model
     if value_model is not None:
         weight = value_model.get_parameter("score.weight")
-        backbone, hidden_size = value_model.base_model, weight.size(1)
+        hidden_size = weight.size(1)
         if settings["kind"] == "scalar":
             settings["weight"] = weight
-    return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=policy.dtype), backbone))
+    return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=dtype), backbone))
 
 
 def _no_place(critic_layout: str | None) -> str:
@@ -139,9 +163,3 @@ def _matching(critic: Critic, wanted: CriticHead) -> Critic:
         )
     critic.head.risk_level = wanted.risk_level
     return critic
-
-
-def frozen_copy(policy: PreTrainedModel) -> Policy:
-    """A reference policy: a copy that no optimizer and no later update of `policy` touches."""
-    reference = Policy(copy.deepcopy(policy).eval())
-    return reference.requires_grad_(False)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.batching import PackedRows, pack_rows
 from alpaca_ppo.functional import chunked_logprobs
+from alpaca_ppo.models.adapters import AdapterSet
 
 
 class PolicyOutputs(NamedTuple):
@@ -29,15 +30,23 @@ class PolicyOutputs(NamedTuple):
 class Policy(nn.Module):
     """Wraps a `PreTrainedModel` with a language-model head; shares its parameters, changes none of them.
 
+    Args:
+        model: the language model; of an `AdapterSet`, its `model`.
+        adapters: the adapters in the model's layers, where it has any.
+
     Raises:
         ValueError: when the model has no output embeddings, or computes logits in a way that this class does not know.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
         self.model = model
+        # No module: its parameters are those of the model's own layers.
+        self.adapters = adapters
+        self.recomputes = False
+        """Whether activations are checkpointed: the backward pass runs parts of the model again."""
         self._check_logits()
 
     @property

@@ -37,12 +37,18 @@ class RewardScorer:
     """Calls reward sources and adds up their scores. `build_reward` makes one from what a user gives."""
 
     def __init__(self, sources: Sequence[FunctionReward | ModelReward], weights: Sequence[float]) -> None:
-        assert len(sources) == len(weights), (len(sources), len(weights))
-        self.sources = list(sources)
-        self.weights = list(weights)
-        self.names = _distinct([source.name for source in sources])
-        for source, name in zip(self.sources, self.names, strict=True):
-            source.name = name
+        self.sources: list[FunctionReward | ModelReward] = []
+        self.weights: list[float] = []
+        for source, weight in zip(sources, weights, strict=True):
+            self.add(source, weight)
+
+    def add(self, source: FunctionReward | ModelReward, weight: float) -> None:
+        """Adds a source; one of a name that is there already is called <name>_2."""
+        self.sources.append(source)
+        self.weights.append(weight)
+        self.names = _distinct([source.name for source in self.sources])
+        for each, name in zip(self.sources, self.names, strict=True):
+            each.name = name
 
     def __call__(
         self,
