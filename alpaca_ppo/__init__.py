@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from alpaca_ppo.arguments import LoraArguments as LoraArguments
     from alpaca_ppo.arguments import ScriptArguments as ScriptArguments
     from alpaca_ppo.arguments import parse_args as parse_args
     from alpaca_ppo.config import PPOConfig as PPOConfig
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ActorCritic": "models",
+    "LoraArguments": "arguments",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
     "ScriptArguments": "arguments",

@@ -7,7 +7,7 @@ reward function's name count from the current folder.
 import sys
 from pathlib import Path
 
-from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, load_prompt_dataset, parse_args
+from alpaca_ppo import LoraArguments, PPOConfig, PPOTrainer, ScriptArguments, load_prompt_dataset, parse_args
 from alpaca_ppo.construction import load_processing_class
 from alpaca_ppo.preflight import check_start
 
@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path.cwd()))
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Parses the arguments, trains, and returns the last step's metrics."""
-    script_args, args = parse_args([ScriptArguments, PPOConfig], argv)
+    script_args, lora, args = parse_args([ScriptArguments, LoraArguments, PPOConfig], argv)
     resume = script_args.resume_from_checkpoint
     check_start(args, resume)
-    script_args.check_model_names()
+    script_args.check_names(args)
     name, split, config = script_args.dataset_name, script_args.dataset_test_split, script_args.dataset_config
     train_dataset = load_prompt_dataset(name, split=script_args.dataset_train_split, config_name=config)
     eval_dataset = None
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         eval_dataset=eval_dataset,
         processing_class=load_processing_class(script_args.model_name_or_path, trust_remote_code=trust),
         value_model=script_args.value_model_name_or_path,
-        ref_model=script_args.ref_model_name_or_path,
+        peft_config=lora.peft_config("CAUSAL_LM"),
     )
     return trainer.train(resume_from_checkpoint=resume)
 

@@ -1,12 +1,12 @@
 """Pairwise reward modelling (Bradley-Terry): the chosen completion's score is raised over the rejected one's.
 
-    python examples/train_reward_model.py --model_name_or_path outputs/sft --dataset_name my/preferences \
-        --output_dir outputs/reward_model --learning_rate 1e-5
+    python examples/train_reward_model.py --config reward.yaml --output_dir outputs/reward_model
 
 The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Ouyang et al., arXiv:2203.02155, eq. 1). The output
 folder is an `AutoModelForSequenceClassification` with one label and its tokenizer, and `train_ppo.py
 --reward_model_name_or_path` scores a response exactly as it was scored here: prompt and completion as one text, or as
-messages through the chat template. Every argument of `transformers.TrainingArguments` is a flag too.
+messages through the chat template. Every argument of `transformers.TrainingArguments` is a flag too; with `--use_peft`
+the folder is an adapter, which `train_ppo.py --reward_adapter` puts on the policy's base.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import (
@@ -27,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.arguments import LoraArguments, parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
 
 PAIR = ("chosen", "rejected")
@@ -48,9 +49,7 @@ class RewardModelArguments:
     dataset_test_split: str | None = field(default=None, metadata={"help": "Split for --eval_strategy."})
     prompt_column: str = field(default="prompt", metadata={"help": "Column of the prompt: text or messages."})
     prompt_template: str | None = field(default=None, metadata={"help": "Named template or format string instead."})
-    max_length: int = field(
-        default=1024, metadata={"help": "Tokens of prompt and completion; longer pairs are dropped."}
-    )
+    max_length: int = field(default=1024, metadata={"help": "Tokens of both; longer pairs are dropped."})
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "dataset_name"):
@@ -115,13 +114,15 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` (the command line by default) says and writes the reward model to its `output_dir`."""
-    arguments, training = parse_args([RewardModelArguments, TrainingArguments], argv)
+    arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
     training.remove_unused_columns = False
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForSequenceClassification.from_pretrained(
         arguments.model_name_or_path, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
     )
+    if config := lora.peft_config("SEQ_CLS"):
+        model = get_peft_model(model, config)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         sequences = [row[column] for column in PAIR for row in rows]

@@ -1,0 +1,174 @@
+"""Several roles on one base: each role's numbers are those it would have alone."""
+
+import copy
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from torch.testing import assert_close
+
+from alpaca_ppo.models import (
+    POLICY,
+    REFERENCE,
+    VALUE,
+    AdapterClassifier,
+    Policy,
+    adapters_in,
+    attach,
+    build_actor_critic,
+    load_adapters,
+    load_causal_lm,
+    merged_weights,
+    without_adapters,
+)
+from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_sequence_classifier
+
+QUERIES = torch.tensor([[0, 5, 9], [6, 7, 8]])
+QUERY_MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
+RESPONSES = torch.tensor([[10, 11, 2], [12, 2, 0]])
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+BATCH = (QUERIES, QUERY_MASK, RESPONSES, MASK)
+HOW = {"temperature": 1.0, "chunk_size": 4}
+
+
+def lora(**settings):
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **settings})
+
+
+def stirred(adapters, *names, seed=0):
+    """Random numbers in the adapters, whose product PEFT starts at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in names:
+        for parameter in adapters.parameters_of(name):
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    return adapters
+
+
+def flags(module):
+    return [parameter.requires_grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_switched_off_the_model_is_the_base_and_on_again_the_policy(arch):
+    base = load_causal_lm(tiny_causal_lm(arch))
+    alone = Policy(base)(*BATCH, **HOW).logprobs
+    adapters = stirred(attach(base, lora()), POLICY)
+    policy, before = Policy(adapters.model, adapters), flags(adapters.peft)
+    own = policy(*BATCH, **HOW).logprobs
+    assert not torch.allclose(own, alone, atol=1e-3)
+    with adapters.active(None):
+        assert torch.equal(policy(*BATCH, **HOW).logprobs, alone)
+        assert flags(adapters.peft) == before
+    assert torch.equal(policy(*BATCH, **HOW).logprobs, own)
+    assert flags(adapters.peft) == before and any(before)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_actor_critic_and_reference_on_one_base_are_those_on_their_own(settings):
+    base = tiny_causal_lm("llama", tie_word_embeddings=False)
+    plain = copy.deepcopy(base)
+    adapters = attach(base, lora(**settings))
+    built = build_actor_critic(adapters, critic_layout="adapter")
+    stirred(adapters, POLICY, VALUE)
+    built.critic.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    together = built(*BATCH, **HOW)
+    for name, part in ((POLICY, "logprobs"), (VALUE, "values")):
+        own = get_peft_model(copy.deepcopy(plain), lora(**settings))
+        mine, theirs = adapters.parameters_of(name), adapters_in(own).parameters_of(POLICY)
+        for target, source in zip(theirs, mine, strict=True):
+            target.data.copy_(source)
+        alone = build_actor_critic(own.get_base_model(), critic_layout="shared")
+        alone.critic.head.load_state_dict(built.critic.head.state_dict())
+        assert_close(getattr(together, part), getattr(alone(*BATCH, **HOW), part), atol=1e-6, rtol=1e-6)
+    with adapters.active(None):
+        assert_close(Policy(adapters.model)(*BATCH, **HOW), Policy(plain)(*BATCH, **HOW), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen2"])
+def test_a_reward_adapter_scores_as_the_classifier_that_it_was_trained_in(arch, tmp_path):
+    classifier = get_peft_model(tiny_sequence_classifier(arch), lora(task_type="SEQ_CLS"))
+    for parameter in classifier.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(3))
+    classifier.eval().save_pretrained(tmp_path)
+    base = tiny_causal_lm(arch)
+    base.base_model.load_state_dict(tiny_sequence_classifier(arch).base_model.state_dict())
+    adapters = attach(base, lora())
+    model = AdapterClassifier(adapters, str(tmp_path))
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    expected = [classifier(input_ids=row[keep.bool()].unsqueeze(0)).logits for row, keep in zip(ids, mask, strict=True)]
+    assert_close(model(ids, mask).logits, torch.cat(expected), atol=1e-6, rtol=1e-6)
+    assert adapters.peft.active_adapter == POLICY
+    assert not any(parameter.requires_grad for parameter in adapters.parameters_of("reward"))
+
+
+def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_path):
+    base = tiny_causal_lm("llama")
+    supervised = stirred(attach(copy.deepcopy(base), lora(task_type="CAUSAL_LM")), POLICY)
+    supervised.peft.save_pretrained(tmp_path)
+    expected = Policy(supervised.model)(*BATCH, **HOW).logprobs
+    adapters = load_adapters(base, str(tmp_path))
+    assert adapters.starting_point == REFERENCE
+    policy = Policy(adapters.model, adapters)
+    assert_close(policy(*BATCH, **HOW).logprobs, expected)
+    stirred(adapters, POLICY, seed=5)
+    with adapters.active(REFERENCE):
+        assert_close(policy(*BATCH, **HOW).logprobs, expected)
+    assert_close(Policy(without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert not any(p.requires_grad for p in adapters.parameters_of(REFERENCE))
+    assert all(p.requires_grad for p in adapters.parameters_of(POLICY))
+
+
+def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
+    base = tiny_causal_lm("llama")
+    adapters = stirred(attach(base, lora()), POLICY)
+    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
+    merged = tiny_causal_lm("llama", seed=9)
+    assert merged.load_state_dict(merged_weights(adapters)).missing_keys == []
+    expected = Policy(adapters.model)(*BATCH, **HOW).logprobs
+    assert_close(Policy(merged)(*BATCH, **HOW).logprobs, expected, atol=1e-4, rtol=1e-4)
+    for name, tensor in adapters.peft.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lora(bias="all"), "bias 'all': trained biases stay when the adapter is switched off"),
+        (IA3Config(), "peft_config is a IA3Config; only LoRA"),
+        (lora(target_modules=["lm_head"]), "acts on the language-model head .* leave the head out"),
+        (lora(modules_to_save=["lm_head"]), "acts on the language-model head"),
+    ],
+)
+def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        attach(tiny_causal_lm("llama", tie_word_embeddings=False), config)
+
+
+def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
+    peft = get_peft_model(tiny_causal_lm("llama"), lora())
+    peft.requires_grad_(False)
+    with pytest.raises(ValueError, match="the model's adapter is frozen; load it with is_trainable=True"):
+        adapters_in(peft)
+    with pytest.raises(ValueError, match=r"adapters are \['mine'\]; the policy's must be named 'default'"):
+        adapters_in(PeftModel(tiny_causal_lm("llama"), lora(), adapter_name="mine"))
+    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has none"):
+        build_actor_critic(tiny_causal_lm("llama"), critic_layout="adapter")
+    get_peft_model(tiny_sequence_classifier("llama"), lora(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+    adapters = attach(tiny_causal_lm("llama"), lora())
+    with pytest.raises(ValueError, match="has no score head of one label"):
+        AdapterClassifier(adapters, str(tmp_path / "a"))
+    get_peft_model(tiny_sequence_classifier("gpt2"), lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "b")
+    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM|not found in the base model"):
+        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"))
+
+
+def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
+    built = build_actor_critic(attach(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
+    built.policy.recomputes = True
+    with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
+        built(*BATCH, **HOW)
+    with built.critic_active():
+        assert built(*BATCH, **HOW, with_policy=False).values.requires_grad

@@ -1,0 +1,285 @@
+"""Runs with LoRA through the trainer: one base, what is saved, and how much is in memory."""
+
+import weakref
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+LAYOUTS = ("separate", "shared", "adapter")
+
+
+def lora_trainer(folder, *, peft_config=LORA, arguments=None, **overrides):
+    given = {"peft_config": peft_config, **(arguments or {})}
+    return tiny_trainer(folder, trainer_arguments=given, **overrides)
+
+
+def storages(*modules):
+    return {p.untyped_storage().data_ptr(): p.numel() for module in modules for p in module.parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reference_is_the_base_without_a_second_copy_of_it(layout, tmp_path):
+    trainer = lora_trainer(tmp_path, critic_layout=layout)
+    base = sum(p.numel() for p in tiny_causal_lm("llama").parameters())
+    collector = trainer.collector
+    everything = storages(trainer.actor_critic, collector.reference.policy)
+    adapters = sum(p.numel() for p in trainer.actor_critic.parameters() if p.requires_grad)
+    assert sum(everything.values()) == base + adapters
+    required = [p.requires_grad for p in trainer.actor_critic.parameters()]
+    first = trainer.step(trainer.prompt_batches(0))
+    assert first["objective/kl_sum_seq"] == 0.0 and first["ppo/policy/first_ratio_error_max"] < 1e-5
+    assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
+    assert [p.requires_grad for p in trainer.actor_critic.parameters()] == required
+
+
+def test_the_base_stands_still_and_every_adapter_moves(tmp_path):
+    trainer = lora_trainer(tmp_path, critic_layout="adapter")
+    before = weights(trainer)
+    for step in range(2):
+        trainer.step(trainer.prompt_batches(step))
+    trains = {name for name, p in trainer.actor_critic.named_parameters() if p.requires_grad}
+    moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
+    assert moved == trains
+    assert any(".value." in name for name in moved) and any(".default." in name for name in moved)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, tmp_path):
+    outcomes = []
+    for number, overrides in enumerate(({}, {"step_per_device_batch_size": 1}, {"gradient_checkpointing": True})):
+        model = tiny_causal_lm("llama", dtype=torch.float64)
+        trainer = lora_trainer(tmp_path / str(number), model=model, critic_layout=layout, **overrides)
+        for step in range(2):
+            trainer.step(trainer.prompt_batches(step))
+        outcomes.append(weights(trainer))
+    for other in outcomes[1:]:
+        for name, tensor in outcomes[0].items():
+            assert_close(other[name], tensor, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["separate", "adapter"])
+def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_path):
+    trainer = lora_trainer(tmp_path, critic_layout=layout)
+    built, alive, seen = trainer.actor_critic, [], []
+    critic_states, policy_states = built._critic_states, built.policy.states
+
+    def of_critic(packed):
+        states = critic_states(packed)
+        if torch.is_grad_enabled():
+            alive.append(weakref.ref(states))
+        return states
+
+    def of_policy(packed):
+        active = built.policy.adapters.peft.active_adapter
+        if torch.is_grad_enabled() and active == "default":
+            seen.append([reference() is not None for reference in alive])
+        return policy_states(packed)
+
+    built._critic_states, built.policy.states = of_critic, of_policy
+    trainer.step(trainer.prompt_batches(0))
+    assert len(seen) == len(alive) > 0 and not any(any(states) for states in seen)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputing_saves_activations_of_every_backbone(layout, tmp_path):
+    saved = {}
+    for checkpointing in (False, True):
+        trainer = lora_trainer(
+            tmp_path / str(checkpointing), critic_layout=layout, gradient_checkpointing=checkpointing
+        )
+        sizes = []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            trainer.step(trainer.prompt_batches(0))
+        saved[checkpointing] = sum(sizes)
+    assert saved[True] < 0.6 * saved[False], saved
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_final_folders_hold_adapters_that_load_on_the_base(layout, tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    trainer = lora_trainer(
+        tmp_path / "run", model=str(tmp_path / "base"), critic_layout=layout, merge_on_save=True, learning_rate=1e-2
+    )
+    trainer.train()
+    final, ids = tmp_path / "run" / "final", torch.tensor([[5, 9, 11, 7]])
+    assert sorted(path.name for path in final.iterdir()) == ["merged", "policy", "value"]
+    names = {path.name for path in (final / "policy").iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    policy = PeftModel.from_pretrained(base, final / "policy").eval()
+    merged = AutoModelForCausalLM.from_pretrained(final / "merged", dtype=torch.float32).eval()
+    own = trainer.actor_critic.policy.model.eval()
+    with torch.no_grad():
+        assert_close(policy(ids).logits, own(ids).logits, atol=1e-6, rtol=1e-5)
+        assert_close(merged(ids).logits, own(ids).logits, atol=1e-4, rtol=1e-4)
+        if layout != "separate":
+            critic = AutoPeftModelForSequenceClassification.from_pretrained(final / "value", num_labels=1).eval()
+            with trainer.actor_critic.critic_active():
+                states = own.base_model(ids).last_hidden_state[:, -1]
+            assert_close(critic(ids).logits[0], trainer.actor_critic.critic.head(states).values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_distributional_critic_that_is_an_adapter_loads_again(tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    settings = {"critic_layout": "adapter", "critic": "iqn", "learning_rate": 1e-2}
+    trainer = lora_trainer(tmp_path / "run", model=str(tmp_path / "base"), **settings)
+    trainer.train()
+    critic = load_critic(str(tmp_path / "run/final/value"))
+    ids, own = torch.tensor([[5, 9, 11, 7]]), trainer.actor_critic
+    with torch.no_grad(), own.critic_active():
+        expected = own.critic.head(own.policy.model.base_model(ids).last_hidden_state[:, -1]).values
+        assert_close(critic.head(critic.backbone.eval()(ids).last_hidden_state[:, -1]).values, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_hold_what_trains_and_a_resumed_run_is_exact(layout, tmp_path):
+    lora_trainer(tmp_path / "whole", critic_layout=layout, save_steps=1).train()
+    resumed = lora_trainer(tmp_path / "part", critic_layout=layout)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert metric_lines(tmp_path / "part") == metric_lines(tmp_path / "whole")[1:]
+    size = (tmp_path / "whole/checkpoint-1/model.safetensors").stat().st_size
+    trains = sum(p.numel() for p in resumed.actor_critic.parameters() if p.requires_grad)
+    assert size < 4 * trains + 20_000
+
+
+@pytest.mark.parametrize("reference", ["copy", "copy_offloaded", "adapter_off", "path"])
+def test_every_kind_of_reference_gives_the_same_run(reference, tmp_path):
+    model = tiny_causal_lm("llama")
+    if reference == "path":
+        model.save_pretrained(tmp_path / "model")
+    choice = str(tmp_path / "model") if reference == "path" else reference
+    lora_trainer(tmp_path / "one", model=model, reference=choice).train()
+    lora_trainer(tmp_path / "auto").train()
+    for one, other in zip(metric_lines(tmp_path / "one"), metric_lines(tmp_path / "auto"), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_without_a_reference_there_is_no_kl(tmp_path):
+    trainer = tiny_trainer(tmp_path, reference="none", use_kl_in_reward=False)
+    assert trainer.collector.reference is None
+    for step in range(2):
+        stats = trainer.step(trainer.prompt_batches(step))
+    assert stats["objective/kl_sum_seq"] == 0.0 and "objective/ref_entropies" not in stats
+
+
+def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    trainer = lora_trainer(tmp_path / "run", model=str(tmp_path / "base"), dtype="bfloat16", critic_layout="adapter")
+    kinds = {(p.dtype, p.requires_grad) for p in trainer.actor_critic.parameters()}
+    assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
+    before = weights(trainer)
+    trainer.step(trainer.prompt_batches(0))
+    stats = trainer.step(trainer.prompt_batches(1))
+    assert stats["ppo/policy/grad_norm"] > 0
+    moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
+    assert len(moved) == sum(p.requires_grad for p in trainer.actor_critic.parameters())
+    state = trainer.updater.optimizer.state.values()
+    assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
+
+
+def test_the_reward_model_may_be_a_third_adapter(tmp_path):
+    model = tiny_causal_lm("llama")
+    classifier = tiny_sequence_classifier("llama")
+    classifier.base_model.load_state_dict(model.base_model.state_dict())
+    peft = get_peft_model(classifier, LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS"))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
+    peft.save_pretrained(tmp_path / "reward")
+    tiny_tokenizer().save_pretrained(tmp_path / "reward")
+    settings = {"critic_layout": "adapter", "learning_rate": 1e-2}
+    adapter = lora_trainer(
+        tmp_path / "a", model=model, arguments={"reward_funcs": []}, reward_adapter=str(tmp_path / "reward"), **settings
+    )
+    whole = lora_trainer(
+        tmp_path / "b",
+        arguments={"reward_funcs": peft.merge_and_unload(), "reward_processing_classes": tiny_tokenizer()},
+        **settings,
+    )
+    for step in range(2):
+        one, other = (trainer.step(trainer.prompt_batches(step)) for trainer in (adapter, whole))
+        assert one["objective/rewards"] == pytest.approx(other["objective/rewards"], abs=1e-4)
+    assert adapter.collector.scorer.names == ["reward_adapter"] and one["objective/kl_sum_seq"] != 0
+    weighted = lora_trainer(
+        tmp_path / "c",
+        model=tiny_causal_lm("llama"),
+        reward_adapter=str(tmp_path / "reward"),
+        reward_weights=[1.0, 0.5],
+    )
+    assert weighted.collector.scorer.weights == [1.0, 0.5]
+
+
+def in_memory_adapter():
+    return get_peft_model(tiny_causal_lm("llama"), LORA)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "message"),
+    [
+        ({"peft_config": None}, {"reference": "adapter_off"}, "'adapter_off' but the policy has no adapter"),
+        ({"ref_model": tiny_causal_lm("llama")}, {"reference": "copy"}, "ref_model is given and reference is 'copy'"),
+        ({"ref_model": tiny_causal_lm("llama", vocab_size=70)}, {}, r"the reference's vocabulary \(70\)"),
+        ({"model": in_memory_adapter()}, {}, "model has an adapter and peft_config asks for another: merge the first"),
+        (
+            {"model": tiny_causal_lm("llama", dtype=torch.bfloat16), "peft_config": None},
+            {},
+            "weights are torch.bfloat16 and all of them would train",
+        ),
+        ({"model": "somewhere"}, {"load_in_4bit": True}, "load_in_4bit is True but a CUDA device"),
+        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', but that is no folder of an adapter"),
+        ({"peft_config": None}, {"reward_adapter": "x"}, "reward_adapter is 'x', but the policy has no adapters"),
+        ({}, {"reward_adapter": "x", "reward_weights": [1.0]}, "reward_weights has 1 numbers for 1 reward_funcs and a"),
+        ({}, {"reference": "none"}, "reference is 'none', but use_kl_in_reward is True"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(arguments, overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        lora_trainer(tmp_path, arguments=arguments, **overrides)
+
+
+def test_an_actor_critic_brings_its_adapters(tmp_path):
+    built = build_actor_critic(load_causal_lm(tiny_causal_lm("llama")), critic_layout="separate")
+    with pytest.raises(ValueError, match="brings its adapters; leave peft_config out"):
+        lora_trainer(tmp_path, arguments={"model": built})
+
+
+def test_an_adapter_is_trained_on_or_merged_under_a_new_one(tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), LORA)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(tmp_path / "sft")
+    tiny_tokenizer().save_pretrained(tmp_path / "sft")
+    expected = model.eval()(torch.tensor([[5, 9, 11]])).logits
+    for number, given in enumerate(({"peft_config": None}, {}, {"model": model, "peft_config": None})):
+        arguments = {"model": str(tmp_path / "sft"), **given}
+        trainer = lora_trainer(tmp_path / f"run{number}", arguments=arguments)
+        with trainer.collector.reference.present(torch.device("cpu")) as reference:
+            assert_close(reference.model.eval()(torch.tensor([[5, 9, 11]])).logits, expected, atol=1e-5, rtol=1e-5)
+        assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)
+        assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
+    with pytest.raises(ValueError, match="cannot be merged into 4-bit weights|a CUDA device"):
+        lora_trainer(tmp_path / "four", arguments={"model": str(tmp_path / "sft")}, load_in_4bit=True)
+
+
+def test_an_accelerator_of_the_users_own_unwraps_to_the_same_base(tmp_path):
+    trainer = lora_trainer(tmp_path, arguments={"accelerator": Accelerator(cpu=True), "reward_funcs": count_even})
+    assert trainer.actor_critic.policy.adapters.model is trainer.actor_critic.policy.model
