@@ -93,12 +93,11 @@ def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
     stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
     loss = policy.loss
     if args.use_kl_loss:
-        stats["loss/kl"] = aggregate_loss(
-            kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type), mask, **_mode(aggregation)
-        )
+        penalty = kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type)
+        stats["loss/kl"] = aggregate_loss(_weighted(penalty, batch), mask, **_mode(aggregation))
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
-        stats["loss/entropy"] = aggregate_loss(outputs.entropies, mask, **_mode(aggregation))
+        stats["loss/entropy"] = aggregate_loss(_weighted(outputs.entropies, batch), mask, **_mode(aggregation))
         loss = loss - args.entropy_coef * stats["loss/entropy"]
     if args.old_policy == "rollout":
         stats |= mismatch_stats(outputs.logprobs, batch)
@@ -129,12 +128,18 @@ def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
 def mismatch_stats(logprobs: Tensor, batch: Rollouts) -> dict[str, Tensor]:
     """How the trainer's `logprobs` (B, R), of a policy that has not moved, differ from the sampler's."""
     mask, sampled = batch["response_mask"], batch["rollout_logprobs"]
-    difference = torch.where(mask, logprobs - sampled, 0)
+    difference = logprobs - sampled
     return {
         "mismatch/logprob_abs_mean": masked_mean(difference.abs(), mask),
         "mismatch/k3": masked_mean(kl_penalty(logprobs, sampled, "k3"), mask),
-        "mismatch/ratio_max": difference.max().exp(),
+        "mismatch/ratio_max": torch.where(mask, difference, -torch.inf).max().exp(),
     }
+
+
+def _weighted(losses: Tensor, batch: Rollouts) -> Tensor:
+    """`losses` (B, R) as the policy's responses would give them: with the weights of `old_policy: correct`."""
+    weights = batch.get("loss_weights")
+    return losses if weights is None else losses * weights
 
 
 def _aggregation(batch: Rollouts, args: PPOConfig) -> dict[str, Any]:

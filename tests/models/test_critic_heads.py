@@ -1,0 +1,340 @@
+"""Critic heads: what they say at the start and of a written-out formula, their dtype, risk levels and gradients."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import quantile_midpoints
+from alpaca_ppo.models import (
+    ActorCritic,
+    Critic,
+    CriticHead,
+    Policy,
+    build_actor_critic,
+    load_causal_lm,
+    load_sequence_classifier,
+    make_head,
+)
+from alpaca_ppo.models.critic_heads import HEAD_KINDS
+from tests.models.test_policy import padded_batch
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
+
+HIDDEN = 32
+DISTRIBUTIONAL = [kind for kind in HEAD_KINDS if kind != "scalar"]
+EACH_KIND = pytest.mark.parametrize("kind", HEAD_KINDS)
+EACH_LAYOUT = pytest.mark.parametrize("layout", ["separate", "shared"])
+TAUS = torch.tensor([0.1, 0.5, 0.6, 0.95], dtype=torch.float64)
+
+
+def some_states(count=5, dtype=torch.float32):
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def random_head(kind, **settings):
+    """A head with weights drawn from N(0, 0.3), none of them at its start any more."""
+    head = make_head(kind, HIDDEN, **settings)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in head.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=generator)
+    return head
+
+
+def run(actor_critic, **settings):
+    return actor_critic(**padded_batch(), temperature=1.0, chunk_size=4, **settings)
+
+
+@EACH_KIND
+def test_a_new_head_values_every_state_at_zero(kind):
+    head = make_head(kind, HIDDEN)
+    outputs = head(some_states())
+    # c51: symmetric atoms of equal probability add up to 0 but for rounding.
+    tolerance = {"rtol": 0, "atol": 1e-6 if kind == "c51" else 0}
+    assert_close(outputs.values, torch.zeros(5), **tolerance)
+    assert_close(outputs.means, torch.zeros(5), **tolerance)
+    if kind != "c51":
+        assert bool((outputs.predictions == 0).all())
+
+
+@EACH_LAYOUT
+@EACH_KIND
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.filterwarnings("ignore:the model's weights are")
+def test_heads_compute_in_float32_on_a_bfloat16_backbone_and_under_autocast(kind, layout, autocast):
+    policy = tiny_causal_lm("llama", dtype=torch.float32 if autocast else torch.bfloat16)
+    actor_critic = build_actor_critic(load_causal_lm(policy), critic_layout=layout, head={"kind": kind})
+    assert {parameter.dtype for parameter in actor_critic.critic.head.parameters()} == {torch.float32}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        outputs = run(actor_critic)
+    assert {outputs.values.dtype, outputs.predictions.dtype} == {torch.float32}
+
+
+@EACH_KIND
+def test_a_head_under_autocast_gives_the_very_numbers_of_float32(kind):
+    head, states = random_head(kind), some_states(dtype=torch.bfloat16)
+    plain = head(states)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = head(states)
+    for one, other in zip(plain, cast, strict=True):
+        assert torch.equal(one, other)
+    assert any(not torch.equal(part, part.bfloat16().float()) for part in plain), "no number needs float32"
+
+
+@EACH_KIND
+def test_a_half_precision_head_is_raised_to_float32_and_a_double_one_kept(kind):
+    for asked, given in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert {p.dtype for p in make_head(kind, HIDDEN, dtype=asked).parameters()} == {given}
+
+
+@pytest.mark.parametrize("support", [(-1.0, 3.0), (-5.0, 0.5), (-1.0, 100.0)])
+def test_a_c51_head_of_an_uneven_support_starts_at_the_value_zero(support):
+    head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
+    assert_close(head(some_states()).values, torch.zeros(5), rtol=0, atol=1e-6 * max(1.0, support[1] / 10))
+
+
+@pytest.mark.parametrize(
+    ("support", "edge"), [((0.0, 1.0), 0.0), ((1.0, 5.0), 1.0), ((-5.0, -1.0), -1.0), ((-5.0, 0.0), 0.0)]
+)
+def test_a_c51_head_whose_support_has_no_zero_inside_starts_beside_the_nearest_edge(support, edge):
+    head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
+    distance = (head(some_states()).values - edge).abs() / (support[1] - support[0])
+    # 51 atoms, 1/50 of the width apart. Odds of 100 between neighbours put the mean 1/50 * (1/100) / (1 - 1/100) =
+    # 0.000202 of the width from the edge; 0.999 of that and 0.001 of the uniform law's 1/2: 0.000702.
+    assert_close(distance, torch.full((5,), 0.999 / 50 / 99 + 0.001 / 2), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("support", [(0.0, 10.0), (-1.0, 10.0), (1.0, 5.0)])
+def test_every_atom_of_a_new_c51_head_can_be_reached_by_learning(support):
+    head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
+    least = head(some_states()).predictions.detach().softmax(dim=-1).min()
+    assert float(least) > 0.9e-3 / 51, "an atom whose logit is far below the others' is not found again"
+
+
+@EACH_KIND
+def test_two_reads_are_equal_and_taus_change_predictions_only(kind):
+    head = random_head(kind, **({} if kind == "scalar" else {"risk_level": 0.25}))
+    first, again, drawn = head(some_states()), head(some_states()), head(some_states(), TAUS)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(drawn.values, first.values) and torch.equal(drawn.means, first.means)
+    assert (drawn.predictions.shape == (5, 4)) == (kind == "iqn")
+    assert torch.equal(drawn.predictions, first.predictions) == (kind != "iqn")
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONAL)
+def test_the_whole_tail_has_the_mean_and_a_quarter_of_it_less(kind):
+    head = random_head(kind)
+    neutral = head(some_states())
+    assert torch.equal(neutral.values, neutral.means)
+    head.risk_level = 1.0
+    assert_close(head(some_states()).values, neutral.means)
+    head.risk_level = 0.25
+    averse = head(some_states())
+    assert torch.equal(averse.means, neutral.means)
+    if kind == "iqn":
+        # A random iqn head's quantiles need not rise with the level: here they do, Z(s, tau) = -cos(pi tau).
+        head.weight.data.zero_()
+        head.bias.weight.data.copy_(torch.eye(1, 64).roll(1) * -1)
+        head.bias.bias.data.zero_()
+        averse = head(some_states())
+        # -1/0.25 * integral of cos(pi t) from 0 to 0.25 = -sin(pi/4) / (pi/4) = -0.9003
+        assert_close(averse.values, torch.full((5,), -math.sin(math.pi / 4) / (math.pi / 4)), rtol=1e-3, atol=0)
+    assert bool((averse.values < averse.means).all())
+
+
+def test_a_scalar_head_has_no_risk_level():
+    with pytest.raises(TypeError, match="risk_level"):
+        make_head("scalar", HIDDEN, risk_level=0.25)
+    assert make_head("scalar", HIDDEN).risk_level is None
+
+
+def test_quantiles_and_atoms_are_read_as_the_literal_law():
+    # Quantiles 4, 1, 3, 2: mean 2.5; lower quarter 1; lower 3/8: (1 + 0.5 * 2) / 1.5 = 1.3333.
+    head = make_head("quantile", 1, num_quantiles=4)
+    head.linear.bias.data.copy_(torch.tensor([4.0, 1.0, 3.0, 2.0]))
+    state = torch.zeros(1, 1)
+    assert head(state).values.tolist() == [2.5]
+    for alpha, expected in ((0.25, 1.0), (0.375, 4 / 3)):
+        head.risk_level = alpha
+        assert_close(head(state).values, torch.tensor([expected]))
+    # Atoms -1, 0, 1 of probability 0.2, 0.3, 0.5: mean 0.3; lower 0.4: (0.2 * -1 + 0.2 * 0) / 0.4 = -0.5.
+    head = make_head("c51", 1, num_atoms=3, v_min=-1.0, v_max=1.0)
+    head.linear.bias.data.copy_(torch.tensor([0.2, 0.3, 0.5]).log())
+    assert_close(head(state).values, torch.tensor([0.3]))
+    head.risk_level = 0.4
+    assert_close(head(state).values, torch.tensor([-0.5]))
+
+
+def test_iqn_quantiles_follow_the_written_out_formula():
+    head = random_head("iqn", embedding_dim=3, num_quantiles=2)
+    states = some_states(count=2)
+    weights, offsets = head.embedding.weight.tolist(), head.embedding.bias.tolist()
+    w, slopes, start = head.weight.tolist(), head.bias.weight[0].tolist(), head.bias.bias.item()
+
+    def quantile(state, tau):
+        cosines = [math.cos(math.pi * i * tau) for i in range(3)]
+        total = start + sum(slope * cosine for slope, cosine in zip(slopes, cosines, strict=True))
+        for j in range(HIDDEN):
+            phi = max(0.0, offsets[j] + sum(weights[j][i] * cosines[i] for i in range(3)))
+            total += w[j] * state[j] * phi
+        return total
+
+    def table(*taus):
+        return torch.tensor([[quantile(state, tau) for tau in taus] for state in states.tolist()])
+
+    assert_close(head(states, TAUS).predictions, table(*TAUS.tolist()))
+    # Two midpoints: 1/4 and 3/4; of the lower half: 1/8 and 3/8.
+    assert_close(head(states).predictions, table(0.25, 0.75))
+    head.risk_level = 0.5
+    assert_close(head(states).values, table(0.125, 0.375).mean(dim=1))
+
+
+@EACH_KIND
+def test_the_predictions_reach_every_parameter_of_a_head(kind):
+    head = random_head(kind)
+    head(some_states(), TAUS.float()).predictions.square().sum().backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
+
+
+@EACH_KIND
+def test_the_first_gradient_of_a_new_head_waits_only_at_the_cosine_embedding(kind):
+    head, target = make_head(kind, HIDDEN), torch.arange(5.0).unsqueeze(1)
+    said = head(some_states(), TAUS.float()).predictions.reshape(5, -1)
+    # The cross-entropy to one atom of each state, or the squared distance to a value.
+    loss = -said.log_softmax(-1).diagonal().sum() if kind == "c51" else (said - target).square().sum()
+    loss.backward()
+    still = {name for name, parameter in head.named_parameters() if not bool(parameter.grad.abs().sum() > 0)}
+    # d Z / d phi = w * h, and w starts at 0.
+    assert still == ({"embedding.weight", "embedding.bias"} if kind == "iqn" else set())
+
+
+def test_values_of_an_iqn_head_in_training_keep_no_graph():
+    head = random_head("iqn")
+    assert not head(some_states(), TAUS).values.requires_grad
+    assert head(some_states()).values.requires_grad
+
+
+@EACH_KIND
+def test_a_head_is_built_again_from_its_settings(kind):
+    own = {"c51": {"num_atoms": 7, "v_min": -2.0}, "quantile": {"num_quantiles": 3}, "iqn": {"embedding_dim": 5}}
+    head = random_head(kind, **own.get(kind, {}))
+    again = make_head(**head.settings(), hidden_size=HIDDEN)
+    again.load_state_dict(head.state_dict())
+    assert torch.equal(again(some_states()).values, head(some_states()).values)
+    assert again.settings() == head.settings() and own.get(kind, {}).items() <= head.settings().items()
+
+
+def test_an_unknown_kind_of_head_is_refused():
+    with pytest.raises(ValueError, match="critic is 'dqn'; choose one of scalar, c51, quantile, iqn"):
+        make_head("dqn", HIDDEN)
+
+
+def test_a_bare_head_says_nothing():
+    with pytest.raises(NotImplementedError):
+        CriticHead(HIDDEN).read(some_states(), None)
+
+
+def trained_critic(kind, **settings):
+    return Critic(random_head(kind, **settings), tiny_causal_lm("llama", seed=3).base_model)
+
+
+def test_a_critic_is_taken_with_all_its_weights_and_reads_the_risk_level_asked_for():
+    critic = trained_critic("quantile", num_quantiles=4)
+    settings = {"kind": "quantile", "num_quantiles": 4, "risk_level": 0.5}
+    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate", value_model=critic, head=settings)
+    assert built.critic is critic and critic.head.risk_level == 0.5
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"kind": "quantile", "num_quantiles": 8}, "'num_quantiles': 4}, but the critic asked for is .*8}; set critic"),
+        ({"kind": "iqn", "num_quantiles": 4}, "'kind': 'quantile'.*'kind': 'iqn'"),
+        (None, "'kind': 'quantile'.*'kind': 'scalar'"),
+    ],
+)
+def test_a_critic_with_another_head_than_asked_for_is_refused(head, message):
+    critic = trained_critic("quantile", num_quantiles=4)
+    with pytest.raises(ValueError, match=message):
+        build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate", value_model=critic, head=head)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [("shared", "critic_layout is 'shared', whose critic has no backbone"), (None, "adv_estimator needs no critic")],
+)
+@pytest.mark.parametrize("kind", ["critic", "classifier"])
+def test_a_value_model_without_a_place_is_refused(layout, message, kind):
+    value_model = trained_critic("scalar") if kind == "critic" else tiny_sequence_classifier("llama")
+    with pytest.raises(ValueError, match=message):
+        build_actor_critic(tiny_causal_lm("llama"), critic_layout=layout, value_model=value_model)
+
+
+@EACH_KIND
+def test_a_classifier_gives_its_backbone_and_only_to_a_scalar_head_its_score(kind):
+    classifier = load_sequence_classifier(tiny_sequence_classifier("llama"))
+    built = build_actor_critic(
+        tiny_causal_lm("llama"), critic_layout="separate", value_model=classifier, head={"kind": kind}
+    )
+    assert built.critic.backbone is classifier.base_model
+    ids = torch.tensor([[5, 6, 7]])
+    states = classifier.base_model(input_ids=ids).last_hidden_state[:, -1]
+    expected = classifier(input_ids=ids).logits[:, 0] if kind == "scalar" else torch.zeros(1)
+    assert_close(built.critic.head(states).values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_layout_there_is_no_critic_and_no_values():
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, head={"kind": "iqn"})
+    assert actor_critic.critic is None
+    outputs = run(actor_critic)
+    assert outputs.logprobs is not None and outputs[2:] == (None, None, None)
+
+
+def actor_critic_of(layout, kind):
+    """With a random head, so that a gradient could pass it."""
+    policy = Policy(tiny_causal_lm("llama"))
+    backbone = None if layout == "shared" else tiny_causal_lm("llama", seed=1).base_model
+    return ActorCritic(policy, Critic(random_head(kind), backbone))
+
+
+@EACH_KIND
+@EACH_LAYOUT
+def test_without_the_policy_the_critic_learns_alone_from_the_same_numbers(layout, kind):
+    actor_critic = actor_critic_of(layout, kind)
+    outputs = run(actor_critic, with_policy=False)
+    assert outputs.logprobs is None and outputs.entropies is None
+    whole = run(actor_critic)
+    assert torch.equal(outputs.values, whole.values) and torch.equal(outputs.predictions, whole.predictions)
+    outputs.predictions.square().sum().backward()
+    learning = {name for name, p in actor_critic.named_parameters() if p.grad is not None and bool(p.grad.any())}
+    assert not [name for name in learning if name.startswith("policy.")]
+    assert {name for name, _ in actor_critic.named_parameters() if name.startswith("critic.head.")} <= learning
+    assert any(name.startswith("critic.backbone.") for name in learning) == (layout == "separate")
+
+
+@EACH_LAYOUT
+def test_without_the_critic_the_policy_gives_the_same_numbers_and_no_values(layout):
+    actor_critic = actor_critic_of(layout, "c51")
+    outputs, whole = run(actor_critic, with_critic=False), run(actor_critic)
+    assert outputs[2:] == (None, None, None)
+    assert torch.equal(outputs.logprobs, whole.logprobs) and torch.equal(outputs.entropies, whole.entropies)
+
+
+@EACH_LAYOUT
+def test_a_shared_critic_trains_the_policys_backbone_where_the_policy_learns_too(layout):
+    actor_critic = actor_critic_of(layout, "iqn")
+    run(actor_critic, value_taus=TAUS).predictions.square().sum().backward()
+    grads = [p.grad for p in actor_critic.policy.model.base_model.parameters()]
+    assert all(grad is not None and bool(grad.any()) for grad in grads) == (layout == "shared")
+
+
+@EACH_KIND
+def test_values_are_zero_outside_the_mask_and_predictions_have_the_head_s_shape(kind):
+    mask = padded_batch()["response_mask"]
+    outputs = run(actor_critic_of("separate", kind), value_taus=quantile_midpoints(4) if kind == "iqn" else None)
+    last = {"scalar": (), "c51": (51,), "quantile": (32,), "iqn": (4,)}[kind]
+    assert outputs.predictions.shape == (*mask.shape, *last)
+    assert bool((outputs.values[~mask] == 0).all()) and bool((outputs.values[mask] != 0).all())
+    assert (outputs.value_means is None) == (kind == "scalar")
