@@ -221,23 +221,27 @@ class RolloutCollector:
             scores = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
             local["baseline_scores"] = scores.repeat_interleave(sampling.num_return_sequences)
         with timers.measure("logprobs"), self.accelerator.autocast():
-            settings: dict[str, Any] = {
-                "chunk_size": self.chunk_size,
-                "per_device_batch_size": self.per_device_batch_size,
-                "temperature": sampling.temperature,
-                "device": self.accelerator.device,
-            }
-            if with_policy or with_critic:
-                parts: dict[str, Any] = {"with_policy": with_policy, "with_critic": with_critic}
-                local |= evaluate_responses(actor_critic, local, **settings, **parts)
-            if not with_policy:
-                local["logprobs"] = local["rollout_logprobs"].clone()
-            if self.reference is None:
-                return local | {"ref_logprobs": local["logprobs"].clone()}
-            with self.reference.present(self.accelerator.device) as reference:
-                said = evaluate_responses(reference, local, **settings)
-            local |= {f"ref_{name}": value for name, value in said.items()}
-        return local
+            parts = {"with_policy": with_policy, "with_critic": with_critic}
+            return local | self._evaluate(actor_critic, local, sampling.temperature, parts)
+
+    def _evaluate(
+        self, actor_critic: ActorCritic, samples: dict[str, Tensor], temperature: float, parts: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Log-probs, entropies and values of policy, critic and reference."""
+        settings: dict[str, Any] = {
+            "chunk_size": self.chunk_size,
+            "per_device_batch_size": self.per_device_batch_size,
+            "temperature": temperature,
+            "device": self.accelerator.device,
+        }
+        out = evaluate_responses(actor_critic, samples, **settings, **parts) if any(parts.values()) else {}
+        if not parts["with_policy"]:
+            out["logprobs"] = samples["rollout_logprobs"].clone()
+        if self.reference is None:
+            return out | {"ref_logprobs": out["logprobs"].clone()}
+        with self.reference.present(self.accelerator.device) as reference:
+            said = evaluate_responses(reference, samples, **settings)
+        return out | {f"ref_{name}": value for name, value in said.items()}
 
     def _answer(
         self,

@@ -113,12 +113,7 @@ class Updater:
         for positions in plan:
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.accelerator.accumulate(self.model):
-                self._in_step = True
-                try:
-                    loss, micro_stats = compute_loss(batch)
-                finally:
-                    self._in_step = False
-                check_loss(loss)
+                loss, micro_stats = self._loss(compute_loss, batch)
                 if freeze_policy and world > 1:
                     loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy)
                 # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
@@ -129,6 +124,15 @@ class Updater:
             stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
             stats.add_padding([lengths[i] for i in positions])
         return stats
+
+    def _loss(self, compute_loss: LossFunction, batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        self._in_step = True
+        try:
+            loss, stats = compute_loss(batch)
+        finally:
+            self._in_step = False
+        check_loss(loss)
+        return loss, stats
 
     @property
     def keeps_graphs_apart(self) -> bool:
@@ -186,7 +190,7 @@ class Updater:
             warnings.warn(
                 f"before any update the policy's ratio is off 1 by {error:.3g} (tolerance {tolerance}): old and new "
                 "log-probs disagree. Likely causes: dropout on in a custom model, another dtype or padding in an "
-                "overridden compute_loss, or an adapter's state",
+                "overridden compute_loss, an adapter's state, or (old_policy: rollout) a sampler that differs",
                 stacklevel=3,
             )
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
-from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
+from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer, weights
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 LAYOUTS = ("separate", "shared", "adapter")
@@ -181,7 +181,8 @@ def test_without_a_reference_there_is_no_kl(tmp_path):
 def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    trainer = lora_trainer(tmp_path / "run", model=str(tmp_path / "base"), dtype="bfloat16", critic_layout="adapter")
+    args = tiny_config(tmp_path / "run", dtype="bfloat16", critic_layout="adapter")
+    trainer = lora_trainer(tmp_path / "run", model=str(tmp_path / "base"), arguments={"args": args})
     kinds = {(p.dtype, p.requires_grad) for p in trainer.actor_critic.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
     before = weights(trainer)

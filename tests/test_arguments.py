@@ -6,7 +6,7 @@ import typing
 import pytest
 from transformers import TrainingArguments
 
-from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
 
 REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
 
@@ -55,8 +55,31 @@ def test_required_script_arguments_are_named(missing):
 
 
 def test_a_run_without_any_reward_is_refused():
+    arguments = ScriptArguments(model_name_or_path="m", dataset_name="d")
     with pytest.raises(ValueError, match="no reward"):
-        ScriptArguments(model_name_or_path="m", dataset_name="d")
+        arguments.check_names(PPOConfig())
+    arguments.check_names(PPOConfig(reward_adapter="owner/adapter"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_peft": True, "lora_r": 0}, "lora_r is 0; it must be at least 1"),
+        ({"lora_r": 8}, "lora_r is 8 but use_peft is False; set use_peft, or leave it out"),
+    ],
+)
+def test_options_of_lora_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LoraArguments(**settings)
+
+
+def test_lora_arguments_become_pefts():
+    assert LoraArguments().peft_config("CAUSAL_LM") is None
+    config = LoraArguments(use_peft=True, lora_r=4, use_dora=True, lora_target_modules=["q_proj"]).peft_config(
+        "SEQ_CLS"
+    )
+    assert (config.r, config.lora_alpha, config.use_dora, config.lora_dropout) == (4, 32, True, 0.0)
+    assert config.target_modules == {"q_proj"} and config.task_type == "SEQ_CLS"
 
 
 def parse(tmp_path, text, *flags):
@@ -158,19 +181,25 @@ def test_a_configuration_of_no_evaluation_dataset_is_refused():
 
 
 @pytest.mark.parametrize("name", ["./no/such", "outputs/lab/sft", "/no/such", "~/model", "./such", "a:b"])
-@pytest.mark.parametrize("field", ["model", "ref_model", "value_model", "reward_model"])
+@pytest.mark.parametrize("field", ["model", "value_model", "reward_model"])
 def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, field, name):
     given = {"model_name_or_path": "owner/name", "dataset_name": "d", "reward_funcs": ["a:b"]}
     value = [str(tmp_path), "gpt2", name] if field == "reward_model" else name
     arguments = ScriptArguments(**{**given, f"{field}_name_or_path": value})
     with pytest.raises(ValueError, match=f"^{field}_name_or_path is '{name}', no folder .* and no hub id"):
-        arguments.check_model_names()
+        arguments.check_names(PPOConfig())
+
+
+@pytest.mark.parametrize("field", ["reference", "reward_adapter"])
+def test_a_path_in_the_configuration_is_named_too(field):
+    arguments = ScriptArguments(model_name_or_path="m", dataset_name="d", reward_funcs=["a:b"])
+    with pytest.raises(ValueError, match=f"^{field} is './such', no folder .* and no hub id"):
+        arguments.check_names(PPOConfig(**{field: "./such"}))
 
 
 def test_folders_and_what_may_be_hub_ids_pass(tmp_path):
     ScriptArguments(
         model_name_or_path=str(tmp_path),
-        ref_model_name_or_path="Qwen/Qwen3-0.6B",
         reward_model_name_or_path=["gpt2"],
         dataset_name="d",
-    ).check_model_names()
+    ).check_names(PPOConfig(reference="Qwen/Qwen3-0.6B"))

@@ -152,7 +152,7 @@ def test_trust_in_remote_code_reaches_every_model_and_tokenizer(config, tmp_path
     for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer):
         record(auto_class)
     monkeypatch.setattr(PPOTrainer, "train", lambda self, **kwargs: {})
-    flags = ["--ref_model_name_or_path", str(tmp_path / "policy")]
+    flags = ["--reference", str(tmp_path / "policy")]
     for trust in (False, True):
         loaded.clear()
         train_ppo.main(["--config", str(config), *flags, "--trust_remote_code", str(trust)])
