@@ -1,4 +1,4 @@
-"""What the README shows a user is run: its Python with a tiny model in place of the hub's, its names against the code."""
+"""What the README shows a user is run: its Python with a tiny model in place of the hub's; its names exist."""
 
 import dataclasses
 import re
