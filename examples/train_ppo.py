@@ -41,7 +41,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         value_model=script_args.value_model_name_or_path,
         peft_config=lora.peft_config("CAUSAL_LM"),
     )
-    return trainer.train(resume_from_checkpoint=resume)
+    stats = trainer.train(resume_from_checkpoint=resume)
+    # Processes that leave without this may be aborted by the ones that are still there.
+    trainer.accelerator.end_training()
+    return stats
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A tiny float64 run for `accelerate launch`: trains, and the main process saves the final weights.
 
-Usage: run_tiny.py OUTPUT_DIR [field=value ...]; values are YAML.
+Usage: run_tiny.py OUTPUT_DIR [field=value ...]; values are YAML. `lora=true` trains adapters.
 """
 
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -17,10 +18,14 @@ from tests.tiny_runs import tiny_trainer, weights  # noqa: E402
 def main(output_dir: str, *settings: str) -> None:
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
     torch.set_num_threads(1)
-    trainer = tiny_trainer(output_dir, dtype=torch.float64, **overrides)
+    arguments = {}
+    if overrides.pop("lora", False):
+        arguments["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = tiny_trainer(output_dir, dtype=torch.float64, trainer_arguments=arguments, **overrides)
     trainer.train()
     if trainer.accelerator.is_main_process:
         torch.save(weights(trainer), Path(output_dir) / "weights.pt")
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -27,8 +27,21 @@ def launch(output_dir: Path, *settings: str, processes: int) -> None:
     assert f"each of {processes} processes" in outcome.stdout
 
 
+IQN = ("critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=10.0")
+GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
+RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
+
+
 @pytest.mark.parametrize(
-    "settings", [("total_episodes=11",), ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared")]
+    "settings",
+    [
+        ("total_episodes=11",),
+        ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared"),
+        (*IQN, *GSPO),
+        RLOO,
+        ("lora=true", "critic_layout=adapter", "loss_agg_mode=seq-mean-token-sum"),
+        ("lora=true", "critic_layout=shared", "gradient_checkpointing=true", "critic=c51", "critic_warmup_steps=1"),
+    ],
 )
 def test_two_processes_train_the_same_model_as_one(settings, tmp_path):
     # 11 prompts at 10 a step leave one for the last step, and one rank without; 20 at 7 leave ragged step batches.
