@@ -1,0 +1,1 @@
+"""What critics learn where the truth is known."""
