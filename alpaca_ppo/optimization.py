@@ -15,13 +15,11 @@ from alpaca_ppo.updates import Updater
 def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer:
     """AdamW over what trains; weight decay acts on matrices only, not on biases and norms.
 
-    The critic's parameters (with the shared layout: its head's) take `critic_learning_rate` where it is set.
+    The critic's parameters (`ActorCritic.critic_parameters`) take `critic_learning_rate` where it is set.
     """
-    critic = set() if model.critic is None else {id(p) for p in model.critic.parameters()}
     critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     groups: list[dict[str, Any]] = []
-    for is_critic, rate in ((False, args.learning_rate), (True, critic_rate)):
-        mine = [p for p in model.parameters() if p.requires_grad and (id(p) in critic) == is_critic]
+    for mine, rate in ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), critic_rate)):
         groups.append({"params": [p for p in mine if p.dim() >= 2], "lr": rate, "weight_decay": args.weight_decay})
         groups.append({"params": [p for p in mine if p.dim() < 2], "lr": rate, "weight_decay": 0.0})
     return torch.optim.AdamW(

@@ -7,7 +7,7 @@ micro-batches or the number of ranks. A non-finite gradient never reaches the we
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,7 +115,7 @@ class Updater:
             with self.accelerator.accumulate(self.model):
                 loss, micro_stats = self._loss(compute_loss, batch)
                 if freeze_policy and world > 1:
-                    loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy)
+                    loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy_parameters())
                 # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
                 self.accelerator.backward(loss * world * self.micro_batches)
                 if self.accelerator.sync_gradients:
@@ -152,7 +152,9 @@ class Updater:
             self.accelerator.backward(loss * self.accelerator.num_processes * self.micro_batches)
             number = loss.detach()
             # DDP waits for the critic's parameters in the pass that synchronises.
-            return number + _touched(actor_critic.critic) if self.accelerator.num_processes > 1 else number, stats
+            if self.accelerator.num_processes > 1:
+                number = number + _touched(actor_critic.critic_parameters())
+            return number, stats
 
         with self.accelerator.no_sync(self.model), actor_critic.critic_active():
             yield backward
@@ -208,7 +210,7 @@ class Updater:
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> Tensor:
         if freeze_policy:
             # None, not zero: AdamW would decay the weights and count a step.
-            for parameter in self.accelerator.unwrap_model(self.model).policy.parameters():
+            for parameter in self.accelerator.unwrap_model(self.model).policy_parameters():
                 parameter.grad = None
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         norm = torch.as_tensor(norm)
@@ -225,9 +227,9 @@ class Updater:
         return norm
 
 
-def _touched(module: torch.nn.Module) -> Tensor:
-    """Zero, with a path to each parameter that trains: DDP waits for all of them in a backward pass."""
-    return sum((p.flatten()[0] * 0.0 for p in module.parameters() if p.requires_grad), torch.zeros(()))
+def _touched(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """Zero, with a path to each of the parameters: DDP waits for all of them in a backward pass."""
+    return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 
 
 def _at_first(stats: Mapping[str, Any], *, first: bool) -> dict[str, Any]:

@@ -53,6 +53,16 @@ def test_the_base_stands_still_and_every_adapter_moves(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_policys_adapter_stands_still_while_the_critic_warms_up(layout, tmp_path):
+    trainer = lora_trainer(tmp_path, critic_layout=layout, critic_warmup_steps=1, critic_learning_rate=1e-2)
+    before = weights(trainer)
+    trainer.step(trainer.prompt_batches(0))
+    moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
+    critic = {id(p) for p in trainer.actor_critic.critic_parameters()}
+    assert moved == {name for name, p in trainer.actor_critic.named_parameters() if id(p) in critic}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, tmp_path):
     outcomes = []
     for number, overrides in enumerate(({}, {"step_per_device_batch_size": 1}, {"gradient_checkpointing": True})):

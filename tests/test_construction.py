@@ -36,7 +36,8 @@ def test_the_critic_has_one_starting_point(tmp_path):
 def test_critic_and_reference_read_the_policys_tokens(tmp_path):
     other = tiny_sequence_classifier("llama", vocab_size=80)
     refused(tmp_path, r"critic's vocabulary \(80\)", arguments={"value_model": other})
-    refused(tmp_path, r"ref_model's vocabulary \(80\)", arguments={"ref_model": tiny_causal_lm("llama", vocab_size=80)})
+    other = tiny_causal_lm("llama", vocab_size=80)
+    refused(tmp_path, r"the reference's vocabulary \(80\)", arguments={"ref_model": other})
 
 
 def test_a_critic_has_one_label_and_a_linear_score():
@@ -75,7 +76,7 @@ def test_an_evaluation_without_prompts_is_refused(tmp_path):
 
 def test_the_reference_is_a_frozen_copy_that_updates_do_not_touch(tmp_path):
     trainer = tiny_trainer(tmp_path)
-    reference, policy = trainer.collector.reference.model, trainer.actor_critic.policy.model
+    reference, policy = trainer.collector.reference.policy.model, trainer.actor_critic.policy.model
     before = {name: p.clone() for name, p in reference.named_parameters()}
     assert not any(p.requires_grad for p in reference.parameters())
     shared = {p.data_ptr() for p in policy.parameters()} & {p.data_ptr() for p in reference.parameters()}

@@ -86,6 +86,20 @@ class ActorCritic(nn.Module):
             logprobs, entropies, values, None if self.critic.head.kind == "scalar" else means, predictions
         )
 
+    def critic_parameters(self) -> list[nn.Parameter]:
+        """What trains for the critic alone: its head, its backbone or its adapter."""
+        if self.critic is None:
+            return []
+        own = [p for p in self.critic.parameters() if p.requires_grad]
+        return own + (
+            self.policy.adapters.parameters_of(VALUE) if self.critic.has_adapter and self.policy.adapters else []
+        )
+
+    def policy_parameters(self) -> list[nn.Parameter]:
+        """What trains for the policy, and for a critic that reads its hidden states."""
+        critic = {id(p) for p in self.critic_parameters()}
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
+
     @contextmanager
     def critic_active(self) -> Iterator[None]:
         """Inside, the base is the critic's, where the critic is an adapter on it."""
