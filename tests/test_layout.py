@@ -23,7 +23,7 @@ TOP_LEVEL = set(
     "alpaca_ppo examples tests".split()
 )
 TIERS = (
-    {"functional", "types", "validation"},
+    {"functional", "types", "validation", "live_bytes"},
     {"config", "arguments"},
     {"batching", "kl_controllers", "distributed", "metrics", "folders"},
     {"models", "data", "rewards", "generation"},
@@ -31,7 +31,11 @@ TIERS = (
     {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
     {"preflight"},
     {"construction", "model_construction", "optimization"},
-    {"trainer"},
+    {"trainer", "fake_models"},
+    {"fake_passes"},
+    {"memory_model"},
+    {"fitting"},
+    {"plan"},
 )
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 
