@@ -13,9 +13,9 @@ ifeq ($(usable),)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: quickstart results overopt compare test check
+.PHONY: quickstart results overopt compare lora test check
 
-quickstart results overopt compare: $(STAMP)
+quickstart results overopt compare lora: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
 
 test: check

@@ -76,6 +76,11 @@ def outcome(summary: Summary, metrics: Metrics) -> Outcome:
     )
 
 
+def outcomes_of(lab: Lab, folders: dict[str, Path]) -> list[Outcome]:
+    """The figures of the PPO runs in `folders`, in their order."""
+    return [outcome(line, read_metrics(folders[line.method])) for line in summaries_of(lab, folders)[2:]]
+
+
 def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     """Mean ± standard deviation over the seeds, a line for each variant."""
     columns = {"gold": "gold score", "win_rate": "win-rate over SFT (%)", "kl": "KL to SFT (nats)"}
@@ -123,11 +128,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     lab, preset = Lab(lab_arguments), read_yaml(lab_arguments.ppo_preset)
     if lab_arguments.ppo_episodes is not None:
         preset["total_episodes"] = lab_arguments.ppo_episodes
-    outcomes: dict[str, list[Outcome]] = {}
-    for name in VARIANTS:
-        folders = {f"{name} {seed}": _run(lab, name, seed, preset) for seed in arguments.seeds}
-        lines = summaries_of(lab, folders)[2:]
-        outcomes[name] = [outcome(line, read_metrics(folders[line.method])) for line in lines]
+    outcomes = {
+        name: outcomes_of(lab, {f"{name} {seed}": _run(lab, name, seed, preset) for seed in arguments.seeds})
+        for name in VARIANTS
+    }
     text = (
         f"Written by `make compare`: {len(VARIANTS)} algorithms, {len(arguments.seeds)} seeds each, on the same "
         f"supervised and reward models, {preset['total_episodes']} answers a run; mean ± standard deviation over the "

@@ -157,6 +157,25 @@ class Lab:
             sources=[preset, EXAMPLES / "train_reward_model.py"],
         )
 
+    @cached_property
+    def reward_adapter(self) -> Path:
+        """The same with LoRA on the supervised model: an adapter and a head."""
+        preset = PRESETS / "mini_farm_reward.yaml"
+        settings = {"num_train_epochs": self.arguments.reward_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
+        settings |= {"use_peft": "true", "learning_rate": 2e-3}
+
+        def fill(folder: Path) -> None:
+            train_reward_model.main(_argv(preset, self.sft, self.pairs / "train.jsonl", folder, settings))
+
+        return run_stage(
+            self.root / "reward_adapter",
+            "reward adapter",
+            fill,
+            settings=settings,
+            parents=[self.sft, self.pairs],
+            sources=[preset, EXAMPLES / "train_reward_model.py"],
+        )
+
     @property
     def held_out(self) -> list[Row]:
         """The instructions of the evaluation."""
@@ -186,20 +205,24 @@ class Lab:
         seed: int,
         preset: Path | None = None,
         reward_model: Path | None = None,
+        reward_adapter: Path | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> Path:
         """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy.
 
-        `overrides` are further flags, which win over the preset.
+        `overrides` are further flags, which win over the preset. A `reward_adapter` takes the reward model's place.
         """
-        preset, judge = preset or Path(self.arguments.ppo_preset), reward_model or self.reward_model
+        preset = preset or Path(self.arguments.ppo_preset)
+        judge = reward_adapter or reward_model or self.reward_model
         settings: dict[str, Any] = {"seed": seed}
         if self.arguments.ppo_episodes is not None:
             settings["total_episodes"] = self.arguments.ppo_episodes
         settings |= overrides or {}
 
         def fill(folder: Path) -> None:
-            rewards = {"reward_model_name_or_path": judge, "reward_funcs": GOLD}
+            rewards: dict[str, Any] = {"reward_funcs": GOLD}
+            # The gold score is only watched: weight 0. An adapter's weight stands last, a model's first.
+            rewards |= {"reward_adapter": judge} if reward_adapter else {"reward_model_name_or_path": judge}
             argv = _argv(preset, self.sft, self.data / "unlabeled.jsonl", folder, {**rewards, **settings})
             subprocess.run([sys.executable, str(EXAMPLES / "train_ppo.py"), *argv], check=True, env=_environment())
 
@@ -217,7 +240,8 @@ class Lab:
         settings = {"seed": self.arguments.data_seed + 1}
 
         def fill(folder: Path) -> None:
-            policy = run / "final" / "policy"
+            merged = run / "final" / "merged"
+            policy = merged if merged.is_dir() else run / "final" / "policy"
             evaluation.evaluate_policy(folder, policy, self.sft, self.reward_model, self.held_out, **settings)
 
         return run_stage(
@@ -237,7 +261,8 @@ def _code(*modules: str) -> list[Path]:
 def _argv(preset: Path, model: Path, data: Path, output: Path, settings: Mapping[str, Any]) -> list[str]:
     """The command line of a training script: its preset, what it reads and writes, and the settings that win."""
     paths = {"config": preset, "model_name_or_path": model, "dataset_name": data, "output_dir": output}
-    return [str(part) for name, value in {**paths, **settings}.items() for part in (f"--{name}", value)]
+    given = {name: value if isinstance(value, list) else [value] for name, value in {**paths, **settings}.items()}
+    return [str(part) for name, values in given.items() for part in (f"--{name}", *values)]
 
 
 def _environment() -> dict[str, str]:

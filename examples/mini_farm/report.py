@@ -10,7 +10,7 @@ from alpaca_ppo.folders import write_text_atomically
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 TITLE = "# Results of the laptop laboratory"
-SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared")
+SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared", "LoRA")
 """In the order in which they stand in the report."""
 
 

@@ -1,0 +1,74 @@
+"""LoRA in every layout: `python -m examples.mini_farm.lora` trains each with several seeds on the same models, and adds
+a table to RESULTS.md that sets them beside full fine-tuning.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from alpaca_ppo.arguments import parse_args
+from examples.mini_farm.compare import BASELINE, Outcome, outcomes_of, table
+from examples.mini_farm.pipeline import Lab, LabArguments
+from examples.mini_farm.report import SECTIONS, machine, write_section
+from examples.mini_farm.results import ResultsArguments
+
+LORA: dict[str, Any] = {
+    "use_peft": True,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 3e-4,
+    "merge_on_save": True,
+}
+REWARD_ADAPTER = "adapter, reward adapter too"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "separate": {"critic_layout": "separate"},
+    "shared": {"critic_layout": "shared", "critic_learning_rate": 1e-3},
+    "adapter": {"critic_layout": "adapter", "critic_learning_rate": 1e-3},
+    REWARD_ADAPTER: {"critic_layout": "adapter", "critic_learning_rate": 1e-3, "reward_weights": [0.0, 1.0]},
+}
+"""What each line changes in the preset, beside LORA."""
+MARGIN = 5.0
+"""Points of win-rate within which a layout counts as learning as full fine-tuning does."""
+
+
+def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    """What the table says in words, good or bad."""
+    base = fmean(run.win_rate for run in outcomes[BASELINE])
+    lines = []
+    for name, runs in outcomes.items():
+        if name != BASELINE:
+            gap = fmean(run.win_rate for run in runs) - base
+            verdict = "within" if gap >= -MARGIN else "not within"
+            lines.append(f"- {name}: {gap:+.1f} points of win-rate, {verdict} {MARGIN:.0f} of full fine-tuning.")
+    return "Against full fine-tuning, means over the seeds:\n\n" + "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
+    """Runs what is not there yet, writes the report's section, and returns each layout's runs."""
+    arguments, lab_arguments = parse_args([ResultsArguments, LabArguments], argv)
+    lab, seeds = Lab(lab_arguments), arguments.seeds
+    full = {f"{BASELINE} {seed}": lab.ppo(f"ppo_seed_{seed}", seed=seed) for seed in seeds}
+    outcomes = {BASELINE: outcomes_of(lab, full)}
+    for name in LAYOUTS:
+        outcomes[f"LoRA, {name}"] = outcomes_of(lab, {f"{name} {seed}": _run(lab, name, seed) for seed in seeds})
+    text = (
+        f"Written by `make lora`: LoRA of rank {LORA['lora_r']} on every linear layer, the supervised model as the "
+        f"frozen base and, with its adapter off, as the reference; {len(seeds)} seeds each; mean ± standard deviation. "
+        f"The last line's reward model is an adapter on the same base, trained on the same pairs.\n\n{table(outcomes)}\n\n"
+        f"{reading(outcomes)}\n\nMade on {machine()}."
+    )
+    write_section(Path(arguments.report), SECTIONS[3], text)
+    print(f"\n{text}\n\nWritten: {arguments.report}")
+    return outcomes
+
+
+def _run(lab: Lab, name: str, seed: int) -> Path:
+    folder = "_".join(name.replace(",", "").split())
+    adapter = lab.reward_adapter if name == REWARD_ADAPTER else None
+    return lab.ppo(f"lora_{folder}_seed_{seed}", seed=seed, reward_adapter=adapter, overrides={**LORA, **LAYOUTS[name]})
+
+
+if __name__ == "__main__":
+    main()
