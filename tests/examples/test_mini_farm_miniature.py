@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from examples.mini_farm import overopt, quickstart, results
+from examples.mini_farm import compare, lora, overopt, quickstart, results
 from examples.mini_farm.splits import prompt_of, read_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -111,6 +111,22 @@ def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(labo
     assert all((tmp_path / figure).is_file() for figure in ("results.png", "overopt.png"))
     assert str(root) not in text and str(REPOSITORY) not in text
     assert (root / "reward_model" / "stage.json").stat().st_mtime_ns == trained
+
+
+def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp_path, monkeypatch):
+    root, _ = laboratory
+    report = tmp_path / "RESULTS.md"
+    monkeypatch.setattr(compare, "VARIANTS", {name: compare.VARIANTS[name] for name in (compare.BASELINE, "RLOO")})
+    monkeypatch.setattr(lora, "LAYOUTS", {lora.REWARD_ADAPTER: lora.LAYOUTS[lora.REWARD_ADAPTER]})
+    common = ["--root", str(root), "--report", str(report), *MINIATURE, "--seeds", "1", "2"]
+    outcomes = compare.main(common)
+    assert outcomes["RLOO"][0].explained_variance is None and outcomes["RLOO"][0].kl != outcomes["RLOO"][1].kl
+    layouts = lora.main(common)
+    assert list(layouts) == [compare.BASELINE, f"LoRA, {lora.REWARD_ADAPTER}"]
+    assert layouts[compare.BASELINE] == outcomes[compare.BASELINE]
+    assert (root / "lora_adapter_reward_adapter_too_seed_1/final/policy/adapter_model.safetensors").is_file()
+    text = report.read_text()
+    assert "| RLOO | " in text and "no critic" in text and "points of win-rate, " in text
 
 
 def short_preset(folder):

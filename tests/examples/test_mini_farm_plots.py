@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from examples.mini_farm import overopt, plots, report, results
+from examples.mini_farm import compare, lora, overopt, plots, report, results
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.plots import GOLD, KL, PROXY, plot_overoptimisation, plot_run, read_metrics, smooth
 
@@ -148,3 +148,38 @@ def test_sections_of_the_report_are_written_apart_and_stand_in_order(tmp_path):
         f"## {last}\n\nLong.\n\n![{last}](overopt.png)\n"
     )
     assert path.with_name("overopt.png").read_bytes() == b"drawn"
+
+
+def outcome(gold, **given):
+    return compare.Outcome(
+        **{"gold": gold, "win_rate": 80.0, "kl": 5.0, "explained_variance": 0.5, "seconds": 10.0} | given
+    )
+
+
+def test_the_comparison_gives_means_and_spreads():
+    # Gold scores 2 and 4: mean 3, standard deviation sqrt(2) = 1.41.
+    runs = {compare.BASELINE: [outcome(2.0), outcome(4.0)], "GRPO": [outcome(1.0, explained_variance=None)] * 2}
+    lines = compare.table(runs).splitlines()
+    assert lines[2].startswith(
+        f"| {compare.BASELINE} | 3.00 ± 1.41 | 80.0 ± 0.0 | 5.00 ± 0.00 | 0.50 ± 0.00 | 10 ± 0 |"
+    )
+    assert lines[3] == "| GRPO | 1.00 ± 0.00 | 80.0 ± 0.0 | 5.00 ± 0.00 | no critic | 10 ± 0 |"
+    # 1 - 3 = -2; the standard error is sqrt(2 / 2 + 0 / 2) = 1.
+    assert "- GRPO: -2.00 ± 1.00 in gold score, +0.0 nats, 1.00 times the seconds." in compare.reading(runs)
+
+
+def test_every_algorithm_samples_as_many_answers_at_the_same_weight_of_the_kl():
+    preset = {"kl_coef": 0.08, "rollout_batch_size": 128, "total_episodes": 6400}
+    assert compare.settings_of("k3 KL in the loss", preset)["kl_loss_coef"] == 0.08
+    group = compare.settings_of("GRPO", preset)
+    assert group["num_return_sequences"] * group["rollout_batch_size"] == 128
+    assert group["num_return_sequences"] * group["total_episodes"] == 6400
+    assert compare.settings_of(compare.BASELINE, preset) == {}
+
+
+@pytest.mark.parametrize(
+    ("win_rate", "verdict"), [(75.1, "-4.9 points of win-rate, within"), (74.0, "-6.0 points of win-rate, not within")]
+)
+def test_adapters_are_measured_against_full_fine_tuning(win_rate, verdict):
+    runs = {compare.BASELINE: [outcome(2.0)] * 2, "LoRA, shared": [outcome(2.0, win_rate=win_rate)] * 2}
+    assert f"- LoRA, shared: {verdict} 5 of full fine-tuning." in lora.reading(runs)
