@@ -113,7 +113,7 @@ def enumerated_rollouts(trainer: PPOTrainer, problem: Problem, sampler: PreTrain
     samples |= {"scores": problem.rewards, "prompt_ids": torch.zeros(count, dtype=torch.long)}
     how: dict[str, Any] = {"temperature": 1.0, "chunk_size": 8, "per_device_batch_size": 64, "device": "cpu"}
     samples |= evaluate_responses(trainer.model, samples, **how)
-    reference = evaluate_responses(trainer.collector.reference, samples, **how)
+    reference = evaluate_responses(trainer.collector.reference.policy, samples, **how)
     samples |= {f"ref_{name}": value for name, value in reference.items()}
     samples["rollout_logprobs"] = token_logprobs(sampler or trainer.actor_critic.policy.model, problem).detach()
     if trainer.args.old_policy == "rollout":
@@ -185,7 +185,7 @@ def probabilities(model: PreTrainedModel, problem: Problem) -> Tensor:
 def objective_gradient(trainer: PPOTrainer, problem: Problem, *, kl_coef: float = 0.0) -> Tensor:
     """Of the sum over responses y of pi(y) * (r(y) - kl_coef * log(pi(y) / ref(y))): what an update should climb."""
     log_pi = token_logprobs(trainer.actor_critic.policy.model, problem).sum(dim=1)
-    log_ref = token_logprobs(trainer.collector.reference.model, problem).sum(dim=1).detach()
+    log_ref = token_logprobs(trainer.collector.reference.policy.model, problem).sum(dim=1).detach()
     return policy_gradient((log_pi.exp() * (problem.rewards - kl_coef * (log_pi - log_ref))).sum(), trainer)
 
 
@@ -195,7 +195,7 @@ def visited_states_gradient(
     """Of the expected sum over tokens of `of_laws` (policy's and reference's log-probabilities, (N, R, 3), to (N, R)),
     the probabilities of getting to each token held fixed.
     """
-    policy, reference = trainer.actor_critic.policy.model, trainer.collector.reference.model
+    policy, reference = trainer.actor_critic.policy.model, trainer.collector.reference.policy.model
     terms = of_laws(next_token_laws(policy, problem), next_token_laws(reference, problem).detach())
     weights = probabilities(policy, problem).unsqueeze(1)
     return policy_gradient((weights * torch.where(problem.mask, terms, 0.0)).sum(), trainer)

@@ -77,7 +77,7 @@ def one_token_gradient(trainer, problem, *, kl_coef):
     """
     sampler = token_logprobs(perturbed(enumerable_policy(0)), problem).detach()
     policy = token_logprobs(trainer.actor_critic.policy.model, problem)
-    reference = token_logprobs(trainer.collector.reference.model, problem).detach()
+    reference = token_logprobs(trainer.collector.reference.policy.model, problem).detach()
     rewards = problem.rewards - kl_coef * (sampler - reference).sum(dim=1)
     swapped = (sampler.sum(dim=1, keepdim=True) - sampler + policy).exp()
     return policy_gradient((torch.where(problem.mask, swapped, 0.0) * rewards.unsqueeze(1)).sum(), trainer)

@@ -15,8 +15,9 @@ from alpaca_ppo.models.adapters import (
     load_adapters,
     merged_weights,
 )
+from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.critic_folders import is_critic_folder, load_critic, write_critic, write_critic_adapter
-from alpaca_ppo.models.critic_heads import Critic, CriticHead, make_head
+from alpaca_ppo.models.critic_heads import CriticHead, make_head
 from alpaca_ppo.models.loading import (
     build_actor_critic,
     load_causal_lm,

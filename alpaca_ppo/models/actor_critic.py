@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alpaca_ppo.batching import PackedRows, pack_rows
 from alpaca_ppo.models.adapters import VALUE
-from alpaca_ppo.models.critic_heads import Critic
+from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.policy import Policy, response_states, unpack
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.models.adapters import AdapterSet, adapter_tensors, is_adapter_folder, lora_config
-from alpaca_ppo.models.critic_heads import Critic, CriticHead, make_head
+from alpaca_ppo.models.critic import Critic
+from alpaca_ppo.models.critic_heads import CriticHead, make_head
 from alpaca_ppo.models.policy import disable_dropout
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"

@@ -1,5 +1,4 @@
-"""Critics: a backbone (its own, or the policy's) and a head that reads from each hidden state a value, or the law of
-the return.
+"""Critics' heads: what reads from each hidden state a value, or the law of the return.
 
 Heads compute in float32 at least, whatever the backbone's dtype, and start at the value 0, so that the first advantages
 are the returns themselves. Their losses are in `functional` (`value_loss`, `c51_loss`, `quantile_huber_loss`).
@@ -251,29 +250,6 @@ def make_head(kind: str, hidden_size: int, *, dtype: torch.dtype = torch.float32
     if kind not in classes:
         raise ValueError(f"critic is {kind!r}; choose one of {', '.join(HEAD_KINDS)}")
     return classes[kind](hidden_size, dtype=dtype, **settings)
-
-
-class Critic(nn.Module):
-    """A value head, with a backbone of its own, with an adapter of its own on the policy's base, or on the policy's
-    hidden states.
-
-    Args:
-        head: the head.
-        backbone: of the critic alone; None = the policy's.
-        has_adapter: True reads the hidden states of the policy's base under the adapter `value`.
-    """
-
-    def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
-        super().__init__()
-        assert backbone is None or not has_adapter
-        self.head = head
-        self.backbone = backbone
-        self.has_adapter = has_adapter
-
-    @property
-    def shares_states(self) -> bool:
-        """Whether the head reads the very states from which the policy's logits come."""
-        return self.backbone is None and not self.has_adapter
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The weighted sum of reward sources, checked row by row."""
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
@@ -44,11 +44,16 @@ class RewardScorer:
 
     def add(self, source: FunctionReward | ModelReward, weight: float) -> None:
         """Adds a source; one of a name that is there already is called <name>_2."""
+        given = source.name
+        names = (given if number == 1 else f"{given}_{number}" for number in itertools.count(1))
+        source.name = next(name for name in names if name not in self.names)
         self.sources.append(source)
         self.weights.append(weight)
-        self.names = _distinct([source.name for source in self.sources])
-        for each, name in zip(self.sources, self.names, strict=True):
-            each.name = name
+
+    @property
+    def names(self) -> list[str]:
+        """What the sources are called, each once."""
+        return [source.name for source in self.sources]
 
     def __call__(
         self,
@@ -197,16 +202,6 @@ def _tokenizer_of_each(tokenizers: Any, count: int) -> list[PreTrainedTokenizerB
             "give one each, None for a function"
         )
     return list(tokenizers)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, with _2, _3 ... after repeated ones."""
-    taken: Counter[str] = Counter()
-    distinct = []
-    for name in names:
-        taken[name] += 1
-        distinct.append(name if taken[name] == 1 else f"{name}_{taken[name]}")
-    return distinct
 
 
 def _checked(name: str, result: Any, batch: RewardBatch) -> list[RowScore]:

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     text = (
         f"Written by `make lora`: LoRA of rank {LORA['lora_r']} on every linear layer, the supervised model as the "
         f"frozen base and, with its adapter off, as the reference; {len(seeds)} seeds each; mean ± standard deviation. "
-        f"The last line's reward model is an adapter on the same base, trained on the same pairs.\n\n{table(outcomes)}\n\n"
+        "The last line's reward model is an adapter on the same base, trained on the same pairs."
+        f"\n\n{table(outcomes)}\n\n"
         f"{reading(outcomes)}\n\nMade on {machine()}."
     )
     write_section(Path(arguments.report), SECTIONS[3], text)

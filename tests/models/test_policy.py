@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from alpaca_ppo.models import Policy, disable_dropout, load_causal_lm
+from alpaca_ppo.models import Policy, disable_dropout
 from alpaca_ppo.models.policy import logit_rule
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm
 
@@ -89,9 +89,3 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
     with pytest.raises(ValueError, match="does more to its logits"):
         Policy(model)
     assert model.config.final_logit_softcapping == plain
-
-
-def test_a_half_precision_model_in_memory_is_taken_with_a_warning():
-    with pytest.warns(UserWarning, match="small updates will be rounded away"):
-        model = load_causal_lm(tiny_causal_lm("llama", dtype=torch.bfloat16))
-    assert model.dtype == torch.bfloat16
