@@ -18,6 +18,9 @@ endif
 quickstart results overopt compare lora: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
 
+memory-table: $(STAMP)
+	$(BIN)/python -m examples.memory_table
+
 test: check
 	$(BIN)/python -m pytest
 

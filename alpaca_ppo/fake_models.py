@@ -1,0 +1,158 @@
+"""The models of a run as fake tensors, which have a size and no memory.
+
+Built by the code that builds a run's models, from their configurations alone, and with few decoder layers.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.model_construction import make_actor_critic, make_reference
+from alpaca_ppo.models import VALUE, ActorCritic, AdapterReference, CopiedReference
+from alpaca_ppo.models.adapters import REWARD
+
+Figures = dict[str, float]
+"""Bytes by name; the part before the slash is the model whose number of layers they grow with."""
+
+_FOUR_BIT = 0.5 + 4 / 64
+"""Bytes a weight: half a byte, and a float32 scale for 64 of them (bitsandbytes' NF4)."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a run is made of: configurations of transformers and PEFT. None stands for what is built from the policy."""
+
+    policy: Any
+    lora: LoraConfig | None = None
+    value: Any = None
+    reference: Any = None
+    rewards: tuple[Any, ...] = ()
+    reward_lora: LoraConfig | None = None
+
+    def depths(self) -> dict[str, int]:
+        """Decoder layers of each model, by the first part of its figures' names."""
+        named = {"policy": self.policy, "critic": self.value or self.policy, "reference": self.reference or self.policy}
+        named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
+        return {name: int(config.get_text_config().num_hidden_layers) for name, config in named.items()}
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """The models of a run; `reference` is None where there is none."""
+
+    actor_critic: ActorCritic
+    reference: AdapterReference | CopiedReference | None
+    rewards: Sequence[PreTrainedModel]
+
+
+def shallow(config: Any, layers: int) -> Any:
+    """A copy of `config` with `layers` decoder layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if hasattr(text, "layer_types") and text.layer_types:
+        text.layer_types = text.layer_types[:layers]
+    text.num_hidden_layers = layers
+    return config
+
+
+def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
+    """The models of a run with `layers` decoder layers each, on the meta device (small parts on the CPU).
+
+    Raises:
+        ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together.
+    """
+    rewards = [_classifier(config, layers) for config in models.rewards]
+    value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers)
+    policy = _language_model(models.policy, layers, args)
+    actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), args)
+    adapters = actor_critic.policy.adapters
+    if models.reward_lora is not None and adapters is not None:
+        adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
+    if models.reference is not None:
+        other = _language_model(models.reference, layers, args)
+        reference = make_reference(actor_critic, other, replace(args, reference="auto"))
+    else:
+        reference = make_reference(actor_critic, None, args)
+    return FakeRun(actor_critic.train(), reference, rewards)
+
+
+def _language_model(config: Any, layers: int, args: PPOConfig) -> Any:
+    how: dict[str, Any] = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(shallow(config, layers), **how)
+
+
+def _classifier(config: Any, layers: int) -> Any:
+    config = shallow(config, layers)
+    config.num_labels, config.pad_token_id = 1, 0
+    with torch.device("meta"):
+        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    # A critic's head takes its start from this weight, which needs values.
+    model.score = nn.Linear(model.score.in_features, 1, bias=False)
+    return model
+
+
+def weight_figures(run: FakeRun, args: PPOConfig) -> Figures:
+    """Bytes of the weights, and of the gradients of what trains."""
+    policy, critic = run.actor_critic.policy, run.actor_critic.critic
+    of_critic = [] if critic is None else list(critic.parameters())
+    if critic is not None and critic.has_adapter and policy.adapters is not None:
+        of_critic += policy.adapters.parameters_of(VALUE)
+    its_own = {id(parameter) for parameter in of_critic}
+    of_policy = [parameter for parameter in policy.parameters() if id(parameter) not in its_own]
+    trained = [parameter for parameter in (*of_policy, *of_critic) if parameter.requires_grad]
+    found = {
+        "policy/weights": size_of([*policy.parameters(), *policy.buffers()]),
+        "critic/weights": 0.0 if critic is None else size_of([*critic.parameters(), *critic.buffers()]),
+        "reference/weights": 0.0,
+        "policy/gradients": size_of(parameter for parameter in of_policy if parameter.requires_grad),
+        "critic/gradients": size_of(parameter for parameter in of_critic if parameter.requires_grad),
+        "policy/largest": max((size_of([parameter]) for parameter in trained), default=0.0),
+        "policy/unpacked": 0.0,
+    }
+    if isinstance(run.reference, CopiedReference):
+        found["reference/weights"] = size_of([*run.reference.policy.parameters(), *run.reference.policy.buffers()])
+    if args.load_in_4bit:
+        layers = [m for key, m in policy.named_modules() if isinstance(m, nn.Linear) and "lora_" not in key]
+        packed = [layer.weight for layer in layers if layer is not policy.head]
+        found["policy/weights"] -= sum(w.numel() * (w.element_size() - _FOUR_BIT) for w in packed)
+        # One layer's weights are unpacked at a time, to bfloat16.
+        found["policy/unpacked"] = max(2.0 * weight.numel() for weight in packed)
+    rewards = {f"reward{i}/weights": size_of([*m.parameters(), *m.buffers()]) for i, m in enumerate(run.rewards)}
+    return found | rewards
+
+
+def size_of(tensors: Any) -> float:
+    """Bytes of `tensors`, shared ones once."""
+    return float(sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in list(tensors)}.values()))
+
+
+def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
+    """Puts fake tensors, on the CPU, in the place of all parameters and buffers; shared ones stay shared."""
+    reference = [] if run.reference is None else [run.reference.policy]
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in known:
+            other: Tensor = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
+            if isinstance(tensor, nn.Parameter):
+                other = nn.Parameter(other, tensor.requires_grad)
+            # The first of the two is kept, so that no other tensor takes its id.
+            known[id(tensor)] = tensor, other
+        return known[id(tensor)][1]
+
+    for root in (run.actor_critic, *reference, *run.rewards):
+        for module in root.modules():
+            tables: Any = (module._parameters, module._buffers)
+            for table in tables:
+                table.update({name: fake(tensor) for name, tensor in table.items() if tensor is not None})

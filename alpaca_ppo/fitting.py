@@ -1,0 +1,141 @@
+"""The cheapest change of a run's settings that fits a device: single changes in order of what they cost the user, then
+several together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from alpaca_ppo.arguments import LoraArguments
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.memory_model import Sharding
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the memory of a run, beside its models."""
+
+    args: PPOConfig
+    lora: LoraArguments
+    sharding: Sharding
+
+
+Option = tuple[str, Settings]
+"""A change as one would write it in the run's YAML file, and the settings with it."""
+
+
+def fitting_changes(settings: Settings, fits: Callable[[Settings], bool]) -> tuple[list[str], Settings] | None:
+    """The changes to `settings` after which they fit, and the settings with them; None where none are enough.
+
+    Where no single change fits, changes are added in order of their cost until the whole fits; then those that are not
+    needed go again, the dearest first, and each is made as mild as it can be.
+    """
+    for kind in _KINDS:
+        for label, changed in kind(settings):
+            if fits(changed):
+                return [label], changed
+    chosen: list[int | None] = []
+    for kind in _KINDS:
+        reached = _apply(settings, chosen)[1]
+        chosen.append(len(list(kind(reached))) - 1)
+        if chosen[-1] == -1:
+            chosen[-1] = None
+        elif fits(_apply(settings, chosen)[1]):
+            return _apply(settings, _milder(settings, chosen, fits))
+    return None
+
+
+def _apply(settings: Settings, chosen: Sequence[int | None]) -> tuple[list[str], Settings]:
+    """The labels of the chosen option of each kind (None = none of it), and the settings after all of them."""
+    labels = []
+    for kind, index in zip(_KINDS, chosen, strict=False):
+        options = list(kind(settings))
+        if index is not None and options:
+            label, settings = options[min(index, len(options) - 1)]
+            labels.append(label)
+    return labels, settings
+
+
+def _milder(settings: Settings, chosen: list[int | None], fits: Callable[[Settings], bool]) -> Sequence[int | None]:
+    for place in reversed(range(len(chosen))):
+        strongest = chosen[place]
+        for milder in (None, *range(strongest or 0)):
+            tried = [*chosen[:place], milder, *chosen[place + 1 :]]
+            if strongest is not None and fits(_apply(settings, tried)[1]):
+                chosen = tried
+                break
+    return chosen
+
+
+def _checkpointing(settings: Settings) -> Iterator[Option]:
+    if not settings.args.gradient_checkpointing:
+        yield "gradient_checkpointing: true", _with(settings, gradient_checkpointing=True)
+
+
+def _halved(name: str, least: Callable[[PPOConfig], int] = lambda args: 1) -> Callable[[Settings], Iterator[Option]]:
+    def options(settings: Settings) -> Iterator[Option]:
+        value = getattr(settings.args, name) // 2
+        while value >= least(settings.args):
+            yield f"{name}: {value}", _with(settings, **{name: value})
+            value //= 2
+
+    return options
+
+
+def _reference(settings: Settings) -> Iterator[Option]:
+    choice, lora = settings.args.reference, settings.lora.use_peft
+    if choice == "copy" and lora:
+        yield "reference: adapter_off", _with(settings, reference="adapter_off")
+    elif choice == "copy" or (choice == "auto" and not lora):
+        yield "reference: copy_offloaded", _with(settings, reference="copy_offloaded")
+
+
+def _bf16(settings: Settings) -> Iterator[Option]:
+    if not settings.args.bf16 and settings.args.dtype == "float32":
+        yield "bf16: true", _with(settings, bf16=True)
+
+
+def _adapters(settings: Settings) -> Iterator[Option]:
+    label = ""
+    if not settings.lora.use_peft:
+        label = "use_peft: true"
+        settings = replace(settings, lora=LoraArguments(use_peft=True))
+        yield label, settings
+    if settings.args.dtype == "float32":
+        yield f"{label}{', ' if label else ''}dtype: bfloat16", _with(settings, dtype="bfloat16")
+
+
+def _layout(settings: Settings) -> Iterator[Option]:
+    if not settings.args.uses_critic or settings.args.critic_layout != "separate":
+        return
+    for layout in ("adapter", "shared") if settings.lora.use_peft else ("shared",):
+        yield f"critic_layout: {layout}", _with(settings, critic_layout=layout)
+
+
+def _four_bit(settings: Settings) -> Iterator[Option]:
+    own_backbone = settings.args.uses_critic and settings.args.critic_layout == "separate"
+    if settings.lora.use_peft and not (own_backbone or settings.args.load_in_4bit or settings.args.use_cpu):
+        yield "load_in_4bit: true", _with(settings, load_in_4bit=True)
+
+
+def _zero(settings: Settings) -> Iterator[Option]:
+    if settings.sharding.processes > 1:
+        for stage in range(settings.sharding.stage + 1, 4):
+            yield f"ZeRO stage {stage}", replace(settings, sharding=replace(settings.sharding, stage=stage))
+
+
+def _with(settings: Settings, **values: object) -> Settings:
+    return replace(settings, args=replace(settings.args, **values))  # type: ignore[arg-type]
+
+
+_KINDS: tuple[Callable[[Settings], Iterator[Option]], ...] = (
+    _checkpointing,
+    _halved("step_per_device_batch_size"),
+    _halved("rollout_per_device_batch_size", lambda args: args.num_return_sequences),
+    _halved("logprob_chunk_size", lambda args: 128),
+    _reference,
+    _bf16,
+    _adapters,
+    _layout,
+    _four_bit,
+    _zero,
+)
