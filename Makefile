@@ -13,7 +13,7 @@ ifeq ($(usable),)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: quickstart results overopt compare lora test check
+.PHONY: quickstart results overopt compare lora memory-table test check
 
 quickstart results overopt compare lora: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
