@@ -75,13 +75,13 @@ class PPOConfig:
 
     reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.")
     whiten_rewards: bool = argument(False, "Scale shaped rewards to unit variance before the advantages (AlpacaFarm).")
-    whiten_advantages: bool = argument(True, "Whiten the advantages over the step's rollouts.")
+    whiten_advantages: bool = argument(True, "Whiten the advantages of gae over the step's rollouts.")
     adv_estimator: str = argument(
         "gae",
         f"{', '.join(ADV_ESTIMATORS)}. All but gae do without a critic; the group ones need num_return_sequences.",
     )
     gamma: float = argument(1.0, "Discount per token.")
-    lam: float = argument(0.95, "Lambda of GAE.")
+    lam: float = argument(0.95, "Lambda of gae.")
     cliprange: float = argument(0.2, "Clip range of the policy ratio.")
     cliprange_high: float | None = argument(None, "Upper clip range where it differs (clip-higher).")
     policy_loss: str = argument("clip", "clip (PPO) or gspo (the sequence's ratio is clipped).")
@@ -113,7 +113,7 @@ class PPOConfig:
         "recompute", "recompute (the trainer's own pass), rollout (the sampler's log-probs) or correct (weighted)."
     )
     rollout_correction_level: str = argument("token", "old_policy correct: weights of tokens, or of a sequence.")
-    rollout_correction_threshold: float = argument(2.0, "old_policy correct: largest weight.")
+    rollout_correction_threshold: float = argument(2.0, "old_policy correct: largest weight; .inf = none.")
     rollout_correction_normalize: bool = argument(False, "old_policy correct: divide the weights by their mean.")
 
     critic: str = argument("scalar", "scalar, c51, quantile or iqn.")
@@ -126,13 +126,15 @@ class PPOConfig:
     risk_level: str = argument(
         "neutral", "What GAE reads of a distributional critic: neutral (the mean), or the mean of a lower tail (0.1)."
     )
-    critic_warmup_steps: int = argument(0, "First steps in which the critic learns and the policy stands still.")
+    critic_warmup_steps: int = argument(
+        0, "First steps in which the critic learns and the policy stands still; the schedule counts them."
+    )
     critic_learning_rate: float | None = argument(None, "Of the critic's parameters; null = learning_rate.")
     critic_layout: str = argument(
         "separate", "separate (own backbone), shared (a head on the policy's) or adapter (a second one on its base)."
     )
     init_value_with_reward: bool = argument(
-        False, "Start the critic from the reward model instead of the policy with a zero head."
+        False, "Start the critic from the reward model (a distributional one from its backbone) instead of the policy."
     )
 
     reference: str = argument(

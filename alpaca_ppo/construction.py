@@ -160,6 +160,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         reward_weights=weights,
         reward_processing_classes=tokenizers,
         batch_size=args.rollout_per_device_batch_size,
+        dtype=getattr(torch, args.dtype),
         device=device,
         trust_remote_code=args.trust_remote_code,
     )
@@ -243,7 +244,7 @@ def make_kl(args: PPOConfig) -> KLController:
 _FREE_TO_CHANGE = """
 output_dir run_name report_to logging_steps save_steps save_total_limit eval_steps num_logged_rollouts push_to_hub
 hub_model_id total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing
-use_cpu logprob_chunk_size eval_do_sample eval_top_p eval_top_k trust_remote_code
+use_cpu logprob_chunk_size max_kl_to_ref eval_do_sample eval_top_p eval_top_k trust_remote_code
 """.split()
 
 

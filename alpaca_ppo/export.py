@@ -196,7 +196,7 @@ _CARD = """\
 
 # A language model trained with PPO
 
-Trained by `alpaca_ppo`: a policy, a critic and a KL penalty towards the model that training started from.
+Trained by `alpaca_ppo` with PPO; the configuration below says with which advantages and which KL penalty.
 
 ## Figures
 

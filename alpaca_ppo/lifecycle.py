@@ -37,14 +37,25 @@ class Lifecycle:
 
         Returns:
             why, or None where the run goes on.
+
+        Raises:
+            ValueError: when there is a bound, but no KL in `stats`.
         """
+        if max_kl_to_ref is None:
+            return None
+        if "objective/kl_sum_seq" not in stats:
+            raise ValueError(
+                f"max_kl_to_ref is {max_kl_to_ref}, but record_step_stats() returned no objective/kl_sum_seq to "
+                "compare it with; add it, or null max_kl_to_ref"
+            )
         kl = stats["objective/kl_sum_seq"]
-        if max_kl_to_ref is None or kl <= max_kl_to_ref:
+        if kl <= max_kl_to_ref:
             return None
         self.control.should_save = self.control.should_training_stop = True
         return (
             f"objective/kl_sum_seq is {kl:.4g} nats, above max_kl_to_ref ({max_kl_to_ref}): the run ends here, with a "
-            "checkpoint. Raise kl_coef or lower learning_rate"
+            "checkpoint. Raise max_kl_to_ref to go on from it; or start anew with a higher kl_coef or a lower "
+            "learning_rate"
         )
 
     def notify(self, event: str, args: Any, **context: Any) -> None:

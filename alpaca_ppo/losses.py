@@ -132,7 +132,7 @@ def mismatch_stats(logprobs: Tensor, batch: Rollouts) -> dict[str, Tensor]:
     return {
         "mismatch/logprob_abs_mean": masked_mean(difference.abs(), mask),
         "mismatch/k3": masked_mean(kl_penalty(logprobs, sampled, "k3"), mask),
-        "mismatch/ratio_max": torch.where(mask, difference, -torch.inf).max().exp(),
+        "mismatch/ratio_max": torch.where(mask, difference, -torch.inf).max().clamp_max(20.0).exp(),
     }
 
 

@@ -161,7 +161,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     return stats | {
         "mismatch/logprob_abs_mean": float(masked_mean(mismatch.abs(), mask)),
         "mismatch/k3": float(masked_mean(kl_penalty(rollouts["logprobs"], rollouts["rollout_logprobs"], "k3"), mask)),
-        "mismatch/ratio_max": float(torch.exp(mismatch[mask]).max()),
+        "mismatch/ratio_max": float(mismatch[mask].max().clamp_max(20.0).exp()),
     }
 
 
@@ -179,7 +179,7 @@ def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
         stats |= {
             "ppo/val/mean": float(masked_mean(values, mask)),
             "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
-            "ppo/val/explained_variance": explained_variance(values, returns, mask),
+            "ppo/val/explained_variance": explained_variance(rollouts.get("value_means", values), returns, mask),
         }
     if "value_means" in rollouts:
         stats["ppo/val/distribution_mean"] = float(masked_mean(rollouts["value_means"], mask))

@@ -25,6 +25,7 @@ from alpaca_ppo.models import (
     load_causal_lm,
     load_critic,
     load_sequence_classifier,
+    make_head,
     without_adapters,
 )
 from alpaca_ppo.validation import REFERENCES
@@ -68,6 +69,10 @@ def make_actor_critic(
         if peft_config is not None:
             raise ValueError("model is an ActorCritic, which brings its adapters; leave peft_config out")
         return _checked(model, value_model, args)
+    if value_model is not None and not args.uses_critic:
+        raise ValueError(
+            f"value_model is given, but adv_estimator {args.adv_estimator!r} has no critic; leave it out, or use gae"
+        )
     if args.init_value_with_reward:
         if value_model is not None:
             raise ValueError("value_model is given and init_value_with_reward is True; choose one start for the critic")
@@ -97,16 +102,15 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
     how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "load_in_4bit": args.load_in_4bit}
     how["dtype"] = getattr(torch, args.dtype)
     if isinstance(model, str) and is_adapter_folder(model):
-        base = load_causal_lm(PeftConfig.from_pretrained(model).base_model_name_or_path, **how)
-        if peft_config is None:
-            return load_adapters(base, model)
-        if args.load_in_4bit:
+        if peft_config is not None and args.load_in_4bit:
             raise ValueError(
                 f"model {model!r} is an adapter, which cannot be merged into 4-bit weights before another one is "
                 "added; leave peft_config out to train that adapter on, or load_in_4bit off"
             )
-        base = PeftModel.from_pretrained(base, model).merge_and_unload()
-        return _attached(base, peft_config, args)
+        base = load_causal_lm(PeftConfig.from_pretrained(model).base_model_name_or_path, **how)
+        if peft_config is None:
+            return load_adapters(base, model)
+        return _attached(PeftModel.from_pretrained(base, model).merge_and_unload(), peft_config, args)
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
@@ -149,10 +153,14 @@ def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCrit
         raise ValueError(
             f"model is an ActorCritic of the layout {other!r}, but critic_layout is {layout!r}; make them agree"
         )
-    if critic is not None and critic.head.kind != args.critic:
-        raise ValueError(
-            f"model is an ActorCritic with a {critic.head.kind!r} head, but critic is {args.critic!r}; make them agree"
-        )
+    if critic is not None:
+        wanted = make_head(**head_settings(args), hidden_size=1)
+        if critic.head.settings() != wanted.settings():
+            raise ValueError(
+                f"model is an ActorCritic with the head {critic.head.settings()}, but args say {wanted.settings()}; "
+                "make critic and its fields agree"
+            )
+        critic.head.risk_level = wanted.risk_level
     disable_dropout(model)
     _checkpoint_activations(args, model)
     return model

@@ -56,6 +56,11 @@ def make_updater(
     """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
     schedule.
     """
+    if optimizer is not None and args.critic_learning_rate is not None:
+        raise ValueError(
+            f"critic_learning_rate is {args.critic_learning_rate}, but optimizers brings an optimizer with rates of "
+            "its own; set them there, or null critic_learning_rate"
+        )
     total = sum(
         optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
         for step in range(schedule.num_steps)

@@ -220,7 +220,7 @@ class RolloutCollector:
             rewards = self._answer(actor_critic, prompts, greedy, **how, on_chunk=lambda rows: None)["rewards"]
             scores = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
             local["baseline_scores"] = scores.repeat_interleave(sampling.num_return_sequences)
-        with timers.measure("logprobs"), self.accelerator.autocast():
+        with timers.measure("logprobs"):
             parts = {"with_policy": with_policy, "with_critic": with_critic}
             return local | self._evaluate(actor_critic, local, sampling.temperature, parts)
 
@@ -234,12 +234,16 @@ class RolloutCollector:
             "temperature": temperature,
             "device": self.accelerator.device,
         }
-        out = evaluate_responses(actor_critic, samples, **settings, **parts) if any(parts.values()) else {}
+        out: dict[str, Tensor] = {}
+        if any(parts.values()):
+            # One block for each model: autocast keeps the weights that it casts until its block ends.
+            with self.accelerator.autocast():
+                out = evaluate_responses(actor_critic, samples, **settings, **parts)
         if not parts["with_policy"]:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
-        with self.reference.present(self.accelerator.device) as reference:
+        with self.reference.present(self.accelerator.device) as reference, self.accelerator.autocast():
             said = evaluate_responses(reference, samples, **settings)
         return out | {f"ref_{name}": value for name, value in said.items()}
 

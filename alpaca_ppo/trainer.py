@@ -58,7 +58,7 @@ class PPOTrainer:
         accelerator: one of your own; built from `args` by default.
 
     Raises:
-        ValueError: for arguments that cannot work together, before any training.
+        ValueError: for arguments that cannot work together.
     """
 
     def __init__(
@@ -204,21 +204,18 @@ class PPOTrainer:
         progress = self._log.progress(total, "update", leave=False)
         key = (self.args.seed, self.state.global_step)
         for epoch, batch in update_batches(rows, self.args.step_batch_size, self.args.ppo_epochs, key):
-            part = self.updater.step(
-                rollouts,
-                batch,
-                self.compute_loss,
-                first=steps == 0 or self.policy_stands_still,
-                freeze_policy=self.policy_stands_still,
-                value_taus=quantile_levels(self.args, *key, epoch, steps),
-            )
+            how: dict[str, Any] = {"freeze_policy": self.policy_stands_still}
+            how["value_taus"] = quantile_levels(self.args, *key, epoch, steps)
+            how["target_kl_stop"] = self.args.target_kl_stop
+            first = steps == 0 or self.policy_stands_still
+            part, stepped = self.updater.step(rollouts, batch, self.compute_loss, first=first, **how)
             stats.merge(part)
+            if not stepped:
+                break
             steps += 1
             progress.update(1)
-            if self.args.target_kl_stop is not None and self.updater.approx_kl(part) > self.args.target_kl_stop:
-                break
         progress.close()
-        train_stats = self.updater.over_ranks(stats).compute(steps)
+        train_stats = self.updater.over_ranks(stats).compute(steps if stepped else steps + 1)
         self.updater.warn(train_stats)
         self.state.global_step += 1
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
@@ -226,7 +223,7 @@ class PPOTrainer:
 
     @property
     def policy_stands_still(self) -> bool:
-        """Whether only the critic learns in this step (`critic_warmup_steps`)."""
+        """Whether only the critic learns in this step."""
         return self.state.global_step < self.args.critic_warmup_steps
 
     def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -235,11 +232,15 @@ class PPOTrainer:
         The loss is this micro-batch's part of the optimizer step's loss: a masked sum over
         `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
         `*_max` are extremes, all others means over the micro-batch's masked tokens.
+
+        Inside an update, and unless a subclass overrides this method, a critic that shares no activations with the
+        policy makes its backward pass in here, to free its memory; its part of the loss is then a mere number.
         """
-        apart = self.updater.apart if self.updater.keeps_graphs_apart else None
-        forward = partial(self._forward, rollouts_batch)
-        with_policy = not self.policy_stands_still
-        terms = loss_terms(forward, rollouts_batch, self.args, with_policy=with_policy, apart=apart)
+        # A subclass may change the loss, so its critic must not have made its backward pass already.
+        own = type(self).compute_loss is PPOTrainer.compute_loss
+        how = {"apart": self.updater.apart if own and self.updater.keeps_graphs_apart else None}
+        forward, with_policy = partial(self._forward, rollouts_batch), not self.policy_stands_still
+        terms = loss_terms(forward, rollouts_batch, self.args, with_policy=with_policy, **how)
         loss = torch.stack([term for term, _ in terms]).sum()
         stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}
         return loss, {**stats, "loss/total": loss.detach()}
@@ -253,7 +254,7 @@ class PPOTrainer:
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, AlpacaFarm's names where it has them."""
         stats = {
-            "objective/kl_coef": self.kl_controller.value,
+            "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
             "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts),
@@ -359,7 +360,10 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(extra["kl_controller"])
 
     def _end_of_step(self, stats: dict[str, float]) -> None:
-        step, last = self.state.global_step, self.state.global_step == self.schedule.num_steps
+        step = self.state.global_step
+        if why := self.lifecycle.stop_beyond(stats, max_kl_to_ref=self.args.max_kl_to_ref):
+            self._log.message(f"step {step}: {why}")
+        last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
             stats.update(self.evaluate())
@@ -369,8 +373,6 @@ class PPOTrainer:
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
-        if why := self.lifecycle.stop_beyond(stats, max_kl_to_ref=self.args.max_kl_to_ref):
-            self._log.message(f"step {step}: {why}")
         if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
             self.save_checkpoint()
             self._notify("on_save")
@@ -387,13 +389,11 @@ class PPOTrainer:
         pad = self.sampling.pad_token_id
         return [collate_prompts([prompts[i] for i in share], share, pad_token_id=pad, query_len=self.args.query_len)]
 
-    def _collect(
-        self, batches: Sequence[PromptBatch], sampling: Sampling, *, seed: int, step: int, **parts: Any
-    ) -> Rollouts:
+    def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, **how: Any) -> Rollouts:
         n = sampling.num_return_sequences
         progress = self._log.progress(sum(len(batch["rows"]) for batch in batches) * n, "rollout", leave=False)
-        how: dict[str, Any] = {"seed": seed, "step": step, "timers": self.timers, **parts}
-        local = self.collector.collect(self.actor_critic, batches, sampling, on_chunk=progress.update, **how)
+        how |= {"timers": self.timers, "on_chunk": progress.update}
+        local = self.collector.collect(self.actor_critic, batches, sampling, **how)
         progress.close()
         rows: Rollouts = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)  # type: ignore[assignment]
         return rows

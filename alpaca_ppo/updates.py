@@ -83,8 +83,10 @@ class Updater:
         first: bool,
         freeze_policy: bool = False,
         value_taus: Tensor | None = None,
-    ) -> StatsAccumulator:
-        """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics.
+        target_kl_stop: float | None = None,
+    ) -> tuple[StatsAccumulator, bool]:
+        """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
+        and whether the step was taken.
 
         Args:
             rollouts: the global rollouts.
@@ -94,6 +96,7 @@ class Updater:
                 the mismatch of sampler and trainer, are recorded.
             freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
             value_taus: (K,) quantile levels of this step for an iqn critic.
+            target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
 
         Raises:
             FloatingPointError: when the gradient is not finite; the weights stay as they were.
@@ -105,7 +108,7 @@ class Updater:
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         if value_taus is not None:
             shared["value_taus"] = value_taus
-        stats = StatsAccumulator()
+        stats, stepped = StatsAccumulator(), True
         # What an update that was refused or interrupted left behind must not reach this one.
         self.optimizer.zero_grad()
         self.model.zero_grad()
@@ -114,16 +117,18 @@ class Updater:
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.accelerator.accumulate(self.model):
                 loss, micro_stats = self._loss(compute_loss, batch)
+                stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
+                stats.add_padding([lengths[i] for i in positions])
                 if freeze_policy and world > 1:
                     loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy_parameters())
                 # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
                 self.accelerator.backward(loss * world * self.micro_batches)
                 if self.accelerator.sync_gradients:
-                    norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
-                    stats.add({"policy/grad_norm": norm}, tokens=1)
-            stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
-            stats.add_padding([lengths[i] for i in positions])
-        return stats
+                    stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
+                    if stepped:
+                        norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
+                        stats.add({"policy/grad_norm": norm}, tokens=1)
+        return stats, stepped
 
     def _loss(self, compute_loss: LossFunction, batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         self._in_step = True
@@ -166,20 +171,21 @@ class Updater:
             whole.merge(part)
         return whole
 
-    def approx_kl(self, stats: StatsAccumulator) -> float:
+    def _approx_kl(self, stats: StatsAccumulator) -> float:
         """KL(old || new) of one optimizer step's rows on all ranks, in nats a token (k3); 0 where none was measured."""
         return self.over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
         """Warns, of each once, of a ratio off 1 before any update and of returns beyond a c51 critic's support."""
         self._warn_of_ratio(train_stats)
-        edge = max(train_stats.get("val/edge_mass", 0.0), train_stats.get("val/outside_support", 0.0))
-        if edge > 0.1 and not self._edges_warned:
+        outside = train_stats.get("val/outside_support", 0.0)
+        # Probability at the edges alone is no fault: returns may be 0 or 1 and the support just that.
+        if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
             warnings.warn(
-                f"{edge:.0%} of the c51 critic's probability, or of the returns, lies at the edges of its support or "
-                "beyond: values there are cut off. Widen c51_v_min and c51_v_max, or scale the reward down with "
-                "reward_weights",
+                f"{outside:.1%} of the returns lie beyond the c51 critic's support, and "
+                f"{train_stats['val/edge_mass']:.0%} of its probability at the edges: values there are cut off. Widen "
+                "c51_v_min and c51_v_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 

@@ -29,10 +29,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "temperature cliprange cliprange_high cliprange_value target_kl k_beta max_grad_norm adam_epsilon "
-        "target_kl_stop max_kl_to_ref rollout_correction_threshold quantile_huber_kappa",
+        "target_kl_stop max_kl_to_ref quantile_huber_kappa",
         lambda v: isfinite(v) and v > 0,
         "a positive number",
     ),
+    ("rollout_correction_threshold", lambda v: v > 0, "a positive number, or .inf"),
     ("num_atoms", lambda v: v >= 2, "at least 2"),
     ("c51_v_min c51_v_max", isfinite, "a finite number"),
     (
@@ -145,6 +146,23 @@ def check_algorithm(config: Any) -> None:
         )
     if config.adv_estimator != "gae":
         _refuse_without_critic(config)
+    _check_critic(config)
+    if config.policy_loss == "gspo" and config.loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"policy_loss is 'gspo' but loss_agg_mode is {config.loss_agg_mode!r}; a sequence's ratio has one weight a "
+            "sequence: set loss_agg_mode: seq-mean-token-mean"
+        )
+    if config.policy_loss == "gspo" and config.clip_ratio_c is not None:
+        raise ValueError(f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss 'gspo' has no dual clip; null it")
+    _check_kl(config)
+
+
+def _check_critic(config: Any) -> None:
+    if config.init_value_with_reward and config.critic_layout != "separate":
+        raise ValueError(
+            f"init_value_with_reward is True but critic_layout is {config.critic_layout!r}, whose critic has no "
+            "backbone to start from a reward model; use critic_layout: separate, or set it to False"
+        )
     if config.critic == "scalar" and config.risk_level != "neutral":
         raise ValueError(
             f"risk_level is {config.risk_level!r} but critic is 'scalar', which knows the mean alone; choose c51, "
@@ -154,13 +172,21 @@ def check_algorithm(config: Any) -> None:
         raise ValueError(
             f"c51_v_min ({config.c51_v_min}) is not below c51_v_max ({config.c51_v_max}); the support needs a width"
         )
-    if config.policy_loss == "gspo" and config.loss_agg_mode != "seq-mean-token-mean":
+    if config.load_in_4bit and (config.critic_layout == "separate" or config.reference.startswith("copy")):
         raise ValueError(
-            f"policy_loss is 'gspo' but loss_agg_mode is {config.loss_agg_mode!r}; a sequence's ratio has one weight a "
-            "sequence: set loss_agg_mode: seq-mean-token-mean"
+            f"load_in_4bit is True, but critic_layout is {config.critic_layout!r} and reference {config.reference!r}: "
+            "a 4-bit base cannot be copied; use critic_layout: adapter or shared, and reference: auto"
         )
-    if config.policy_loss == "gspo" and config.clip_ratio_c is not None:
-        raise ValueError(f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss 'gspo' has no dual clip; null it")
+
+
+def _check_kl(config: Any) -> None:
+    if config.reference == "none" and config.max_kl_to_ref is not None:
+        raise ValueError(f"max_kl_to_ref is {config.max_kl_to_ref} but reference is 'none'; null one of them")
+    if config.kl_controller != "fixed" and config.kl_coef == 0:
+        raise ValueError(
+            f"kl_controller is {config.kl_controller!r} but kl_coef is 0, which no factor moves; start from a positive "
+            "kl_coef, or set kl_controller: fixed"
+        )
     if config.reference == "none" and (config.use_kl_loss or (config.use_kl_in_reward and config.kl_coef)):
         raise ValueError(
             f"reference is 'none', but use_kl_in_reward is {config.use_kl_in_reward} with kl_coef {config.kl_coef} and "
@@ -174,6 +200,10 @@ def check_algorithm(config: Any) -> None:
 
 
 def _refuse_without_critic(config: Any) -> None:
+    if config.adv_estimator != "reinforce_plus_plus" and config.gamma != 1.0:
+        raise ValueError(
+            f"gamma is {config.gamma}, but adv_estimator {config.adv_estimator!r} weighs whole responses; set it to 1.0"
+        )
     for name, unset in _CRITIC_ONLY.items():
         if (value := getattr(config, name)) != unset:
             raise ValueError(
@@ -190,3 +220,4 @@ _CRITIC_ONLY: dict[str, Any] = {
     "init_value_with_reward": False,
     "whiten_rewards": False,
 }
+"""Without a critic, what each must be."""

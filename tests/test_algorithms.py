@@ -5,10 +5,11 @@ import warnings
 import pytest
 import torch
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional import GROUP_ESTIMATORS
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
 OPTIONS = {
     "c51": {"critic": "c51", "c51_v_min": -4.0, "c51_v_max": 8.0},
@@ -75,6 +76,9 @@ def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
         tiny_trainer(tmp_path, adv_estimator="grpo")
     with pytest.raises(ValueError, match="critic_warmup_steps is 3, but adv_estimator 'remax' has no critic"):
         tiny_trainer(tmp_path, adv_estimator="remax", critic_warmup_steps=3)
+    given = {"value_model": tiny_causal_lm("llama")}
+    with pytest.raises(ValueError, match="value_model is given, but adv_estimator 'remax' has no critic"):
+        tiny_trainer(tmp_path, adv_estimator="remax", trainer_arguments=given)
     with pytest.raises(ValueError, match="the adv_estimator needs no critic; leave it out"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, value_model=tiny_causal_lm("llama"))
 
@@ -115,16 +119,85 @@ def test_the_updates_of_a_step_end_when_the_policy_has_moved_too_far(tmp_path):
     assert stats["ppo/policy/optimizer_steps"] == 12 and stats["ppo/policy/kl_stopped"] == 0
     stopped = tiny_trainer(tmp_path / "stopped", learning_rate=1e-2, ppo_epochs=4, target_kl_stop=1e-4)
     stats = stopped.step(stopped.prompt_batches(0))
-    # The first optimizer step measures no KL; the second one is the first that can stop.
-    assert 2 <= stats["ppo/policy/optimizer_steps"] < 12 and stats["ppo/policy/kl_stopped"] == 1
+    # The first optimizer step measures no KL; the second finds the bound passed and is not taken.
+    assert stats["ppo/policy/optimizer_steps"] == 1 and stats["ppo/policy/kl_stopped"] == 1
+    once = tiny_trainer(tmp_path / "once", learning_rate=1e-2, ppo_epochs=4)
+    taken = []
+    step = once.updater.step
+    once.updater.step = lambda *a, **k: (
+        taken.append(1) or step(*a, **{**k, "target_kl_stop": 0.0 if taken[1:] else None})
+    )
+    once.step(once.prompt_batches(0))
+    for name, tensor in weights(once).items():
+        assert torch.equal(tensor, weights(stopped)[name])
 
 
 def test_a_run_ends_with_a_checkpoint_where_the_kl_passes_its_bound(tmp_path, capsys):
-    trainer = tiny_trainer(tmp_path, learning_rate=1e-2, max_kl_to_ref=1e-3, total_episodes=40)
+    held_out = {"trainer_arguments": {"eval_dataset": prompts(3)}}
+    settings = {"learning_rate": 1e-2, "total_episodes": 40, "logging_steps": 10, **held_out}
+    trainer = tiny_trainer(tmp_path, max_kl_to_ref=1e-3, **settings)
     trainer.train()
     # KL is 0 in the first rollout, and above the bound in the second.
     assert trainer.state.global_step == 2 and (tmp_path / "checkpoint-2").is_dir()
     assert "above max_kl_to_ref (0.001): the run ends here, with a checkpoint" in capsys.readouterr().out
+    # Its last step is evaluated and reported like that of a whole run, and a higher bound lets it go on.
+    assert "eval/rewards" in metric_lines(tmp_path)[-1] and trainer.state.log_history[-1]["step"] == 2
+    resumed = tiny_trainer(tmp_path, max_kl_to_ref=1e3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+
+
+def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
+    class Silent(PPOTrainer):
+        def record_step_stats(self, train_stats, rollouts, step):
+            return {"mine": 1.0}
+
+    tiny_trainer(tmp_path / "free", trainer_class=Silent).train()
+    with pytest.raises(ValueError, match="record_step_stats.. returned no objective/kl_sum_seq"):
+        tiny_trainer(tmp_path, trainer_class=Silent, max_kl_to_ref=1.0).train()
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_a_subclass_that_scales_the_loss_scales_the_critic_too(layout, tmp_path):
+    class Nothing(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            return 0.0 * loss, stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Nothing, critic_layout=layout)
+    before = weights(trainer)
+    trainer.step(trainer.prompt_batches(0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_a_support_that_holds_every_return_is_not_warned_of(tmp_path):
+    def zero_or_one(completions, **columns):
+        return [float(len(text) % 2) for text in completions]
+
+    arguments = {"reward_funcs": zero_or_one}
+    settings = {"critic": "c51", "c51_v_min": 0.0, "c51_v_max": 1.0, "kl_coef": 0.0}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=arguments, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["ppo/val/edge_mass"] > 0.9 and stats["ppo/val/outside_support"] == 0.0
+
+
+def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
+    head = {"kind": "c51", "v_min": -1.0, "v_max": 1.0}
+    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
+    settings = {"model": built, "critic_layout": "shared", "critic": "c51"}
+    with pytest.raises(ValueError, match="an ActorCritic with the head .*-1.0.*, but args say .*-10.0"):
+        tiny_trainer(tmp_path, **settings)
+    tiny_trainer(tmp_path, c51_v_min=-1.0, c51_v_max=1.0, risk_level=0.5, **settings)
+    assert built.critic.head.risk_level == 0.5
+
+
+def test_an_optimizer_of_the_users_own_has_its_own_rates(tmp_path):
+    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+    arguments = {"optimizers": (torch.optim.AdamW(built.parameters(), lr=1e-3), None)}
+    with pytest.raises(ValueError, match="critic_learning_rate is 0.5, but optimizers brings"):
+        tiny_trainer(tmp_path, model=built, trainer_arguments=arguments, critic_learning_rate=0.5)
 
 
 def test_a_kl_in_the_loss_alone_leaves_the_reward_as_it_is(tmp_path):

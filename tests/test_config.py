@@ -64,6 +64,16 @@ from alpaca_ppo.validation import ADV_ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATOR
             {"use_kl_in_reward": False, "kl_controller": "proportional"},
             "kl_controller is 'proportional' but use_kl_in_reward is False",
         ),
+        ({"kl_controller": "proportional", "kl_coef": 0.0}, "kl_controller is 'proportional' but kl_coef is 0"),
+        (
+            {"init_value_with_reward": True, "critic_layout": "shared"},
+            "init_value_with_reward is True but critic_layout",
+        ),
+        ({"adv_estimator": "remax", "gamma": 0.9}, "gamma is 0.9, but adv_estimator 'remax' weighs whole responses"),
+        (
+            {"reference": "none", "use_kl_in_reward": False, "max_kl_to_ref": 5.0},
+            "max_kl_to_ref is 5.0 but reference is 'none'",
+        ),
         ({"kl_loss_type": "k4"}, "kl_loss_type is 'k4'; choose one of k1"),
         ({"old_policy": "new"}, "old_policy is 'new'; choose one of recompute, rollout, correct"),
         ({"rollout_correction_threshold": 0.0}, "rollout_correction_threshold is 0.0; it must be a positive"),

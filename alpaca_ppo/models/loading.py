@@ -147,6 +147,8 @@ def build_actor_critic(
         hidden_size = weight.size(1)
         if settings["kind"] == "scalar":
             settings["weight"] = weight
+    # All of this backbone trains, whatever the dtype of a frozen base.
+    backbone = backbone.to(torch.promote_types(dtype, torch.float32))
     return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=dtype), backbone))
 
 

@@ -27,7 +27,7 @@ def launch(output_dir: Path, *settings: str, processes: int) -> None:
     assert f"each of {processes} processes" in outcome.stdout
 
 
-IQN = ("critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=10.0")
+IQN = ("critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=0.001")
 GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 
