@@ -112,8 +112,9 @@ def _layout(settings: Settings) -> Iterator[Option]:
 
 
 def _four_bit(settings: Settings) -> Iterator[Option]:
-    own_backbone = settings.args.uses_critic and settings.args.critic_layout == "separate"
-    if settings.lora.use_peft and not (own_backbone or settings.args.load_in_4bit or settings.args.use_cpu):
+    args = settings.args
+    copied = args.reference.startswith("copy") or (args.uses_critic and args.critic_layout == "separate")
+    if settings.lora.use_peft and not (copied or args.load_in_4bit or args.use_cpu):
         yield "load_in_4bit: true", _with(settings, load_in_4bit=True)
 
 

@@ -65,7 +65,7 @@ class Planner:
     """Predicts the memory of one run's models under changing settings.
 
     Raises:
-        ValueError: when a configuration cannot be read, or `load_in_4bit` meets a critic of its own.
+        ValueError: when a configuration cannot be read.
     """
 
     def __init__(self, script: PlanArguments, args: PPOConfig) -> None:
@@ -90,11 +90,6 @@ class Planner:
     def figures(self, settings: Settings) -> Figures:
         """What `fake_passes.measure` says of the run; the ZeRO stage does not matter."""
         args = settings.args
-        if args.load_in_4bit and args.uses_critic and args.critic_layout == "separate":
-            raise ValueError(
-                "load_in_4bit is True and critic_layout 'separate': a critic of its own cannot train in 4 bits; set "
-                "critic_layout: adapter"
-            )
         key = repr((args, settings.lora, settings.sharding.processes))
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")

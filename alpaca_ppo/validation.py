@@ -172,7 +172,8 @@ def _check_critic(config: Any) -> None:
         raise ValueError(
             f"c51_v_min ({config.c51_v_min}) is not below c51_v_max ({config.c51_v_max}); the support needs a width"
         )
-    if config.load_in_4bit and (config.critic_layout == "separate" or config.reference.startswith("copy")):
+    copied = (config.uses_critic and config.critic_layout == "separate") or config.reference.startswith("copy")
+    if config.load_in_4bit and copied:
         raise ValueError(
             f"load_in_4bit is True, but critic_layout is {config.critic_layout!r} and reference {config.reference!r}: "
             "a 4-bit base cannot be copied; use critic_layout: adapter or shared, and reference: auto"

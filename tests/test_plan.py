@@ -398,11 +398,6 @@ def test_a_reward_adapter_that_is_none_is_refused(folder):
         planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)
 
 
-def test_a_critic_of_its_own_in_four_bits_is_refused(folder):
-    with pytest.raises(ValueError, match="load_in_4bit is True and critic_layout 'separate'"):
-        planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--load_in_4bit")
-
-
 def test_a_model_that_reads_its_tensors_is_refused(monkeypatch):
     def reads(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("data-dependent")
