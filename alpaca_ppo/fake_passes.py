@@ -100,6 +100,7 @@ class _Passes:
         self._base = 0
 
     def of(self, run: FakeRun, *, with_reward_adapter: bool) -> Figures:
+        """Bytes above the weights, by pass and cause."""
         modules = [run.actor_critic, *run.rewards, *([] if run.reference is None else [run.reference.policy])]
         self._live.see([[*module.parameters(), *module.buffers()] for module in modules])
         found = self._rollout(run.actor_critic.policy.model)

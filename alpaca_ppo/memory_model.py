@@ -99,6 +99,7 @@ class _Step:
         return self._shard + self._frozen
 
     def moments(self) -> Iterator[Moment]:
+        """The phases of a step, in their order, each with its bytes by cause."""
         yield Moment("load", weights=self._weights)
         yield from self._rollout()
         yield from self._score()

@@ -5,6 +5,7 @@ are the returns themselves. Their losses are in `functional` (`value_loss`, `c51
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class HeadOutputs(NamedTuple):
     """What the head's loss takes: (N,) values, (N, atoms) logits, or (N, K) quantiles."""
 
 
-class CriticHead(nn.Module):
+class CriticHead(nn.Module, ABC):
     """A map from hidden states (N, H) to `HeadOutputs`.
 
     Attributes:
@@ -48,9 +49,9 @@ class CriticHead(nn.Module):
         """What `make_head` needs, besides the hidden size, to build a head that takes this one's weights."""
         return {"kind": self.kind}
 
+    @abstractmethod
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`HeadOutputs` of `states` (N, H), already in the head's dtype; `taus` as in `forward`."""
-        raise NotImplementedError
 
     def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
         """What the head says of `states` (N, H), in any dtype.
