@@ -166,8 +166,8 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
     )
 
 
-def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig) -> None:
-    """Adds the reward source that `args.reward_adapter` names, on the policy's base.
+def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
+    """Adds the reward source that `args.reward_adapter` names, on the policy's base, which will be on `device`.
 
     Raises:
         ValueError: when the policy has no adapters, or the folder no reward adapter of its base.
@@ -184,6 +184,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     model: Any = AdapterClassifier(adapters, args.reward_adapter)
     tokenizer = load_processing_class(args.reward_adapter, trust_remote_code=args.trust_remote_code)
     source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
+    source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
@@ -244,13 +245,17 @@ def make_kl(args: PPOConfig) -> KLController:
 _FREE_TO_CHANGE = """
 output_dir run_name report_to logging_steps save_steps save_total_limit eval_steps num_logged_rollouts push_to_hub
 hub_model_id total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing
-use_cpu logprob_chunk_size max_kl_to_ref eval_do_sample eval_top_p eval_top_k trust_remote_code
+use_cpu logprob_chunk_size max_kl_to_ref merge_on_save eval_do_sample eval_top_p eval_top_k trust_remote_code
 """.split()
 
 
-def run_identity(args: PPOConfig, schedule: PromptSchedule) -> dict[str, Any]:
-    """What a resumed run must have in common with the one it continues: the prompts' order, and every field of `args`
-    that decides numbers. A changed one would be ignored in part (the optimizer's state has the old learning rate).
+def run_identity(args: PPOConfig, schedule: PromptSchedule, actor_critic: ActorCritic) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it continues: the prompts' order, every field of `args` that
+    decides numbers, and of adapters their configuration and base, which no checkpoint holds. A changed one would be
+    ignored in part (the optimizer's state has the old learning rate).
     """
     decisive = {f"args.{name}": value for name, value in asdict(args).items() if name not in _FREE_TO_CHANGE}
+    adapters = actor_critic.policy.adapters
+    if adapters is not None:
+        decisive |= {"peft_config": adapters.describe(), "frozen weights": adapters.fingerprint()}
     return {"data": schedule.identity(), **decisive}

@@ -101,7 +101,9 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHea
             weights["score.weight"] = head.get_parameter("weight").detach()
             classifier.save_pretrained(aside, state_dict=weights)
         processing_class.save_pretrained(aside)
-        write_text_atomically(aside / "README.md", _VALUE_CARD + (_HEAD_USE if classifier is None else _CLASSIFIER_USE))
+        write_text_atomically(
+            aside / "README.md", _VALUE_CARD + _STARTS + (_HEAD_USE if classifier is None else _CLASSIFIER_USE)
+        )
 
 
 def save_value_adapter(
@@ -231,7 +233,9 @@ tags:
 ---
 
 # The critic of a PPO run
+"""
 
+_STARTS = """
 A later run starts from it with `value_model`.
 """
 

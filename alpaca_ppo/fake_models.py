@@ -69,7 +69,7 @@ def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
     Raises:
         ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together.
     """
-    rewards = [_classifier(config, layers) for config in models.rewards]
+    rewards = [_classifier(config, layers, getattr(torch, args.dtype)) for config in models.rewards]
     value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers)
     policy = _language_model(models.policy, layers, args)
     actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), args)
@@ -90,13 +90,13 @@ def _language_model(config: Any, layers: int, args: PPOConfig) -> Any:
         return AutoModelForCausalLM.from_config(shallow(config, layers), **how)
 
 
-def _classifier(config: Any, layers: int) -> Any:
+def _classifier(config: Any, layers: int, dtype: torch.dtype = torch.float32) -> Any:
     config = shallow(config, layers)
     config.num_labels, config.pad_token_id = 1, 0
     with torch.device("meta"):
-        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
     # A critic's head takes its start from this weight, which needs values.
-    model.score = nn.Linear(model.score.in_features, 1, bias=False)
+    model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=dtype)
     return model
 
 

@@ -182,12 +182,12 @@ class _Passes:
             if critic is not None and not critic.shares_states:
                 found |= self._pass("critic/eval", *self._critic_pass(run.actor_critic, packed))
                 found["critic/cast"] = max(0.0, float(self._live.live - self._base))
-            if run.reference is not None:
-                frozen = run.reference.policy
-                other = run.reference.adapters.active(None) if isinstance(run.reference, AdapterReference) else None
-                with other or nullcontext():
-                    head = self._scores(frozen, packed)
-                    found |= self._pass("reference/eval", lambda: frozen.states(packed), head)
+        if run.reference is None:
+            return found
+        frozen = run.reference.policy
+        other = run.reference.adapters.active(None) if isinstance(run.reference, AdapterReference) else nullcontext()
+        with torch.no_grad(), self._autocast(), other:
+            found |= self._pass("reference/eval", lambda: frozen.states(packed), self._scores(frozen, packed))
         return found
 
     def _train(self, actor_critic: ActorCritic) -> Figures:

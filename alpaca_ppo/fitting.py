@@ -105,7 +105,11 @@ def _adapters(settings: Settings) -> Iterator[Option]:
 
 
 def _layout(settings: Settings) -> Iterator[Option]:
-    if not settings.args.uses_critic or settings.args.critic_layout != "separate":
+    if (
+        not settings.args.uses_critic
+        or settings.args.critic_layout != "separate"
+        or settings.args.init_value_with_reward
+    ):
         return
     for layout in ("adapter", "shared") if settings.lora.use_peft else ("shared",):
         yield f"critic_layout: {layout}", _with(settings, critic_layout=layout)

@@ -132,6 +132,8 @@ class _Step:
             if f"{name}/eval.backbone" not in self._figures:
                 continue
             own = self._figures.get(f"{name}/cast", 0.0)
+            # Autocast lets go of the actor's and the critic's copies before the reference's pass.
+            casts = 0.0 if name == "reference" else casts
             offloaded = self._reference if name == "reference" and self._args.reference == "copy_offloaded" else 0.0
             held = {"weights": self._weights + casts + own + offloaded, "optimizer": self._optimizer}
             yield from self._pass("log-probs", f"{name}/eval", held, less=own)

@@ -102,15 +102,13 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
     how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "load_in_4bit": args.load_in_4bit}
     how["dtype"] = getattr(torch, args.dtype)
     if isinstance(model, str) and is_adapter_folder(model):
-        if peft_config is not None and args.load_in_4bit:
+        if peft_config is not None:
             raise ValueError(
-                f"model {model!r} is an adapter, which cannot be merged into 4-bit weights before another one is "
-                "added; leave peft_config out to train that adapter on, or load_in_4bit off"
+                f"model {model!r} is an adapter and peft_config asks for another: merge the first into its base and "
+                "save that (AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)), or "
+                "leave peft_config (--use_peft) out to train it on"
             )
-        base = load_causal_lm(PeftConfig.from_pretrained(model).base_model_name_or_path, **how)
-        if peft_config is None:
-            return load_adapters(base, model)
-        return _attached(PeftModel.from_pretrained(base, model).merge_and_unload(), peft_config, args)
+        return load_adapters(load_causal_lm(PeftConfig.from_pretrained(model).base_model_name_or_path, **how), model)
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
@@ -169,6 +167,11 @@ def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCrit
 def _critic_start(value_model: str | PreTrainedModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
     """The `Critic` or sequence classifier that the critic starts from, its weights its own."""
     start: Any
+    if isinstance(value_model, str) and is_adapter_folder(value_model):
+        raise ValueError(
+            f"value_model {value_model!r} is an adapter, which a critic cannot start from; merge it into its base and "
+            "save that, or start anew"
+        )
     if isinstance(value_model, str) and is_critic_folder(value_model):
         start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
         config: Any = start.backbone.config

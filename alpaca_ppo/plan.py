@@ -65,16 +65,26 @@ class Planner:
     """Predicts the memory of one run's models under changing settings.
 
     Raises:
-        ValueError: when a configuration cannot be read.
+        ValueError: when a configuration cannot be read, or adapters do not go together.
     """
 
-    def __init__(self, script: PlanArguments, args: PPOConfig) -> None:
+    def __init__(self, script: PlanArguments, args: PPOConfig, *, lora: bool) -> None:
         trust = args.trust_remote_code
         name = script.model_name_or_path
         self._starting_adapter = None
         if is_adapter_folder(name):
             self._starting_adapter = lora_config(PeftConfig.from_pretrained(name))
             name = self._starting_adapter.base_model_name_or_path or ""
+        if args.reward_adapter is not None and not (lora or self._starting_adapter):
+            raise ValueError(
+                f"reward_adapter is {args.reward_adapter!r} but the policy has no adapters; set use_peft, or give a "
+                "whole reward model in reward_model_name_or_path"
+            )
+        if lora and self._starting_adapter:
+            raise ValueError(
+                f"model_name_or_path {script.model_name_or_path!r} is an adapter and use_peft asks for another; merge "
+                "the first into its base, or leave use_peft out"
+            )
         policy = read_config("model_name_or_path", name, trust)
         rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
         value = script.value_model_name_or_path
@@ -158,7 +168,7 @@ def plan(script: PlanArguments, lora: LoraArguments, args: PPOConfig) -> dict[st
     Raises:
         ValueError: for models that cannot be read or do not go together with the settings.
     """
-    planner = Planner(script, args)
+    planner = Planner(script, args, lora=lora.use_peft)
     settings = Settings(args, lora, Sharding(script.num_processes, script.zero_stage))
     moments = planner.moments(settings)
     peak = max(moments, key=lambda moment: moment.total)

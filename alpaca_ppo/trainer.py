@@ -89,7 +89,7 @@ class PPOTrainer:
         scorer = construction.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = model_construction.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
         self.sampling = construction.make_sampling(actor_critic.policy.model, self.processing_class, args)
-        construction.add_reward_adapter(scorer, actor_critic, args)
+        construction.add_reward_adapter(scorer, actor_critic, args, self.accelerator.device)
         reference = model_construction.make_reference(actor_critic, ref_model, args)
         self.collector = construction.make_collector(reference, scorer, self.accelerator, *how)
         self.updater, self.optimizer_steps = make_updater(
@@ -310,7 +310,7 @@ class PPOTrainer:
                 model=self.actor_critic,
                 optimizer=self.updater.optimizer,
                 scheduler=self.updater.scheduler,
-                extra=extra | construction.run_identity(self.args, self.schedule),
+                extra=extra | construction.run_identity(self.args, self.schedule, self.actor_critic),
                 save_total_limit=self.args.save_total_limit,
             )
         self.accelerator.wait_for_everyone()
@@ -353,7 +353,7 @@ class PPOTrainer:
             model=self.actor_critic,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
-            expected=construction.run_identity(self.args, self.schedule),
+            expected=construction.run_identity(self.args, self.schedule, self.actor_critic),
         )
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)

@@ -115,7 +115,7 @@ class Updater:
         self.accelerator.step = 0
         for positions in plan:
             batch = self._micro_batch(rollouts, rows[positions], shared)
-            with self.accelerator.accumulate(self.model):
+            with self.accelerator.accumulate(self.model), self._learner(freeze_policy):
                 loss, micro_stats = self._loss(compute_loss, batch)
                 stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
                 stats.add_padding([lengths[i] for i in positions])
@@ -129,6 +129,15 @@ class Updater:
                         norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
                         stats.add({"policy/grad_norm": norm}, tokens=1)
         return stats, stepped
+
+    @contextmanager
+    def _learner(self, freeze_policy: bool) -> Iterator[None]:
+        """Inside, the base is the critic's where the critic alone learns: recomputed activations must be its own."""
+        if not freeze_policy:
+            yield
+            return
+        with self.accelerator.unwrap_model(self.model).critic_active():
+            yield
 
     def _loss(self, compute_loss: LossFunction, batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         self._in_step = True

@@ -172,6 +172,11 @@ def _check_critic(config: Any) -> None:
         raise ValueError(
             f"c51_v_min ({config.c51_v_min}) is not below c51_v_max ({config.c51_v_max}); the support needs a width"
         )
+    if config.load_in_4bit and config.merge_on_save:
+        raise ValueError(
+            "merge_on_save is True, but load_in_4bit too: merging would round the base again; merge final/policy into "
+            "the whole model afterwards"
+        )
     copied = (config.uses_critic and config.critic_layout == "separate") or config.reference.startswith("copy")
     if config.load_in_4bit and copied:
         raise ValueError(

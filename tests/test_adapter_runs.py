@@ -276,7 +276,7 @@ def test_an_actor_critic_brings_its_adapters(tmp_path):
         lora_trainer(tmp_path, arguments={"model": built})
 
 
-def test_an_adapter_is_trained_on_or_merged_under_a_new_one(tmp_path):
+def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), LORA)
     for name, parameter in model.named_parameters():
@@ -284,18 +284,43 @@ def test_an_adapter_is_trained_on_or_merged_under_a_new_one(tmp_path):
             parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
     model.save_pretrained(tmp_path / "sft")
     tiny_tokenizer().save_pretrained(tmp_path / "sft")
-    expected = model.eval()(torch.tensor([[5, 9, 11]])).logits
-    for number, given in enumerate(({"peft_config": None}, {}, {"model": model, "peft_config": None})):
-        arguments = {"model": str(tmp_path / "sft"), **given}
-        trainer = lora_trainer(tmp_path / f"run{number}", arguments=arguments)
+    ids, folder = torch.tensor([[5, 9, 11]]), str(tmp_path / "sft")
+    expected = model.eval()(ids).logits
+    for number, given in enumerate((folder, model)):
+        trainer = lora_trainer(tmp_path / f"run{number}", arguments={"model": given, "peft_config": None})
         with trainer.collector.reference.present(torch.device("cpu")) as reference:
-            assert_close(reference.model.eval()(torch.tensor([[5, 9, 11]])).logits, expected, atol=1e-5, rtol=1e-5)
+            assert_close(reference.model.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
         assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)
         assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
-    with pytest.raises(ValueError, match="cannot be merged into 4-bit weights before another one"):
-        lora_trainer(
-            tmp_path / "four", arguments={"model": str(tmp_path / "sft")}, load_in_4bit=True, critic_layout="shared"
-        )
+    with pytest.raises(ValueError, match="is an adapter and peft_config asks for another: merge the first"):
+        lora_trainer(tmp_path / "two", arguments={"model": folder})
+    with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from"):
+        lora_trainer(tmp_path / "critic", arguments={"value_model": folder})
+
+
+def test_a_resumed_run_needs_the_same_adapter_and_base(tmp_path):
+    lora_trainer(tmp_path / "run", save_steps=1, critic_layout="adapter").train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    scaled = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+    other = lora_trainer(tmp_path / "a", peft_config=scaled, critic_layout="adapter")
+    with pytest.raises(ValueError, match="entry peft_config is"):
+        other.train(resume_from_checkpoint=checkpoint)
+    other = lora_trainer(tmp_path / "b", model=tiny_causal_lm("llama", seed=5), critic_layout="adapter")
+    with pytest.raises(ValueError, match="entry frozen weights is"):
+        other.train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_critics_adapter_warms_up_with_recomputed_activations(tmp_path):
+    after = []
+    for number, checkpointing in enumerate((False, True)):
+        settings = {"critic_layout": "adapter", "critic_warmup_steps": 1, "gradient_checkpointing": checkpointing}
+        model = tiny_causal_lm("llama", dtype=torch.float64)
+        trainer = lora_trainer(tmp_path / str(number), model=model, **settings)
+        for step in range(2):
+            trainer.step(trainer.prompt_batches(step))
+        after.append(weights(trainer))
+    for name, tensor in after[0].items():
+        assert_close(after[1][name], tensor, rtol=0, atol=1e-9)
 
 
 def test_an_accelerator_of_the_users_own_unwraps_to_the_same_base(tmp_path):

@@ -74,6 +74,7 @@ from alpaca_ppo.validation import ADV_ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATOR
             {"reference": "none", "use_kl_in_reward": False, "max_kl_to_ref": 5.0},
             "max_kl_to_ref is 5.0 but reference is 'none'",
         ),
+        ({"load_in_4bit": True, "merge_on_save": True}, "merge_on_save is True, but load_in_4bit too"),
         ({"kl_loss_type": "k4"}, "kl_loss_type is 'k4'; choose one of k1"),
         ({"old_policy": "new"}, "old_policy is 'new'; choose one of recompute, rollout, correct"),
         ({"rollout_correction_threshold": 0.0}, "rollout_correction_threshold is 0.0; it must be a positive"),

@@ -393,6 +393,15 @@ def test_a_plan_that_cannot_be_made_is_refused(flags, says):
         planned(*flags)
 
 
+def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="reward_adapter is .* but the policy has no adapters; set use_peft"):
+        planned("--model_name_or_path", folder, *FLAGS, "--reward_adapter", folder)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
+    config.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match="is an adapter and use_peft asks for another"):
+        planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
+
+
 def test_a_reward_adapter_that_is_none_is_refused(folder):
     with pytest.raises(ValueError, match="reward_adapter is .*no folder of an adapter"):
         planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)

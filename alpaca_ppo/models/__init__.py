@@ -7,7 +7,6 @@ from alpaca_ppo.models.adapters import (
     POLICY,
     REFERENCE,
     VALUE,
-    AdapterClassifier,
     AdapterSet,
     adapters_in,
     attach,
@@ -25,6 +24,7 @@ from alpaca_ppo.models.loading import (
 )
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.references import AdapterReference, CopiedReference, Reference, frozen_copy, without_adapters
+from alpaca_ppo.models.reward_adapter import AdapterClassifier
 
 __all__ = [
     "POLICY",

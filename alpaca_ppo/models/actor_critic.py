@@ -119,7 +119,8 @@ class ActorCritic(nn.Module):
         if torch.is_grad_enabled() and self.policy.recomputes and adapters.peft.active_adapter != VALUE:
             raise ValueError(
                 "gradient_checkpointing would compute the critic's activations again with the policy's adapter; run "
-                "the critic's forward and backward pass inside critic_active(), as PPOTrainer.compute_loss does"
+                "the critic's forward and backward pass inside critic_active(). A compute_loss of your own makes one "
+                "backward pass for both: use critic_layout: shared or separate, or gradient_checkpointing: false"
             )
         with self.critic_active():
             return self.policy.states(packed)

@@ -4,6 +4,7 @@ PEFT puts the adapters into the base's own layers, so a forward pass of the base
 that is, is chosen here. PEFT's own switches change which parameters require gradients: here they stay as they were.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import load_peft_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
 """Names of the adapters; the policy's is PEFT's default, whose folder needs no sub-folder."""
@@ -83,6 +83,7 @@ class AdapterSet:
         config = lora_config(PeftConfig.from_pretrained(folder))
         extra = set(config.modules_to_save or ())
         config.modules_to_save, config.task_type, config.inference_mode = None, None, True
+        config.lora_dropout = 0.0
         self.add(name, config, trainable=False)
         tensors = load_peft_weights(folder, device="cpu")
         heads = {key: value for key, value in tensors.items() if extra & set(key.split("."))}
@@ -96,9 +97,31 @@ class AdapterSet:
         set_peft_model_state_dict(self.peft, given, adapter_name=name)
         return heads
 
+    def describe(self) -> str:
+        """The policy adapter's settings that decide its numbers."""
+        config = lora_config(self.peft.peft_config[POLICY])
+        names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+        lists = {name: sorted(map(str, getattr(config, name) or ())) for name in ("target_modules", "modules_to_save")}
+        return str({name: getattr(config, name) for name in names} | lists)
+
+    def fingerprint(self) -> str:
+        """A hash of some of the weights that do not train; the same on every device."""
+        digest = hashlib.sha256()
+        for name, parameter in self.peft.named_parameters():
+            if not parameter.requires_grad:
+                some = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
+                digest.update(name.encode())
+                digest.update(some.float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter `name`."""
-        return [p for key, p in self.peft.named_parameters() if name in key.split(".")]
+        marks = (f".{name}.", f".{name}")
+        return [
+            parameter
+            for key, parameter in self.peft.named_parameters()
+            if ("lora_" in key or "modules_to_save" in key) and (marks[0] in key or key.endswith(marks[1]))
+        ]
 
     def copy(self, source: str, name: str) -> None:
         """A frozen adapter `name` with the weights that the adapter `source` has now."""
@@ -120,6 +143,7 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
     config = lora_config(config)
     adapters = AdapterSet(PeftModel(model, config, adapter_name=POLICY))
     _check_head(adapters.model, config)
+    _check_precision(adapters)
     return adapters
 
 
@@ -141,6 +165,10 @@ def adapters_in(peft: PeftModel) -> AdapterSet:
     _check_head(adapters.model, config)
     if not any(parameter.requires_grad for parameter in adapters.parameters_of(POLICY)):
         raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
+    _check_precision(adapters)
+    if REFERENCE in peft.peft_config:
+        # Of an earlier trainer on the same model: this one starts from what that one left.
+        peft.delete_adapter(REFERENCE)
     # Switched off, it would leave the raw base, not the model that training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
@@ -162,6 +190,18 @@ def lora_config(config: Any) -> LoraConfig:
             f"peft_config is a {type(config).__name__}; only LoRA (with DoRA and rsLoRA) can be switched off and "
             "joined by other adapters: give a peft.LoraConfig"
         )
+    if config.init_lora_weights not in (True, "gaussian"):
+        raise ValueError(
+            f"peft_config has init_lora_weights {config.init_lora_weights!r}: the policy would not start from the base, "
+            "or the base would be changed, so switching the adapter off would not give the reference; set it to True "
+            "or 'gaussian'"
+        )
+    for name in ("lora_bias", "trainable_token_indices", "layer_replication"):
+        if getattr(config, name):
+            raise ValueError(
+                f"peft_config has {name} {getattr(config, name)!r}, which is no part of an adapter that can be "
+                "switched off, merged and exported here; leave it out"
+            )
     if config.bias != "none":
         raise ValueError(
             f"peft_config has bias {config.bias!r}: trained biases stay when the adapter is switched off, so the base "
@@ -176,6 +216,18 @@ def _check_head(model: PreTrainedModel, config: LoraConfig) -> None:
             f"the adapter acts on the language-model head (target_modules {config.target_modules}, modules_to_save "
             f"{config.modules_to_save}), whose logits are computed in chunks of its weight; leave the head out"
         )
+
+
+def _check_precision(adapters: AdapterSet) -> None:
+    """Small updates vanish in half precision: adapters are raised to float32, what else trains is refused."""
+    for name, parameter in adapters.peft.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            if "lora_" not in name:
+                raise ValueError(
+                    f"{name} would train in {parameter.dtype}, where small updates are rounded away; leave it out of "
+                    "modules_to_save, or load the base with dtype: float32"
+                )
+            parameter.data = parameter.data.float()
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -217,40 +269,3 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
         if "modules_to_save" not in plain and plain not in merged:
             merged[plain] = tensor.detach().cpu()
     return merged
-
-
-class AdapterClassifier(nn.Module):
-    """A sequence classifier with one label made of a policy's base, a reward adapter on it, and a score head.
-
-    It shares the base's parameters and owns the head alone. Numbers are those of the classifier that the adapter was
-    trained in: the score at a row's last real token.
-
-    Args:
-        adapters: of the policy.
-        folder: of the adapter, as `examples/train_reward_model.py --use_peft` writes it.
-
-    Raises:
-        ValueError: when the folder has no score head, or an adapter of another base.
-    """
-
-    def __init__(self, adapters: AdapterSet, folder: str) -> None:
-        super().__init__()
-        heads = adapters.load(REWARD, folder)
-        weights = [value for key, value in heads.items() if key.split(".")[-1] == "weight"]
-        if len(weights) != 1 or weights[0].size(0) != 1:
-            raise ValueError(
-                f"reward_adapter {folder} has no score head of one label (it holds {sorted(heads)}); train it with "
-                "examples/train_reward_model.py --use_peft"
-            )
-        self.adapters = adapters
-        self.score = nn.Parameter(weights[0].to(torch.float32), requires_grad=False)
-        self.config: Any = adapters.model.config.__class__(**{**adapters.model.config.to_dict(), "num_labels": 1})
-        self.config.name_or_path = folder
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SequenceClassifierOutput:
-        """`logits` (B, 1) float32 of right-padded `input_ids` (B, T) with `attention_mask` (B, T), 1 = real."""
-        with self.adapters.active(REWARD):
-            hidden = self.adapters.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        last = attention_mask.sum(dim=1) - 1
-        states = hidden.last_hidden_state[torch.arange(len(last), device=last.device), last]
-        return SequenceClassifierOutput(logits=nn.functional.linear(states.float(), self.score.to(states.device)))

@@ -77,7 +77,7 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
     how = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     if is_adapter_folder(folder):
         base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
-        backbone: Any = PeftModel.from_pretrained(base, folder).get_base_model().base_model
+        backbone: Any = PeftModel.from_pretrained(base, folder).merge_and_unload().base_model
     else:
         backbone = AutoModel.from_pretrained(folder, **how)
     disable_dropout(backbone)

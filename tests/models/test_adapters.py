@@ -140,11 +140,44 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
         (IA3Config(), "peft_config is a IA3Config; only LoRA"),
         (lora(target_modules=["lm_head"]), "acts on the language-model head .* leave the head out"),
         (lora(modules_to_save=["lm_head"]), "acts on the language-model head"),
+        (lora(init_lora_weights="pissa"), "init_lora_weights 'pissa': the policy would not start from the base"),
+        (lora(init_lora_weights=False), "init_lora_weights False"),
+        (lora(lora_bias=True), "lora_bias True, which is not part of an adapter that can be switched off"),
+        (lora(trainable_token_indices=[3]), "trainable_token_indices"),
     ],
 )
 def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         attach(tiny_causal_lm("llama", tie_word_embeddings=False), config)
+
+
+def test_what_trains_beside_adapters_is_not_in_half_precision():
+    base = tiny_causal_lm("llama", tie_word_embeddings=False, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="embed_tokens.* would train in torch.bfloat16"):
+        attach(base, lora(modules_to_save=["embed_tokens"]))
+    peft = get_peft_model(tiny_causal_lm("llama", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
+    adapters = adapters_in(peft)
+    assert {p.dtype for p in adapters.parameters_of(POLICY)} == {torch.float32}
+
+
+def test_a_model_in_memory_serves_a_second_trainer():
+    peft = get_peft_model(tiny_causal_lm("llama"), lora())
+    stirred(adapters_in(peft), POLICY)
+    again = adapters_in(peft)
+    for one, other in zip(again.parameters_of(POLICY), again.parameters_of(REFERENCE), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_reward_adapter_has_no_dropout(tmp_path):
+    classifier = get_peft_model(tiny_sequence_classifier("llama"), lora(task_type="SEQ_CLS", lora_dropout=0.5))
+    for parameter in classifier.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(3))
+    classifier.save_pretrained(tmp_path)
+    model = AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path))
+    model.adapters.peft.train()
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
+    assert torch.equal(model(ids, mask).logits, model(ids, mask).logits)
 
 
 def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
