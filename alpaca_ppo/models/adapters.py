@@ -193,7 +193,7 @@ def lora_config(config: Any) -> LoraConfig:
     if config.init_lora_weights not in (True, "gaussian"):
         raise ValueError(
             f"peft_config has init_lora_weights {config.init_lora_weights!r}: the policy would not start from the base "
-            "or would change it, so switching the adapter off would not give the reference; set it to True or 'gaussian'"
+            "or would change it, so switching the adapter off would give no reference; set it to True or 'gaussian'"
         )
     for name in ("lora_bias", "trainable_token_indices", "layer_replication"):
         if getattr(config, name):

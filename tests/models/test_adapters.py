@@ -142,7 +142,7 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
         (lora(modules_to_save=["lm_head"]), "acts on the language-model head"),
         (lora(init_lora_weights="pissa"), "init_lora_weights 'pissa': the policy would not start from the base"),
         (lora(init_lora_weights=False), "init_lora_weights False"),
-        (lora(lora_bias=True), "lora_bias True, which is not part of an adapter that can be switched off"),
+        (lora(lora_bias=True), "lora_bias True, which is no part of an adapter that can be switched off"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices"),
     ],
 )
