@@ -3,6 +3,7 @@
 Everything else sees either one rank's rows or the global batch, and does not know how many processes there are.
 """
 
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -12,11 +13,26 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 T = TypeVar("T")
+_LETTING_GO = 0.5
+"""Seconds; the threads need some milliseconds of a processor."""
 
 
 def rank_share(items: Sequence[T], accelerator: Accelerator) -> list[T]:
     """This rank's items: every `num_processes`-th, so that a ragged batch is spread over the ranks."""
     return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def settle(accelerator: Accelerator) -> None:
+    """Waits for all ranks, and until gloo's threads have let go of the last collective: a process may end after it.
+
+    The threads drop references to tensors, for which they need the interpreter's lock. Neither the end of the
+    interpreter nor the destructor of DDP's reducer gives it to them, and a process that ends too soon is aborted or
+    hangs: https://github.com/pytorch/pytorch/issues/56297 and pull request 179291 there. To be removed when torch gives
+    up the lock in both places.
+    """
+    if accelerator.num_processes > 1:
+        accelerator.wait_for_everyone()
+        time.sleep(_LETTING_GO)
 
 
 def gather_list(item: T, accelerator: Accelerator) -> list[T]:

@@ -131,6 +131,7 @@ class PPOTrainer:
         self.save_model(stats=stats)
         self._notify("on_train_end")
         self._log.finish()
+        distributed.settle(self.accelerator)
         return stats
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:

@@ -42,7 +42,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         peft_config=lora.peft_config("CAUSAL_LM"),
     )
     stats = trainer.train(resume_from_checkpoint=resume)
-    # Processes that leave without this may be aborted by the ones that are still there.
     trainer.accelerator.end_training()
     return stats
 

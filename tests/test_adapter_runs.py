@@ -180,6 +180,15 @@ def test_every_kind_of_reference_gives_the_same_run(reference, tmp_path):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
+def test_an_offloaded_reference_is_on_the_device_for_its_pass_only(tmp_path, monkeypatch):
+    trainer = lora_trainer(tmp_path, reference="copy_offloaded")
+    moves, policy = [], trainer.collector.reference.policy
+    monkeypatch.setattr(policy, "to", lambda device: moves.append(str(device)))
+    with trainer.collector.reference.present(torch.device("cuda:3")):
+        assert moves == ["cuda:3"]
+    assert moves == ["cuda:3", "cpu"]
+
+
 def test_without_a_reference_there_is_no_kl(tmp_path):
     trainer = tiny_trainer(tmp_path, reference="none", use_kl_in_reward=False)
     assert trainer.collector.reference is None

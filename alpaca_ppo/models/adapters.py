@@ -5,6 +5,7 @@ that is, is chosen here. PEFT's own switches change which parameters require gra
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,13 @@ class AdapterSet:
         extra = set(config.modules_to_save or ())
         config.modules_to_save, config.task_type, config.inference_mode = None, None, True
         config.lora_dropout = 0.0
+        trained_on, here = config.base_model_name_or_path, self.model.config.name_or_path
+        if trained_on and here and trained_on != here:
+            warnings.warn(
+                f"the adapter in {folder} was trained on {trained_on}, and the base here is {here}: on another its "
+                "numbers mean nothing; make sure that both are the same weights",
+                stacklevel=2,
+            )
         self.add(name, config, trainable=False)
         tensors = load_peft_weights(folder, device="cpu")
         heads = {key: value for key, value in tensors.items() if extra & set(key.split("."))}
@@ -123,9 +131,9 @@ class AdapterSet:
             if ("lora_" in key or "modules_to_save" in key) and (marks[0] in key or key.endswith(marks[1]))
         ]
 
-    def copy(self, source: str, name: str) -> None:
-        """A frozen adapter `name` with the weights that the adapter `source` has now."""
-        self.add(name, lora_config(self.peft.peft_config[source]), trainable=False)
+    def copy(self, source: str, name: str, *, trainable: bool = False) -> None:
+        """A new adapter `name` with the weights that the adapter `source` has now."""
+        self.add(name, lora_config(self.peft.peft_config[source]), trainable=trainable)
         weights = get_peft_model_state_dict(self.peft, adapter_name=source)
         set_peft_model_state_dict(self.peft, weights, adapter_name=name)
 

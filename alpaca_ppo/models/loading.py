@@ -137,7 +137,10 @@ def build_actor_critic(
     if critic_layout == "adapter":
         if wrapped.adapters is None:
             raise ValueError("critic_layout is 'adapter' but the policy has none; give peft_config, or use separate")
-        wrapped.adapters.add(VALUE, lora_config(wrapped.adapters.peft.peft_config[POLICY]), trainable=True)
+        if start := wrapped.adapters.starting_point:
+            wrapped.adapters.copy(start, VALUE, trainable=True)
+        else:
+            wrapped.adapters.add(VALUE, lora_config(wrapped.adapters.peft.peft_config[POLICY]), trainable=True)
     if critic_layout != "separate":
         head_alone = make_head(**settings, hidden_size=hidden_size, dtype=dtype)
         return ActorCritic(wrapped, Critic(head_alone, None, has_adapter=critic_layout == "adapter"))

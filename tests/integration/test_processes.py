@@ -40,6 +40,8 @@ RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-
         (*IQN, *GSPO),
         RLOO,
         ("lora=true", "critic_layout=adapter", "loss_agg_mode=seq-mean-token-sum"),
+        ("lora=true", "critic_layout=adapter", "gradient_checkpointing=true", "critic_warmup_steps=1"),
+        ("lora=true", "critic_layout=separate"),
         ("lora=true", "critic_layout=shared", "gradient_checkpointing=true", "critic=c51", "critic_warmup_steps=1"),
     ],
 )

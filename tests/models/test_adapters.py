@@ -1,6 +1,7 @@
 """Several roles on one base: each role's numbers are those it would have alone."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -119,6 +120,25 @@ def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_pa
     assert_close(Policy(without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
     assert not any(p.requires_grad for p in adapters.parameters_of(REFERENCE))
     assert all(p.requires_grad for p in adapters.parameters_of(POLICY))
+
+
+def test_a_critics_adapter_starts_where_the_policy_does():
+    adapters = adapters_in(get_peft_model(tiny_causal_lm("llama"), lora()))
+    stirred(adapters, REFERENCE)
+    build_actor_critic(adapters, critic_layout="adapter")
+    for start, value in zip(adapters.parameters_of(REFERENCE), adapters.parameters_of(VALUE), strict=True):
+        assert torch.equal(start, value) and value.requires_grad and not start.requires_grad
+
+
+def test_an_adapter_of_another_base_is_warned_of(tmp_path):
+    config = lora(task_type="SEQ_CLS", base_model_name_or_path="their/base")
+    get_peft_model(tiny_sequence_classifier("llama"), config).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "their/base"}))
+    base = tiny_causal_lm("llama")
+    base.config.name_or_path = "our/base"
+    with pytest.warns(UserWarning, match="was trained on their/base, and the base here is our/base"):
+        AdapterClassifier(attach(base, lora()), str(tmp_path))
 
 
 def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
