@@ -43,7 +43,7 @@ def test_every_option_that_the_readme_names_exists():
     table = README.split("## Algorithms")[1].split("\n## ")[0]
     named = set(re.findall(r"`([a-z][a-z_0-9]*)(?::[^`]*)?`", table))
     values = {"separate", "shared", "adapter", "horizon", "rollout", "correct", "c51", "quantile", "iqn", "k2"}
-    values |= {"k1_clamped"}
+    values |= {"k1_clamped", "k3"}
     values |= {"grpo", "grpo_no_std", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
     assert named - values <= fields, named - values - fields
     assert {"critic", "adv_estimator", "target_kl_stop", "use_kl_loss"} <= named
