@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from alpaca_ppo.models import (
@@ -216,6 +217,16 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
     get_peft_model(tiny_sequence_classifier("gpt2"), lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "b")
     with pytest.raises(ValueError, match="does not fit LlamaForCausalLM|not found in the base model"):
         AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"))
+
+
+def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
+    get_peft_model(tiny_sequence_classifier("llama"), lora(task_type="SEQ_CLS")).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    del tensors[next(name for name in tensors if "lora_A" in name)]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: they differ in .*lora_A"):
+        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path))
 
 
 def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
