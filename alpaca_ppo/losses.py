@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from alpaca_ppo.config import PPOConfig
@@ -24,6 +23,7 @@ from alpaca_ppo.functional import (
     rollout_correction_weights,
     value_loss,
 )
+from alpaca_ppo.metrics import mismatch_stats
 from alpaca_ppo.models import ActorCriticOutputs
 from alpaca_ppo.types import Rollouts
 
@@ -100,7 +100,7 @@ def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
         stats["loss/entropy"] = aggregate_loss(_weighted(outputs.entropies, batch), mask, **_mode(aggregation))
         loss = loss - args.entropy_coef * stats["loss/entropy"]
     if args.old_policy == "rollout":
-        stats |= mismatch_stats(outputs.logprobs, batch)
+        stats |= mismatch_stats(outputs.logprobs, batch["rollout_logprobs"], mask)
     return loss, stats
 
 
@@ -122,18 +122,6 @@ def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
         value = quantile_huber_loss(said, target[0], taus.to(said.dtype), target[1], kappa=kappa, **aggregation)
     stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
     return args.vf_coef * value.loss, stats
-
-
-@torch.no_grad()
-def mismatch_stats(logprobs: Tensor, batch: Rollouts) -> dict[str, Tensor]:
-    """How the trainer's `logprobs` (B, R), of a policy that has not moved, differ from the sampler's."""
-    mask, sampled = batch["response_mask"], batch["rollout_logprobs"]
-    difference = logprobs - sampled
-    return {
-        "mismatch/logprob_abs_mean": masked_mean(difference.abs(), mask),
-        "mismatch/k3": masked_mean(kl_penalty(logprobs, sampled, "k3"), mask),
-        "mismatch/ratio_max": torch.where(mask, difference, -torch.inf).max().clamp_max(20.0).exp(),
-    }
 
 
 def _weighted(losses: Tensor, batch: Rollouts) -> Tensor:

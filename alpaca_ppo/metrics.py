@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
+from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.types import Rollouts
 
 
@@ -126,6 +127,25 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
 
 
+def sequence_scores(rewards: Tensor) -> Tensor:
+    """(B,): one number for each response of `rewards` (B,) or, token by token, (B, R)."""
+    return rewards if rewards.dim() == 1 else rewards.sum(dim=1)
+
+
+@torch.no_grad()
+def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`mismatch/*`: how the trainer's `logprobs` (B, R), of a policy that has not moved, differ from the sampler's.
+
+    The mean difference and k3 are in nats a token; without a token under `mask` the largest ratio is 0.
+    """
+    difference = logprobs - rollout_logprobs
+    return {
+        "mismatch/logprob_abs_mean": masked_mean(difference.abs(), mask),
+        "mismatch/k3": masked_mean(kl_penalty(logprobs, rollout_logprobs, "k3"), mask),
+        "mismatch/ratio_max": torch.where(mask, difference, -torch.inf).max().clamp_max(LOG_RATIO_LIMIT).exp(),
+    }
+
+
 def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
     """`objective/*` of a step: rewards, KL in nats, entropy, lengths in tokens, and how sampler and trainer agree.
 
@@ -134,7 +154,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     """
     mask = rollouts["response_mask"]
     lengths = mask.sum(dim=1).to(torch.float32)
-    rewards = rollouts["rewards"] if rollouts["rewards"].dim() == 1 else rollouts["rewards"].sum(dim=1)
+    rewards = sequence_scores(rollouts["rewards"])
     scores = rollouts["scores"]
     by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
     stats = {
@@ -157,12 +177,8 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         # The trainer made no pass of its own, so there is nothing to compare the sampler with yet.
         return stats
     stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
-    mismatch = rollouts["logprobs"] - rollouts["rollout_logprobs"]
-    return stats | {
-        "mismatch/logprob_abs_mean": float(masked_mean(mismatch.abs(), mask)),
-        "mismatch/k3": float(masked_mean(kl_penalty(rollouts["logprobs"], rollouts["rollout_logprobs"], "k3"), mask)),
-        "mismatch/ratio_max": float(mismatch[mask].max().clamp_max(20.0).exp()),
-    }
+    mismatch = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
+    return stats | {name: float(value) for name, value in mismatch.items()}
 
 
 def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
@@ -190,7 +206,7 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     """`eval/*` of an evaluation: rewards, lengths in tokens, KL to the reference in nats (k1, summed over a
     sequence).
     """
-    rewards = rollouts["rewards"] if rollouts["rewards"].dim() == 1 else rollouts["rewards"].sum(dim=1)
+    rewards = sequence_scores(rollouts["rewards"])
     kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
     return {
         "eval/rewards": float(rewards.mean()),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.batching import chunks_by_length
 from alpaca_ppo.generation import generate
-from alpaca_ppo.metrics import Timers
+from alpaca_ppo.metrics import Timers, sequence_scores
 from alpaca_ppo.models import ActorCritic, Policy, Reference
 from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.types import PromptBatch
@@ -125,7 +125,7 @@ def score_responses(
     rewards = result.rewards
     if rewards.dim() == 2:
         rewards = torch.nn.functional.pad(rewards, (0, mask.size(1) - rewards.size(1)))
-    scores = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
+    scores = sequence_scores(rewards)
     if penalty is not None:
         rewards = _penalise(rewards, mask, ~samples["stopped"], penalty)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
@@ -218,8 +218,7 @@ class RolloutCollector:
         if greedy_baseline:
             greedy = replace(sampling, do_sample=False, num_return_sequences=1)
             rewards = self._answer(actor_critic, prompts, greedy, **how, on_chunk=lambda rows: None)["rewards"]
-            scores = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
-            local["baseline_scores"] = scores.repeat_interleave(sampling.num_return_sequences)
+            local["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling.num_return_sequences)
         with timers.measure("logprobs"):
             parts = {"with_policy": with_policy, "with_critic": with_critic}
             return local | self._evaluate(actor_critic, local, sampling.temperature, parts)

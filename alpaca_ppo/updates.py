@@ -18,12 +18,12 @@ from torch import Tensor
 from alpaca_ppo.batching import plan_micro_batches
 from alpaca_ppo.contracts import check_loss
 from alpaca_ppo.distributed import gather_list
+from alpaca_ppo.losses import Terms
 from alpaca_ppo.metrics import StatsAccumulator
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.types import Rollouts
 
-Terms = tuple[Tensor, dict[str, Tensor]]
-LossFunction = Callable[[Rollouts], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[Rollouts], Terms]
 
 
 class Updater:
