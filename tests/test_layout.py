@@ -31,6 +31,7 @@ TIERS = (
     {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
     {"preflight"},
     {"construction", "model_construction", "optimization"},
+    {"run_keeping"},
     {"trainer", "fake_models"},
     {"fake_passes"},
     {"memory_model"},

@@ -1,0 +1,144 @@
+"""What a run keeps and tells: checkpoints, final models, the log, and the callbacks that listen.
+
+`PPOTrainer` inherits from here, so that `trainer.py` holds the algorithm alone. How a folder is written is in
+`checkpointing` and `export`.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import TrainerState
+
+from alpaca_ppo import checkpointing, construction, export
+from alpaca_ppo.batching import PromptSchedule
+from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.folders import clean_leftovers
+from alpaca_ppo.kl_controllers import KLController
+from alpaca_ppo.lifecycle import Lifecycle
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.tracking import RunLog
+from alpaca_ppo.updates import Updater
+
+
+class RunKeeping:
+    """The part of a trainer that outlives a step. The trainer's constructor sets what is declared here."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    processing_class: Any
+    train_prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    schedule: PromptSchedule
+    updater: Updater
+    optimizer_steps: int
+    kl_controller: KLController
+    state: TrainerState
+    lifecycle: Lifecycle
+    run_log: RunLog | None
+    evaluate: Callable[[], dict[str, float]]
+
+    @property
+    def actor_critic(self) -> ActorCritic:
+        """Policy and critic without the wrapper of DDP or mixed precision around them."""
+        unwrapped: ActorCritic = self.accelerator.unwrap_model(self.updater.model)
+        return unwrapped
+
+    def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
+        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
+        folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
+        if self.accelerator.is_main_process:
+            about: dict[str, Any] = {
+                "figures": stats or {},
+                "config": asdict(self.args),
+                "merged": self.args.merge_on_save,
+            }
+            export.save_final(folder, self.actor_critic, self.processing_class, **about)
+            if self.args.push_to_hub and output_dir is None:
+                export.push_folder(folder / "policy", str(self.args.hub_model_id))
+        self.accelerator.wait_for_everyone()
+
+    def save_checkpoint(self) -> Path:
+        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.accelerator.is_main_process:
+            extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
+            checkpointing.save_checkpoint(
+                folder,
+                model=self.actor_critic,
+                optimizer=self.updater.optimizer,
+                scheduler=self.updater.scheduler,
+                extra=extra | construction.run_identity(self.args, self.schedule, self.actor_critic),
+                save_total_limit=self.args.save_total_limit,
+            )
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    @property
+    def _log(self) -> RunLog:
+        if self.run_log is None:
+            # Outside train() nothing that an earlier run left in output_dir is dropped.
+            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=None)
+        return self.run_log
+
+    def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
+        if self.accelerator.is_main_process:
+            clean_leftovers(self.args.output_dir)
+        self.accelerator.wait_for_everyone()
+        if resume_from_checkpoint:
+            self._load_checkpoint(resume_from_checkpoint)
+        else:
+            checkpointing.refuse_finished_run(self.args.output_dir)
+        # Every rank has looked at the folder before one of them writes to it.
+        self.accelerator.wait_for_everyone()
+        if self.run_log is None:
+            step = self.state.global_step
+            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=step)
+        self._log.message(
+            f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
+            f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
+            f"micro-batches on each of {self.accelerator.num_processes} processes"
+        )
+        self._notify("on_train_begin")
+        if self.state.global_step == 0 and self.eval_prompts is not None:
+            stats = self.evaluate()
+            self._log.log(stats, 0)
+            self._notify("on_evaluate", metrics=stats)
+
+    def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
+        extra = checkpointing.load_checkpoint(
+            checkpointing.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
+            model=self.actor_critic,
+            optimizer=self.updater.optimizer,
+            scheduler=self.updater.scheduler,
+            expected=construction.run_identity(self.args, self.schedule, self.actor_critic),
+        )
+        self.state.global_step = extra["global_step"]
+        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
+        self.kl_controller.load_state_dict(extra["kl_controller"])
+
+    def _end_of_step(self, stats: dict[str, float]) -> None:
+        step = self.state.global_step
+        if why := self.lifecycle.stop_beyond(stats, max_kl_to_ref=self.args.max_kl_to_ref):
+            self._log.message(f"step {step}: {why}")
+        last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
+        due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
+        if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
+            stats.update(self.evaluate())
+            self._notify("on_evaluate", metrics=stats)
+        report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
+        self._log.log(stats, step, report=report)
+        if report:
+            self.state.log_history.append({"step": step, **stats})
+            self._notify("on_log", logs=stats)
+        if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
+            self.save_checkpoint()
+            self._notify("on_save")
+
+    def _notify(self, event: str, **context: Any) -> None:
+        context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}
+        context |= {"optimizer": self.updater.optimizer, "lr_scheduler": self.updater.scheduler}
+        self.lifecycle.notify(event, self.args, **context)
