@@ -2,13 +2,12 @@
 
 A checkpoint holds tensors as safetensors, everything else as JSON, and a manifest of sizes and hashes. Nothing is
 pickled. One process writes; what a run keeps besides model, optimizer, schedule and random states it passes as `extra`.
-Folders that `from_pretrained` loads are not here (`export`), nor how a folder comes to be all or nothing (`folders`).
+Which checkpoint folders there are is in `checkpoint_folders`, what `from_pretrained` loads in `export`, how a folder
+comes to be all or nothing in `folders`.
 """
 
-import hashlib
 import json
 import random
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,55 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from alpaca_ppo.folders import StrPath, clean_leftovers, remove_folder, write_folder_atomically
+from alpaca_ppo.checkpoint_folders import FILES, rotate_checkpoints, verify_files, write_manifest
+from alpaca_ppo.folders import StrPath, clean_leftovers, write_folder_atomically
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
-_WEIGHTS, _STATE, _STATE_TENSORS = FILES = ("model.safetensors", "state.json", "state.safetensors")
-
-
-def newest_checkpoint(output_dir: StrPath) -> Path | None:
-    """The checkpoint folder of `output_dir` with the highest step, or None."""
-    found = _checkpoints(output_dir)
-    return found[-1] if found else None
-
-
-def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) -> Path:
-    """The folder to resume from: the one named, or the newest of `output_dir` for True (or the text `true`).
-
-    Raises:
-        ValueError: when `output_dir` holds no checkpoint.
-    """
-    if str(resume_from_checkpoint).lower() != "true":
-        return Path(str(resume_from_checkpoint))
-    newest = newest_checkpoint(output_dir)
-    if newest is None:
-        raise ValueError(
-            f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
-            "name a folder, or leave it out to start anew"
-        )
-    return newest
-
-
-def refuse_finished_run(output_dir: StrPath) -> None:
-    """Guards a run that starts anew against writing over an older one.
-
-    Raises:
-        ValueError: when `output_dir` holds a checkpoint or final models.
-    """
-    for found in (newest_checkpoint(output_dir), Path(output_dir) / "final"):
-        if found is not None and found.exists():
-            raise ValueError(
-                f"output_dir ({output_dir}) already holds {found.name} of another run; set resume_from_checkpoint to "
-                "continue that run, choose another output_dir, or move the old one away"
-            )
-
-
-def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Path | None = None) -> None:
-    """Removes the oldest checkpoints until `save_total_limit` are left (None: no limit); `keep` counts but stays."""
-    found = _checkpoints(output_dir)
-    surplus = 0 if save_total_limit is None else max(0, len(found) - save_total_limit)
-    for path in [p for p in found if keep is None or p.name != keep.name][:surplus]:
-        remove_folder(path)
+_WEIGHTS, _STATE, _STATE_TENSORS = FILES
 
 
 def save_checkpoint(
@@ -109,8 +63,7 @@ def save_state(folder: Path, *, model: nn.Module, optimizer: Any, scheduler: Any
     (folder / _STATE).write_text(json.dumps(_encode(parts, "", tensors)), encoding="utf-8")
     _save_tensors(folder / _STATE_TENSORS, tensors)
     _save_tensors(folder / _WEIGHTS, _weights(model))
-    manifest = FORMAT | {"files": {name: _fingerprint(folder / name) for name in FILES}}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    write_manifest(folder)
 
 
 def load_checkpoint(
@@ -130,7 +83,7 @@ def load_checkpoint(
             optimizer, or an `extra` that is not as expected. Nothing in memory has changed then.
     """
     folder = Path(folder)
-    _verify_files(folder)
+    verify_files(folder)
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
     state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
@@ -149,11 +102,6 @@ def load_checkpoint(
     scheduler.load_state_dict(state["scheduler"])
     _set_rng(state["rng"])
     return extra
-
-
-def _checkpoints(output_dir: StrPath) -> list[Path]:
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match and path.is_dir())]
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -233,35 +181,6 @@ def _set_rng(state: Mapping[str, Any]) -> None:
     # A machine with fewer devices takes the first ones' states: a GPU run may be looked at where there is none.
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda, device)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _verify_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(
-            f"checkpoint {folder} does not exist or is no folder; name an existing checkpoint-<step> folder"
-        )
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files = {name: manifest["files"][name] for name in FILES}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder} has no readable manifest.json of alpaca_ppo; it is no checkpoint of it") from error
-    found = {key: manifest.get(key) for key in FORMAT}
-    if found != FORMAT:
-        raise ValueError(f"{folder}/manifest.json says {found}; this version of alpaca_ppo reads {FORMAT}")
-    for name, fingerprint in files.items():
-        if not (folder / name).is_file():
-            raise ValueError(f"checkpoint file {folder / name} is missing; resume from another checkpoint")
-        actual = _fingerprint(folder / name)
-        if actual != fingerprint:
-            raise ValueError(
-                f"checkpoint file {folder / name} is damaged: {actual['bytes']} bytes, hash {actual['sha256'][:12]}, "
-                f"written with {fingerprint['bytes']}, {fingerprint['sha256'][:12]}; resume from another checkpoint"
-            )
 
 
 def _describe(tensor: Tensor) -> str:

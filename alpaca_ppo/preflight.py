@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from alpaca_ppo.checkpointing import refuse_finished_run, resolve_checkpoint
+from alpaca_ppo.checkpoint_folders import refuse_finished_run, resolve_checkpoint
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.tracking import tracker_names
 

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo import checkpointing, construction, export
+from alpaca_ppo import checkpoint_folders, checkpointing, construction, export
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset
@@ -20,6 +20,7 @@ from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.kl_controllers import KLController
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.run_identity import run_identity
 from alpaca_ppo.tracking import RunLog
 from alpaca_ppo.updates import Updater
 
@@ -71,7 +72,7 @@ class RunKeeping:
                 model=self.actor_critic,
                 optimizer=self.updater.optimizer,
                 scheduler=self.updater.scheduler,
-                extra=extra | construction.run_identity(self.args, self.schedule, self.actor_critic),
+                extra=extra | run_identity(self.args, self.schedule, self.actor_critic),
                 save_total_limit=self.args.save_total_limit,
             )
         self.accelerator.wait_for_everyone()
@@ -91,7 +92,7 @@ class RunKeeping:
         if resume_from_checkpoint:
             self._load_checkpoint(resume_from_checkpoint)
         else:
-            checkpointing.refuse_finished_run(self.args.output_dir)
+            checkpoint_folders.refuse_finished_run(self.args.output_dir)
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
         if self.run_log is None:
@@ -110,11 +111,11 @@ class RunKeeping:
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
         extra = checkpointing.load_checkpoint(
-            checkpointing.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
+            checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
             model=self.actor_critic,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
-            expected=construction.run_identity(self.args, self.schedule, self.actor_critic),
+            expected=run_identity(self.args, self.schedule, self.actor_critic),
         )
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)

@@ -1,0 +1,106 @@
+"""The checkpoint folders of a run: which there are, which one to resume from, which are removed, and whether one is
+complete.
+
+What is in a checkpoint is in `checkpointing`.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.folders import StrPath, remove_folder
+
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
+FILES = ("model.safetensors", "state.json", "state.safetensors")
+
+
+def newest_checkpoint(output_dir: StrPath) -> Path | None:
+    """The checkpoint folder of `output_dir` with the highest step, or None."""
+    found = _checkpoints(output_dir)
+    return found[-1] if found else None
+
+
+def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) -> Path:
+    """The folder to resume from: the one named, or the newest of `output_dir` for True (or the text `true`).
+
+    Raises:
+        ValueError: when `output_dir` holds no checkpoint.
+    """
+    if str(resume_from_checkpoint).lower() != "true":
+        return Path(str(resume_from_checkpoint))
+    newest = newest_checkpoint(output_dir)
+    if newest is None:
+        raise ValueError(
+            f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
+            "name a folder, or leave it out to start anew"
+        )
+    return newest
+
+
+def refuse_finished_run(output_dir: StrPath) -> None:
+    """Guards a run that starts anew against writing over an older one.
+
+    Raises:
+        ValueError: when `output_dir` holds a checkpoint or final models.
+    """
+    for found in (newest_checkpoint(output_dir), Path(output_dir) / "final"):
+        if found is not None and found.exists():
+            raise ValueError(
+                f"output_dir ({output_dir}) already holds {found.name} of another run; set resume_from_checkpoint to "
+                "continue that run, choose another output_dir, or move the old one away"
+            )
+
+
+def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Path | None = None) -> None:
+    """Removes the oldest checkpoints until `save_total_limit` are left (None: no limit); `keep` counts but stays."""
+    found = _checkpoints(output_dir)
+    surplus = 0 if save_total_limit is None else max(0, len(found) - save_total_limit)
+    for path in [p for p in found if keep is None or p.name != keep.name][:surplus]:
+        remove_folder(path)
+
+
+def write_manifest(folder: Path) -> None:
+    """Writes manifest.json, the sizes and hashes of `FILES`, all of which are in `folder`."""
+    manifest = FORMAT | {"files": {name: _fingerprint(folder / name) for name in FILES}}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def verify_files(folder: Path) -> None:
+    """Checks that `folder` is a complete checkpoint whose files are as they were written.
+
+    Raises:
+        ValueError: for a missing, foreign, incomplete or damaged folder; the file is named.
+    """
+    if not folder.is_dir():
+        raise ValueError(
+            f"checkpoint {folder} does not exist or is no folder; name an existing checkpoint-<step> folder"
+        )
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        files = {name: manifest["files"][name] for name in FILES}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder} has no readable manifest.json of alpaca_ppo; it is no checkpoint of it") from error
+    found = {key: manifest.get(key) for key in FORMAT}
+    if found != FORMAT:
+        raise ValueError(f"{folder}/manifest.json says {found}; this version of alpaca_ppo reads {FORMAT}")
+    for name, fingerprint in files.items():
+        if not (folder / name).is_file():
+            raise ValueError(f"checkpoint file {folder / name} is missing; resume from another checkpoint")
+        actual = _fingerprint(folder / name)
+        if actual != fingerprint:
+            raise ValueError(
+                f"checkpoint file {folder / name} is damaged: {actual['bytes']} bytes, hash {actual['sha256'][:12]}, "
+                f"written with {fingerprint['bytes']}, {fingerprint['sha256'][:12]}; resume from another checkpoint"
+            )
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _checkpoints(output_dir: StrPath) -> list[Path]:
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match and path.is_dir())]
