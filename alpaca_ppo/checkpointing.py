@@ -8,14 +8,14 @@ comes to be all or nothing in `folders`.
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from alpaca_ppo.checkpoint_folders import FILES, rotate_checkpoints, verify_files, write_manifest
 from alpaca_ppo.folders import StrPath, clean_leftovers, write_folder_atomically
@@ -26,56 +26,92 @@ _WEIGHTS, _STATE, _STATE_TENSORS = FILES
 def save_checkpoint(
     folder: StrPath,
     *,
-    model: nn.Module,
-    optimizer: Any,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
     scheduler: Any,
+    rng: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
     save_total_limit: int | None = None,
 ) -> None:
     """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones."""
     folder = Path(folder)
     with write_folder_atomically(folder) as aside:
-        save_state(aside, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+        save_state(aside, weights=weights, optimizer=optimizer, scheduler=scheduler, rng=rng, extra=extra)
     clean_leftovers(folder.parent)
     rotate_checkpoints(folder.parent, save_total_limit, keep=folder)
 
 
-def save_state(folder: Path, *, model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
-    """Writes model, optimizer, schedule, random states and `extra` into the existing `folder`, the manifest last.
+def save_state(
+    folder: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
+    scheduler: Any,
+    rng: Sequence[Mapping[str, Any]],
+    extra: Mapping[str, Any],
+) -> None:
+    """Writes a run's state into the existing `folder`, the manifest last.
 
     Args:
         folder: existing, best a fresh one of `write_folder_atomically`.
-        model: its parameters and persistent buffers are saved, shared ones once.
-        optimizer: anything with `state_dict` made of tensors and plain values.
-        scheduler: likewise.
+        weights: of the model, by name.
+        optimizer: its state dictionary, of tensors and plain values.
+        scheduler: anything with `state_dict` of the same kind.
+        rng: `random_states` of each rank.
         extra: plain values (None, bool, int, float, str, list, tuple, dict) and tensors.
 
     Raises:
         ValueError: for a value that is neither plain nor a tensor.
     """
     parts = {
-        "optimizer": optimizer.state_dict(),
+        "optimizer": dict(optimizer),
         "scheduler": scheduler.state_dict(),
-        "rng": _rng(),
+        "rng": list(rng),
         "extra": dict(extra),
     }
     tensors: dict[str, Tensor] = {}
     (folder / _STATE).write_text(json.dumps(_encode(parts, "", tensors)), encoding="utf-8")
     _save_tensors(folder / _STATE_TENSORS, tensors)
-    _save_tensors(folder / _WEIGHTS, _weights(model))
+    _save_tensors(folder / _WEIGHTS, weights)
     write_manifest(folder)
 
 
+class Trained(Protocol):
+    """What trains, with its optimizer; both as of whole parameters, however they lie in memory."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's tensors by name."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Puts back what `weights` gave."""
+        ...
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state dictionary."""
+        ...
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Puts back what `optimizer_state` gave."""
+        ...
+
+
 def load_checkpoint(
-    folder: StrPath, *, model: nn.Module, optimizer: Any, scheduler: Any, expected: Mapping[str, Any] | None = None
+    folder: StrPath,
+    *,
+    trained: Trained,
+    scheduler: Any,
+    rank: int = 0,
+    expected: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Restores what `save_state` saved, in place and to the last bit, and returns `extra`.
 
     Args:
         folder: of `save_state`.
-        model: of the same tensors (names, shapes, dtypes) as the saved one; on any device.
-        optimizer: of the same kind, over the same parameters in the same groups.
+        trained: a model of the same tensors (names, shapes, dtypes) as the saved one, on any device, and an optimizer
+            of the same kind, over the same parameters in the same groups.
         scheduler: of the same kind.
+        rank: of this process; takes the random states of its number, where there were as many.
         expected: entries that `extra` must have, such as the data's identity.
 
     Raises:
@@ -87,33 +123,20 @@ def load_checkpoint(
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
     state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
-    targets = _weights(model)
+    targets = trained.weights()
     _compare(
         folder, "tensor", {n: _describe(t) for n, t in weights.items()}, {n: _describe(t) for n, t in targets.items()}
     )
-    _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(optimizer.state_dict()))
+    _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(trained.optimizer_state()))
     extra: dict[str, Any] = state["extra"]
     wanted = dict(expected or {})
     _compare(folder, "entry", {key: extra.get(key) for key in wanted}, wanted)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(weights[name])
-    optimizer.load_state_dict(state["optimizer"])
+    trained.load_weights(weights)
+    trained.load_optimizer_state(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    _set_rng(state["rng"])
+    if rank < len(state["rng"]):
+        _set_rng(state["rng"][rank])
     return extra
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, those that share one object once, under their first name.
-
-    Of a model whose base is frozen, only what trains: the base lies where it was loaded from.
-    """
-    parameters = dict(model.named_parameters())
-    first = parameters.keys() | {name for name, _ in model.named_buffers()}
-    if not all(parameter.requires_grad for parameter in parameters.values()):
-        first = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in first}
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -163,7 +186,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return value
 
 
-def _rng() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """The states of this process's random number generators."""
     legacy = np.random.get_state(legacy=False)
     key = legacy["state"]["key"].tolist()
     return {

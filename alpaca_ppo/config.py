@@ -160,6 +160,12 @@ class PPOConfig:
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass.")
     bf16: bool = argument(False, "Forward passes in bfloat16 (weights stay float32).")
     use_cpu: bool = argument(False, "Stay on the CPU even where a GPU is.")
+    deepspeed: str | None = argument(
+        None, "DeepSpeed configuration (JSON) for a run under accelerate launch or torchrun; ZeRO stage 1, 2 or 3."
+    )
+    ds3_gather_for_generation: bool = argument(
+        True, "Under ZeRO 3, hold the whole policy on every device while it samples; false gathers layer by layer."
+    )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.")
 
     def __post_init__(self) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from transformers import AutoTokenizer, PreTrainedModel, TrainerState
 
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
+from alpaca_ppo.deepspeed_setup import deepspeed_plugin, load_whole, wants_deepspeed
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
 from alpaca_ppo.models import ActorCritic, AdapterClassifier, Reference, is_adapter_folder
@@ -49,13 +50,27 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
                 f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
                 "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
             )
+        load_whole()
         return accelerator
+    plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    if plugin is not None and args.use_cpu and torch.cuda.is_available():
+        raise ValueError(
+            "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
+            "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
+        )
     try:
-        return Accelerator(
-            cpu=args.use_cpu,
+        made = Accelerator(
+            # Accelerate takes True for "no DeepSpeed".
+            cpu=args.use_cpu and plugin is None,
             mixed_precision="bf16" if args.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+            deepspeed_plugin=plugin,
+            # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if plugin is not None and on_cpu else None,
         )
+        load_whole()
+        return made
     except ValueError as error:
         # Accelerate keeps one state a process: a second trainer, in a notebook for instance, cannot have another.
         raise ValueError(

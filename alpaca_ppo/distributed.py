@@ -4,7 +4,7 @@ Everything else sees either one rank's rows or the global batch, and does not kn
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -35,12 +35,26 @@ def settle(accelerator: Accelerator) -> None:
         time.sleep(_LETTING_GO)
 
 
+def any_rank(flag: bool, accelerator: Accelerator) -> bool:
+    """Whether `flag` is True on any rank; the same answer on all of them."""
+    if accelerator.num_processes == 1:
+        return flag
+    seen = torch.tensor([int(flag)], device=accelerator.device)
+    return bool(accelerator.reduce(seen, reduction="sum").item())
+
+
 def gather_list(item: T, accelerator: Accelerator) -> list[T]:
     """What each rank passed, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [item]
     gathered: list[T] = gather_object([item])
     return gathered
+
+
+def filled_up(batches: Sequence[T], count: int, filler: Callable[[int], T], accelerator: Accelerator) -> list[T]:
+    """`batches` with `filler(n)` added where other ranks have n prompts more than the `count` of this one."""
+    missing = max(gather_list(count, accelerator)) - count
+    return [*batches, filler(missing)] if missing else list(batches)
 
 
 def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_per_prompt: int) -> dict[str, Tensor]:

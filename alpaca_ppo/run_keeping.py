@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo import checkpoint_folders, checkpointing, construction, export
+from alpaca_ppo import checkpoint_folders, checkpointing, construction, distributed, export
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset
@@ -45,32 +45,38 @@ class RunKeeping:
     @property
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
-        unwrapped: ActorCritic = self.accelerator.unwrap_model(self.updater.model)
-        return unwrapped
+        return self.updater.engine.actor_critic
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
+        with self.updater.engine.whole(self.actor_critic):
+            self._write_models(folder, stats or {}, push=self.args.push_to_hub and output_dir is None)
+        self.accelerator.wait_for_everyone()
+
+    def _write_models(self, folder: Path, stats: dict[str, float], *, push: bool) -> None:
         if self.accelerator.is_main_process:
             about: dict[str, Any] = {
-                "figures": stats or {},
+                "figures": stats,
                 "config": asdict(self.args),
                 "merged": self.args.merge_on_save,
             }
             export.save_final(folder, self.actor_critic, self.processing_class, **about)
-            if self.args.push_to_hub and output_dir is None:
+            if push:
                 export.push_folder(folder / "policy", str(self.args.hub_model_id))
-        self.accelerator.wait_for_everyone()
 
     def save_checkpoint(self) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        engine = self.updater.engine
+        # Ranks put together what lies in parts on them; one writes it.
+        state: dict[str, Any] = {"weights": engine.weights(), "optimizer": engine.optimizer_state()}
+        state["rng"] = distributed.gather_list(checkpointing.random_states(), self.accelerator)
         if self.accelerator.is_main_process:
             extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
             checkpointing.save_checkpoint(
                 folder,
-                model=self.actor_critic,
-                optimizer=self.updater.optimizer,
+                **state,
                 scheduler=self.updater.scheduler,
                 extra=extra | run_identity(self.args, self.schedule, self.actor_critic),
                 save_total_limit=self.args.save_total_limit,
@@ -112,9 +118,9 @@ class RunKeeping:
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
         extra = checkpointing.load_checkpoint(
             checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
-            model=self.actor_critic,
-            optimizer=self.updater.optimizer,
+            trained=self.updater.engine,
             scheduler=self.updater.scheduler,
+            rank=self.accelerator.process_index,
             expected=run_identity(self.args, self.schedule, self.actor_critic),
         )
         self.state.global_step = extra["global_step"]

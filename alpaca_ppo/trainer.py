@@ -92,6 +92,7 @@ class PPOTrainer(RunKeeping):
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
+        self.collector.shard(self.updater.engine.shard)
         self.kl_controller = construction.make_kl(args)
         self.state = construction.make_state(self.schedule, self.accelerator)
         self.lifecycle = Lifecycle(callbacks or [], self.state)
@@ -286,11 +287,20 @@ class PPOTrainer(RunKeeping):
         pad = self.sampling.pad_token_id
         return [collate_prompts([prompts[i] for i in share], share, pad_token_id=pad, query_len=self.args.query_len)]
 
+    def _filler(self, count: int) -> PromptBatch:
+        items, pad = [self.train_prompts[0]] * count, self.sampling.pad_token_id
+        return collate_prompts(items, [0] * count, pad_token_id=pad, query_len=self.args.query_len)
+
     def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, **how: Any) -> Rollouts:
         n = sampling.num_return_sequences
         progress = self._log.progress(sum(len(batch["rows"]) for batch in batches) * n, "rollout", leave=False)
         how |= {"timers": self.timers, "on_chunk": progress.update}
-        local = self.collector.collect(self.actor_critic, batches, sampling, **how)
+        real = sum(len(batch["rows"]) for batch in batches)
+        if self.updater.engine.in_step:
+            # Ranks make the same passes where parameters lie in parts on all of them; what fills up is dropped below.
+            batches = distributed.filled_up(batches, real, self._filler, self.accelerator)
+        local = self.collector.collect(self.updater.engine, batches, sampling, **how)
+        local = {key: value[: real * n] for key, value in local.items() if real}
         progress.close()
         rows: Rollouts = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)  # type: ignore[assignment]
         return rows

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import get_scheduler
 
 from alpaca_ppo.checkpoint_folders import FILES
-from alpaca_ppo.checkpointing import load_checkpoint, save_checkpoint
+from alpaca_ppo.checkpointing import load_checkpoint, random_states, save_checkpoint
+from alpaca_ppo.engines import WholeState
 from tests.tiny_models import tiny_causal_lm
 
 EXTRA = {
@@ -46,6 +47,18 @@ def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
+def written(run):
+    """What of `run` a checkpoint holds."""
+    whole = WholeState(run["model"], run["optimizer"])
+    parts = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
+    return {**parts, "scheduler": run["scheduler"]}
+
+
+def read(run):
+    """Where a checkpoint puts it back."""
+    return {"trained": WholeState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
+
+
 def train(run, steps):
     """Losses of `steps` updates on random data, drawn from each of the random number generators."""
     losses = []
@@ -79,7 +92,7 @@ def saved(tmp_path):
     run = make_run()
     train(run, 3)
     folder = tmp_path / "checkpoint-3"
-    save_checkpoint(folder, **run, extra=EXTRA)
+    save_checkpoint(folder, **written(run), extra=EXTRA)
     return folder
 
 
@@ -96,22 +109,22 @@ def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, options):
     seed_all(1)
     whole = make_run(**options)
     train(whole, 3)
-    save_checkpoint(tmp_path / "checkpoint-3", **whole, extra=EXTRA)
+    save_checkpoint(tmp_path / "checkpoint-3", **written(whole), extra=EXTRA)
     expected = train(whole, 4)
     seed_all(2)
     resumed = make_run(seed=7, **options)
     train(resumed, 1)
-    assert load_checkpoint(tmp_path / "checkpoint-3", **resumed) == EXTRA
+    assert load_checkpoint(tmp_path / "checkpoint-3", **read(resumed)) == EXTRA
     assert train(resumed, 4) == expected
     assert snapshot(resumed) == snapshot(whole)
 
 
 def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
     run = make_run()
-    save_checkpoint(tmp_path / "checkpoint-0", **run, extra={})
+    save_checkpoint(tmp_path / "checkpoint-0", **written(run), extra={})
     other = make_run(seed=1)
     train(other, 2)
-    load_checkpoint(tmp_path / "checkpoint-0", **other)
+    load_checkpoint(tmp_path / "checkpoint-0", **read(other))
     assert other["optimizer"].state_dict() == run["optimizer"].state_dict()
 
 
@@ -122,7 +135,7 @@ def test_shared_weights_are_saved_once_and_derived_buffers_not_at_all(saved):
 def test_weights_keep_their_place_in_memory_and_stay_tied(saved):
     run = make_run(seed=7)
     before = {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()}
-    load_checkpoint(saved, **run)
+    load_checkpoint(saved, **read(run))
     assert {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()} == before
     assert run["model"].tied.weight is run["model"].first.weight
 
@@ -134,8 +147,8 @@ def test_a_language_model_with_tied_embeddings_round_trips(tmp_path):
     for each in (model, other):
         optimizer = torch.optim.AdamW(each.parameters())
         runs.append({"model": each, "optimizer": optimizer, "scheduler": get_scheduler("constant", optimizer)})
-    save_checkpoint(tmp_path / "checkpoint-1", **runs[0], extra={})
-    load_checkpoint(tmp_path / "checkpoint-1", **runs[1])
+    save_checkpoint(tmp_path / "checkpoint-1", **written(runs[0]), extra={})
+    load_checkpoint(tmp_path / "checkpoint-1", **read(runs[1]))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -143,9 +156,9 @@ def test_two_views_of_one_memory_are_both_saved(tmp_path):
     run = make_run()
     memory = torch.arange(8.0)
     save_checkpoint(
-        tmp_path / "checkpoint-1", **run, extra={"low": memory[:4], "both": [memory, memory.view(2, 4).t()]}
+        tmp_path / "checkpoint-1", **written(run), extra={"low": memory[:4], "both": [memory, memory.view(2, 4).t()]}
     )
-    extra = load_checkpoint(tmp_path / "checkpoint-1", **run)
+    extra = load_checkpoint(tmp_path / "checkpoint-1", **read(run))
     assert extra["low"].tolist() == [0, 1, 2, 3]
     assert extra["both"][1].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
@@ -155,10 +168,10 @@ def test_states_of_the_devices_present_are_saved_and_restored(tmp_path, monkeypa
     states = [torch.tensor([i, 1], dtype=torch.uint8) for i in range(3)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-    save_checkpoint(tmp_path / "checkpoint-1", **run, extra={})
+    save_checkpoint(tmp_path / "checkpoint-1", **written(run), extra={})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.update({device: state.tolist()}))
-    load_checkpoint(tmp_path / "checkpoint-1", **run)
+    load_checkpoint(tmp_path / "checkpoint-1", **read(run))
     assert restored == {0: [0, 1], 1: [1, 1]}
 
 
@@ -169,7 +182,7 @@ def test_nothing_in_a_checkpoint_is_pickled(saved):
 
 def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_and_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; give it as plain values"):
-        save_checkpoint(tmp_path / "checkpoint-1", **make_run(), extra={"when": 1j})
+        save_checkpoint(tmp_path / "checkpoint-1", **written(make_run()), extra={"when": 1j})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,7 +221,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, damage, 
     before = snapshot(run)
     damage(saved)
     with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved, **run)
+        load_checkpoint(saved, **read(run))
     assert snapshot(run) == before
 
 
@@ -237,18 +250,20 @@ def with_model(model):
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(saved, run, message):
     before = snapshot(run)
     with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved, **run)
+        load_checkpoint(saved, **read(run))
     assert snapshot(run) == before
 
 
 def test_a_checkpoint_with_other_data_is_refused_and_the_same_data_is_not(saved):
     with pytest.raises(ValueError, match="entry global_step is 3 in it and 4 here"):
-        load_checkpoint(saved, **make_run(7), expected={"global_step": 4})
-    assert load_checkpoint(saved, **make_run(7), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA
+        load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 4})
+    assert (
+        load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA
+    )
 
 
 def test_saving_keeps_the_new_checkpoint_and_as_many_as_allowed(tmp_path):
     (tmp_path / ".checkpoint-7.incomplete").mkdir()
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path / f"checkpoint-{step}", **make_run(), extra={}, save_total_limit=2)
+        save_checkpoint(tmp_path / f"checkpoint-{step}", **written(make_run()), extra={}, save_total_limit=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
