@@ -157,6 +157,9 @@ class PPOConfig:
     adam_beta2: float = argument(0.999, "Of AdamW.")
     adam_epsilon: float = argument(1e-5, "Of AdamW (AlpacaFarm's value).")
     max_grad_norm: float = argument(1.0, "Gradient norm is clipped to this.")
+    max_skipped_updates: int = argument(
+        0, "Optimizer steps that a run may skip because a loss or gradient is not finite; one more ends it."
+    )
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass.")
     bf16: bool = argument(False, "Forward passes in bfloat16 (weights stay float32).")
     use_cpu: bool = argument(False, "Stay on the CPU even where a GPU is.")

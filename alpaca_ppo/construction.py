@@ -188,7 +188,9 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
-def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None) -> RunLog:
+def make_run_log(
+    accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None, resume_skipped: int = 0
+) -> RunLog:
     """What the run leaves on disk and tells the trackers."""
     return RunLog(
         accelerator,
@@ -197,6 +199,7 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int 
         run_name=args.run_name,
         config=asdict(args),
         resume_step=resume_step,
+        resume_skipped=resume_skipped,
     )
 
 

@@ -35,6 +35,13 @@ def settle(accelerator: Accelerator) -> None:
         time.sleep(_LETTING_GO)
 
 
+def any_rank(flag: bool, accelerator: Accelerator) -> bool:
+    """Whether `flag` is True on any rank; the same answer on every one."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
+
+
 def gather_list(item: T, accelerator: Accelerator) -> list[T]:
     """What each rank passed, in rank order, on every rank."""
     if accelerator.num_processes == 1:

@@ -10,7 +10,8 @@ from alpaca_ppo.models import ActorCritic
 _FREE_TO_CHANGE = """
 output_dir run_name report_to logging_steps save_steps save_total_limit eval_steps num_logged_rollouts push_to_hub
 hub_model_id total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing
-use_cpu logprob_chunk_size max_kl_to_ref merge_on_save eval_do_sample eval_top_p eval_top_k trust_remote_code
+use_cpu logprob_chunk_size max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p eval_top_k
+trust_remote_code
 """.split()
 
 

@@ -15,6 +15,7 @@ from transformers import TrainerState
 from alpaca_ppo import checkpoint_folders, checkpointing, construction, export
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.contracts import NonFiniteUpdate
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.kl_controllers import KLController
@@ -40,6 +41,7 @@ class RunKeeping:
     state: TrainerState
     lifecycle: Lifecycle
     run_log: RunLog | None
+    skipped_updates: int
     evaluate: Callable[[], dict[str, float]]
 
     @property
@@ -67,6 +69,7 @@ class RunKeeping:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.accelerator.is_main_process:
             extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
+            extra |= {"skipped_updates": self.skipped_updates}
             checkpointing.save_checkpoint(
                 folder,
                 model=self.actor_critic,
@@ -97,7 +100,8 @@ class RunKeeping:
         self.accelerator.wait_for_everyone()
         if self.run_log is None:
             step = self.state.global_step
-            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=step)
+            how = {"resume_step": step, "resume_skipped": self.skipped_updates}
+            self.run_log = construction.make_run_log(self.accelerator, self.args, **how)
         self._log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
@@ -120,6 +124,24 @@ class RunKeeping:
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
+        self.skipped_updates = extra["skipped_updates"]
+
+    def _skip_update(self, refused: NonFiniteUpdate) -> None:
+        """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.
+
+        Raises:
+            FloatingPointError: when `max_skipped_updates` of them were counted already.
+        """
+        self.skipped_updates += 1
+        record = {"number": self.skipped_updates, "step": self.state.global_step + 1, "cause": refused.cause}
+        self._log.log_skipped_update({**record, "prompt_ids": refused.prompt_ids})
+        limit = f"{self.skipped_updates} updates were not finite in this run; max_skipped_updates is"
+        if self.skipped_updates > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}; a run that is resumed "
+                "from its last checkpoint may have a higher one"
+            ) from refused
+        self._log.message(f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}")
 
     def _end_of_step(self, stats: dict[str, float]) -> None:
         step = self.state.global_step

@@ -2,7 +2,8 @@
 up.
 
 A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
-micro-batches or the number of ranks. A non-finite gradient never reaches the weights.
+micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
+and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed.
 """
 
 import math
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from alpaca_ppo.batching import plan_micro_batches
-from alpaca_ppo.contracts import check_loss
-from alpaca_ppo.distributed import gather_list
+from alpaca_ppo.contracts import NonFiniteUpdate, check_loss, non_finite
+from alpaca_ppo.distributed import any_rank, gather_list
 from alpaca_ppo.losses import Terms
 from alpaca_ppo.metrics import StatsAccumulator
 from alpaca_ppo.models import ActorCritic
@@ -72,6 +74,7 @@ class Updater:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         """In force at the last optimizer step."""
         self._in_step = False
+        self._faults: list[str] = []
         self._ratio_warned = self._edges_warned = False
 
     def step(
@@ -99,28 +102,30 @@ class Updater:
             target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
 
         Raises:
-            FloatingPointError: when the gradient is not finite; the weights stay as they were.
+            NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
+                and schedule stay as they were.
         """
         mask = rollouts["response_mask"][rows]
         lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
+        world = self.accelerator.num_processes
+        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         if value_taus is not None:
             shared["value_taus"] = value_taus
-        stats, stepped = StatsAccumulator(), True
+        stats, stepped, self._faults = StatsAccumulator(), True, []
         # What an update that was refused or interrupted left behind must not reach this one.
         self.optimizer.zero_grad()
         self.model.zero_grad()
         self.accelerator.step = 0
-        for positions in plan:
+        for positions in plan[self.accelerator.process_index]:
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.accelerator.accumulate(self.model), self._learner(freeze_policy):
-                loss, micro_stats = self._loss(compute_loss, batch)
+                loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
                 stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
                 stats.add_padding([lengths[i] for i in positions])
-                if freeze_policy and world > 1:
-                    loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy_parameters())
+                # Before the backward pass that ends in DeepSpeed's own step.
+                if self.accelerator.sync_gradients:
+                    self._refuse_losses(loss, rollouts["prompt_ids"][rows])
                 # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
                 self.accelerator.backward(loss * world * self.micro_batches)
                 if self.accelerator.sync_gradients:
@@ -129,6 +134,15 @@ class Updater:
                         norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
                         stats.add({"policy/grad_norm": norm}, tokens=1)
         return stats, stepped
+
+    def _refuse_losses(self, loss: Tensor, prompt_ids: Tensor) -> None:
+        """Ends the update on every rank where a loss on any is not finite; `loss` is of the last micro-batch."""
+        if any_rank(bool(self._faults), self.accelerator):
+            # DDP has prepared for this pass, and would take the hooks of the next update's first one for it.
+            if isinstance(self.model, DistributedDataParallel):
+                self.accelerator.backward(loss)
+            everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
+            raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
     def _learner(self, freeze_policy: bool) -> Iterator[None]:
@@ -139,13 +153,18 @@ class Updater:
         with self.accelerator.unwrap_model(self.model).critic_active():
             yield
 
-    def _loss(self, compute_loss: LossFunction, batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, compute_loss: LossFunction, batch: Rollouts, *, freeze_policy: bool) -> Terms:
         self._in_step = True
         try:
             loss, stats = compute_loss(batch)
         finally:
             self._in_step = False
         check_loss(loss)
+        if fault := non_finite(loss, stats):
+            rank, prompts = self.accelerator.process_index, batch["prompt_ids"].tolist()
+            self._faults.append(f"{fault} on rank {rank} (prompts {prompts})")
+        if freeze_policy and self.accelerator.num_processes > 1:
+            loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy_parameters())
         return loss, stats
 
     @property
@@ -230,11 +249,8 @@ class Updater:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         norm = torch.as_tensor(norm)
         if not bool(torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"the gradient norm is {float(norm)}: the update was refused and the weights are as before it. "
-                f"Prompts of the batch: {prompt_ids.tolist()}. Look for a learning_rate that is too high, or for "
-                "non-finite values in a custom hook"
-            )
+            cause = f"the gradient norm is {float(norm)}, though the losses of all ranks are finite"
+            raise NonFiniteUpdate(cause, prompt_ids.tolist())
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.scheduler.step()

@@ -13,6 +13,7 @@ from alpaca_ppo.validation import ADV_ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATOR
     ("settings", "message"),
     [
         ({"rollout_batch_size": 0}, "rollout_batch_size is 0; it must be at least 1"),
+        ({"max_skipped_updates": -1}, "max_skipped_updates is -1; it must be 0 or more"),
         ({"save_steps": -1}, "save_steps is -1; it must be 0 or more"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be a positive number"),
         ({"kl_coef": float("nan")}, "kl_coef is nan; it must be 0 or more"),
