@@ -8,7 +8,7 @@ comes to be all or nothing in `folders`.
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,14 @@ def save_state(folder: Path, *, model: nn.Module, optimizer: Any, scheduler: Any
 
 
 def load_checkpoint(
-    folder: StrPath, *, model: nn.Module, optimizer: Any, scheduler: Any, expected: Mapping[str, Any] | None = None
+    folder: StrPath,
+    *,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    expected: Mapping[str, Any] | None = None,
+    remedies: Mapping[str, str] | None = None,
+    check: Callable[[Mapping[str, Any]], Any] = lambda extra: None,
 ) -> dict[str, Any]:
     """Restores what `save_state` saved, in place and to the last bit, and returns `extra`.
 
@@ -77,6 +84,8 @@ def load_checkpoint(
         optimizer: of the same kind, over the same parameters in the same groups.
         scheduler: of the same kind.
         expected: entries that `extra` must have, such as the data's identity.
+        remedies: what to do where an entry of that name is another.
+        check: is given `extra`, and raises where it will not do.
 
     Raises:
         ValueError: for a missing, foreign, incomplete or damaged folder (the file is named), another model or
@@ -87,14 +96,15 @@ def load_checkpoint(
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
     state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
+    extra: dict[str, Any] = state["extra"]
+    check(extra)
+    wanted = dict(expected or {})
+    _compare(folder, "entry", _flat({key: extra.get(key) for key in wanted}), _flat(wanted), remedies)
     targets = _weights(model)
     _compare(
         folder, "tensor", {n: _describe(t) for n, t in weights.items()}, {n: _describe(t) for n, t in targets.items()}
     )
     _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(optimizer.state_dict()))
-    extra: dict[str, Any] = state["extra"]
-    wanted = dict(expected or {})
-    _compare(folder, "entry", {key: extra.get(key) for key in wanted}, wanted)
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(weights[name])
@@ -193,10 +203,26 @@ def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
     return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in groups}
 
 
-def _compare(folder: Path, what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _compare(
+    folder: Path,
+    what: str,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    remedies: Mapping[str, str] | None = None,
+) -> None:
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
+            remedy = "resume with the models, optimizer and data it was written with"
             raise ValueError(
                 f"checkpoint {folder} is of another run: {what} {name} is {saved.get(name, 'absent')} in it and "
-                f"{current.get(name, 'absent')} here; resume with the models, optimizer and data it was written with"
+                f"{current.get(name, 'absent')} here; {(remedies or {}).get(name.partition('.')[0], remedy)}"
             )
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings, under names such as policy.hidden_size."""
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat

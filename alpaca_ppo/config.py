@@ -34,6 +34,9 @@ class PPOConfig:
     report_to: list[str] = argument(["tensorboard"], "Accelerate trackers, or none.")
     logging_steps: int = argument(1, "Steps between two reports to the trackers; metrics.jsonl gets every step.")
     save_steps: int = argument(0, "Steps between two checkpoints; 0 = none but the final model.")
+    ignore_data_change: bool = argument(
+        False, "Resume although the training data differ from the checkpoint's; the steps left take the new rows."
+    )
     save_total_limit: int | None = argument(None, "Newest checkpoints to keep; null = all.")
     eval_steps: int = argument(0, "Steps between two evaluations; 0 = before and after training only.")
     num_logged_rollouts: int = argument(

@@ -4,7 +4,8 @@
 `checkpointing` and `export`.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.kl_controllers import KLController
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.run_identity import run_identity
-from alpaca_ppo.tracking import RunLog
+from alpaca_ppo.run_identity import REMEDIES, data_identity, expected_identity, run_identity
+from alpaca_ppo.tracking import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.updates import Updater
 
 
@@ -70,12 +71,14 @@ class RunKeeping:
         if self.accelerator.is_main_process:
             extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
             extra |= {"skipped_updates": self.skipped_updates}
+            extra["metrics"] = metrics_identity(Path(self.args.output_dir), self.state.global_step)
+            extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
             checkpointing.save_checkpoint(
                 folder,
                 model=self.actor_critic,
                 optimizer=self.updater.optimizer,
                 scheduler=self.updater.scheduler,
-                extra=extra | run_identity(self.args, self.schedule, self.actor_critic),
+                extra=extra | self._identity(),
                 save_total_limit=self.args.save_total_limit,
             )
         self.accelerator.wait_for_everyone()
@@ -119,12 +122,27 @@ class RunKeeping:
             model=self.actor_critic,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
-            expected=run_identity(self.args, self.schedule, self.actor_critic),
+            expected=expected_identity(self._identity(), self.args),
+            remedies=REMEDIES,
+            check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["global_step"]),
         )
+        self._compare_eval_data(extra["eval_dataset"])
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
         self.skipped_updates = extra["skipped_updates"]
+
+    def _identity(self) -> dict[str, Any]:
+        return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
+
+    def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
+        """Warns, for it changes figures alone."""
+        if saved and self.eval_prompts is not None and saved != (now := data_identity(self.eval_prompts)):
+            warnings.warn(
+                f"eval_dataset is not the one that the checkpoint's run had ({now} now, {saved} then): eval/* before "
+                "and after cannot be compared",
+                stacklevel=4,
+            )
 
     def _skip_update(self, refused: NonFiniteUpdate) -> None:
         """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.

@@ -4,6 +4,7 @@ Only the main process writes; on the others every method does nothing. Which num
 (`metrics`, `inspection`); checkpoints and models are not here either (`checkpointing`, `export`).
 """
 
+import hashlib
 import json
 import math
 import os
@@ -213,6 +214,28 @@ def _drop_records_after(output_dir: Path, step: int) -> None:
                 path.unlink()
 
 
+def metrics_identity(output_dir: Path, step: int) -> dict[str, Any]:
+    """Number and hash of the lines of metrics.jsonl up to `step`; what a run timed makes them its own."""
+    path = output_dir / "metrics.jsonl"
+    lines = _lines_until(path, "step", step) if path.exists() else []
+    return {"lines": len(lines), "sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
+
+
+def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> None:
+    """Checks that metrics.jsonl has no lines until `step`, or those that `metrics_identity` has seen.
+
+    Raises:
+        ValueError: when it is of another run: going on would mix the two.
+    """
+    found = metrics_identity(output_dir, step)
+    if found["lines"] and found != written:
+        raise ValueError(
+            f"{output_dir / 'metrics.jsonl'} is of another run than the checkpoint: it has {found['lines']} lines "
+            f"until step {step} that the checkpoint's run did not write (it had {written['lines']}); choose another "
+            "output_dir, or move the file away"
+        )
+
+
 def _append(path: Path, row: Mapping[str, Any]) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.write(_json_line(row))
@@ -223,10 +246,13 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
 def _keep_lines(path: Path, key: str, last: int) -> None:
     """Keeps the lines of `path` whose `key` is at most `last`."""
     if path.exists():
-        # What stands after the last line's end is half a line, left by a run that was killed as it wrote.
-        lines = path.read_bytes().split(b"\n")[:-1]
-        kept = [line.decode() + "\n" for i, line in enumerate(lines, 1) if _count_of(line, key, path, i) <= last]
-        write_text_atomically(path, "".join(kept))
+        write_text_atomically(path, "".join(_lines_until(path, key, last)))
+
+
+def _lines_until(path: Path, key: str, last: int) -> list[str]:
+    # What stands after the last line's end is half a line, left by a run that was killed as it wrote.
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [line.decode() + "\n" for i, line in enumerate(lines, 1) if _count_of(line, key, path, i) <= last]
 
 
 def _count_of(line: bytes, key: str, path: Path, number: int) -> int:
