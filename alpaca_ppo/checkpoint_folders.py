@@ -7,6 +7,7 @@ What is in a checkpoint is in `checkpointing`.
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from alpaca_ppo.folders import StrPath, remove_folder
@@ -56,11 +57,14 @@ def refuse_finished_run(output_dir: StrPath) -> None:
             )
 
 
-def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Path | None = None) -> None:
-    """Removes the oldest checkpoints until `save_total_limit` are left (None: no limit); `keep` counts but stays."""
+def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Collection[Path] = ()) -> None:
+    """Removes the oldest checkpoints until `save_total_limit` are left (None: no limit); those of `keep` count but
+    stay.
+    """
+    kept = {path.resolve() for path in keep}
     found = _checkpoints(output_dir)
     surplus = 0 if save_total_limit is None else max(0, len(found) - save_total_limit)
-    for path in [p for p in found if keep is None or p.name != keep.name][:surplus]:
+    for path in [path for path in found if path.resolve() not in kept][:surplus]:
         remove_folder(path)
 
 

@@ -31,13 +31,16 @@ def save_checkpoint(
     scheduler: Any,
     extra: Mapping[str, Any],
     save_total_limit: int | None = None,
+    best: StrPath | None = None,
 ) -> None:
-    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones."""
+    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones,
+    but never `best`.
+    """
     folder = Path(folder)
     with write_folder_atomically(folder) as aside:
         save_state(aside, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
     clean_leftovers(folder.parent)
-    rotate_checkpoints(folder.parent, save_total_limit, keep=folder)
+    rotate_checkpoints(folder.parent, save_total_limit, keep=[folder] if best is None else [folder, Path(best)])
 
 
 def save_state(folder: Path, *, model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:

@@ -37,7 +37,13 @@ class PPOConfig:
     ignore_data_change: bool = argument(
         False, "Resume although the training data differ from the checkpoint's; the steps left take the new rows."
     )
-    save_total_limit: int | None = argument(None, "Newest checkpoints to keep; null = all.")
+    save_total_limit: int | None = argument(
+        None, "Checkpoints to keep, the newest and the best among them (both, where it is 1); null = all."
+    )
+    metric_for_best_model: str | None = argument(
+        None, "Metric that tells the best checkpoint, such as eval/scores; null = none is kept for being the best."
+    )
+    greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is the better one.")
     eval_steps: int = argument(0, "Steps between two evaluations; 0 = before and after training only.")
     num_logged_rollouts: int = argument(
         8, "Rows of each step written to rollouts/ with their per-token numbers; 0 = none."
@@ -213,6 +219,7 @@ class PPOConfig:
             raise ValueError(
                 f"kl_horizon is {self.kl_horizon}: a step could turn kl_coef negative; use {shortest} or more"
             )
+        self._check_best_metric()
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
         if not self.eval_do_sample and (self.eval_top_p is not None or self.eval_top_k is not None):
@@ -221,4 +228,19 @@ class PPOConfig:
         if self.truncate_after and not self.truncate_tokens:
             raise ValueError(
                 f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name them or use 0"
+            )
+
+    def _check_best_metric(self) -> None:
+        metric = self.metric_for_best_model
+        if metric is None:
+            return
+        if self.save_steps == 0:
+            raise ValueError(
+                f"metric_for_best_model is {metric!r} but save_steps is 0, so there are no checkpoints to choose from; "
+                "set save_steps, or null metric_for_best_model"
+            )
+        if metric.startswith("eval/") and (self.eval_steps == 0 or self.save_steps % self.eval_steps):
+            raise ValueError(
+                f"metric_for_best_model is {metric!r}, but save_steps ({self.save_steps}) is no multiple of eval_steps "
+                f"({self.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to {self.save_steps}"
             )

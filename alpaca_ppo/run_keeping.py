@@ -15,6 +15,7 @@ from transformers import TrainerState
 
 from alpaca_ppo import checkpoint_folders, checkpointing, construction, export
 from alpaca_ppo.batching import PromptSchedule
+from alpaca_ppo.best_checkpoint import best_of, compare_with_best, require_metric, restore_best
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.contracts import NonFiniteUpdate
 from alpaca_ppo.data import PromptDataset
@@ -65,12 +66,17 @@ class RunKeeping:
                 export.push_folder(folder / "policy", str(self.args.hub_model_id))
         self.accelerator.wait_for_everyone()
 
-    def save_checkpoint(self) -> Path:
-        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
+    def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
+        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
+
+        `stats` are the step's metrics, by which it may become the best one (`metric_for_best_model`).
+        """
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        compare_with_best(self.state, stats or {}, folder, self.args)
         if self.accelerator.is_main_process:
             extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
             extra |= {"skipped_updates": self.skipped_updates}
+            extra["best"] = best_of(self.state, self.args)
             extra["metrics"] = metrics_identity(Path(self.args.output_dir), self.state.global_step)
             extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
             checkpointing.save_checkpoint(
@@ -80,6 +86,7 @@ class RunKeeping:
                 scheduler=self.updater.scheduler,
                 extra=extra | self._identity(),
                 save_total_limit=self.args.save_total_limit,
+                best=self.state.best_model_checkpoint,
             )
         self.accelerator.wait_for_everyone()
         return folder
@@ -111,14 +118,17 @@ class RunKeeping:
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
-        if self.state.global_step == 0 and self.eval_prompts is not None:
-            stats = self.evaluate()
+        if self.eval_prompts is None:
+            require_metric(self.args, {}, evaluation=True)
+        elif self.state.global_step == 0:
+            stats = self._evaluate()
             self._log.log(stats, 0)
             self._notify("on_evaluate", metrics=stats)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
+        folder = checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
         extra = checkpointing.load_checkpoint(
-            checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
+            folder,
             model=self.actor_critic,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
@@ -127,6 +137,7 @@ class RunKeeping:
             check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["global_step"]),
         )
         self._compare_eval_data(extra["eval_dataset"])
+        restore_best(self.state, extra["best"], folder.parent, self.args)
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
@@ -168,16 +179,22 @@ class RunKeeping:
         last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
-            stats.update(self.evaluate())
+            stats.update(self._evaluate())
             self._notify("on_evaluate", metrics=stats)
+        require_metric(self.args, stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
         self._log.log(stats, step, report=report)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
         if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
-            self.save_checkpoint()
+            self.save_checkpoint(stats)
             self._notify("on_save")
+
+    def _evaluate(self) -> dict[str, float]:
+        stats = self.evaluate()
+        require_metric(self.args, stats, evaluation=True)
+        return stats
 
     def _notify(self, event: str, **context: Any) -> None:
         context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}

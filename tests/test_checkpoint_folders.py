@@ -72,9 +72,18 @@ def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
-    [(None, None, [2, 9, 10, 30]), (4, None, [2, 9, 10, 30]), (2, None, [10, 30]), (1, 2, [2]), (2, 9, [9, 30])],
+    [
+        (None, [], [2, 9, 10, 30]),
+        (4, [], [2, 9, 10, 30]),
+        (2, [], [10, 30]),
+        (1, [2], [2]),
+        (2, [9], [9, 30]),
+        (2, [2, 30], [2, 30]),
+        (3, [2, 30], [2, 10, 30]),
+        (1, [2, 30], [2, 30]),
+    ],
 )
 def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep, left):
     make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")
-    rotate_checkpoints(tmp_path, limit, keep=None if keep is None else tmp_path / f"checkpoint-{keep}")
+    rotate_checkpoints(tmp_path, limit, keep=[tmp_path / f"checkpoint-{n}" for n in keep])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])

@@ -28,7 +28,7 @@ TIERS = (
     {"batching", "kl_controllers", "distributed", "metrics", "folders"},
     {"models", "data", "rewards", "generation"},
     {"contracts", "estimators", "losses", "checkpoint_folders"},
-    {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
+    {"rollouts", "updates", "lifecycle", "best_checkpoint", "inspection", "checkpointing", "export", "tracking"},
     {"preflight", "run_identity"},
     {"construction", "model_construction", "optimization"},
     {"run_keeping"},
