@@ -8,7 +8,7 @@ comes to be all or nothing in `folders`.
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,13 +32,16 @@ def save_checkpoint(
     rng: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
     save_total_limit: int | None = None,
+    best: StrPath | None = None,
 ) -> None:
-    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones."""
+    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones,
+    but never `best`.
+    """
     folder = Path(folder)
     with write_folder_atomically(folder) as aside:
         save_state(aside, weights=weights, optimizer=optimizer, scheduler=scheduler, rng=rng, extra=extra)
     clean_leftovers(folder.parent)
-    rotate_checkpoints(folder.parent, save_total_limit, keep=folder)
+    rotate_checkpoints(folder.parent, save_total_limit, keep=[folder] if best is None else [folder, Path(best)])
 
 
 def save_state(
@@ -103,6 +106,8 @@ def load_checkpoint(
     scheduler: Any,
     rank: int = 0,
     expected: Mapping[str, Any] | None = None,
+    remedies: Mapping[str, str] | None = None,
+    check: Callable[[Mapping[str, Any]], Any] = lambda extra: None,
 ) -> dict[str, Any]:
     """Restores what `save_state` saved, in place and to the last bit, and returns `extra`.
 
@@ -113,6 +118,8 @@ def load_checkpoint(
         scheduler: of the same kind.
         rank: of this process; takes the random states of its number, where there were as many.
         expected: entries that `extra` must have, such as the data's identity.
+        remedies: what to do where an entry of that name is another.
+        check: is given `extra`, and raises where it will not do.
 
     Raises:
         ValueError: for a missing, foreign, incomplete or damaged folder (the file is named), another model or
@@ -123,14 +130,13 @@ def load_checkpoint(
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
     state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
-    targets = trained.weights()
-    _compare(
-        folder, "tensor", {n: _describe(t) for n, t in weights.items()}, {n: _describe(t) for n, t in targets.items()}
-    )
-    _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(trained.optimizer_state()))
     extra: dict[str, Any] = state["extra"]
+    check(extra)
     wanted = dict(expected or {})
-    _compare(folder, "entry", {key: extra.get(key) for key in wanted}, wanted)
+    _compare(folder, "entry", _flat({key: extra.get(key) for key in wanted}), _flat(wanted), remedies)
+    here = {name: _describe(tensor) for name, tensor in trained.weights().items()}
+    _compare(folder, "tensor", {name: _describe(tensor) for name, tensor in weights.items()}, here)
+    _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(trained.optimizer_state()))
     trained.load_weights(weights)
     trained.load_optimizer_state(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
@@ -217,10 +223,26 @@ def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
     return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in groups}
 
 
-def _compare(folder: Path, what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _compare(
+    folder: Path,
+    what: str,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    remedies: Mapping[str, str] | None = None,
+) -> None:
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
+            remedy = "resume with the models, optimizer and data it was written with"
             raise ValueError(
                 f"checkpoint {folder} is of another run: {what} {name} is {saved.get(name, 'absent')} in it and "
-                f"{current.get(name, 'absent')} here; resume with the models, optimizer and data it was written with"
+                f"{current.get(name, 'absent')} here; {(remedies or {}).get(name.partition('.')[0], remedy)}"
             )
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings, under names such as policy.hidden_size."""
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat

@@ -61,8 +61,8 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         )
     try:
         made = Accelerator(
-            # Accelerate takes True for "no DeepSpeed".
-            cpu=args.use_cpu and plugin is None,
+            # Accelerate takes True for "no DeepSpeed"; without it and a GPU, processes would not find each other.
+            cpu=on_cpu and plugin is None,
             mixed_precision="bf16" if args.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             deepspeed_plugin=plugin,
@@ -203,7 +203,9 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
-def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None) -> RunLog:
+def make_run_log(
+    accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None, resume_skipped: int = 0
+) -> RunLog:
     """What the run leaves on disk and tells the trackers."""
     return RunLog(
         accelerator,
@@ -212,6 +214,7 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, *, resume_step: int 
         run_name=args.run_name,
         config=asdict(args),
         resume_step=resume_step,
+        resume_skipped=resume_skipped,
     )
 
 

@@ -36,11 +36,10 @@ def settle(accelerator: Accelerator) -> None:
 
 
 def any_rank(flag: bool, accelerator: Accelerator) -> bool:
-    """Whether `flag` is True on any rank; the same answer on all of them."""
+    """Whether `flag` is True on any rank; the same answer on every one."""
     if accelerator.num_processes == 1:
         return flag
-    seen = torch.tensor([int(flag)], device=accelerator.device)
-    return bool(accelerator.reduce(seen, reduction="sum").item())
+    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
 
 
 def gather_list(item: T, accelerator: Accelerator) -> list[T]:

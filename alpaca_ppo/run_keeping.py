@@ -4,7 +4,8 @@
 `checkpointing` and `export`.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from transformers import TrainerState
 
 from alpaca_ppo import checkpoint_folders, checkpointing, construction, distributed, export
 from alpaca_ppo.batching import PromptSchedule
+from alpaca_ppo.best_checkpoint import best_of, compare_with_best, require_metric, restore_best
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.contracts import NonFiniteUpdate
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.kl_controllers import KLController
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.run_identity import run_identity
-from alpaca_ppo.tracking import RunLog
+from alpaca_ppo.run_identity import REMEDIES, data_identity, expected_identity, run_identity
+from alpaca_ppo.tracking import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.updates import Updater
 
 
@@ -40,6 +43,7 @@ class RunKeeping:
     state: TrainerState
     lifecycle: Lifecycle
     run_log: RunLog | None
+    skipped_updates: int
     evaluate: Callable[[], dict[str, float]]
 
     @property
@@ -65,21 +69,30 @@ class RunKeeping:
             if push:
                 export.push_folder(folder / "policy", str(self.args.hub_model_id))
 
-    def save_checkpoint(self) -> Path:
-        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
+    def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
+        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
+
+        `stats` are the step's metrics, by which it may become the best one (`metric_for_best_model`).
+        """
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        compare_with_best(self.state, stats or {}, folder, self.args)
         engine = self.updater.engine
         # Ranks put together what lies in parts on them; one writes it.
         state: dict[str, Any] = {"weights": engine.weights(), "optimizer": engine.optimizer_state()}
         state["rng"] = distributed.gather_list(checkpointing.random_states(), self.accelerator)
         if self.accelerator.is_main_process:
             extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
+            extra |= {"skipped_updates": self.skipped_updates}
+            extra["best"] = best_of(self.state, self.args)
+            extra["metrics"] = metrics_identity(Path(self.args.output_dir), self.state.global_step)
+            extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
             checkpointing.save_checkpoint(
                 folder,
                 **state,
                 scheduler=self.updater.scheduler,
-                extra=extra | run_identity(self.args, self.schedule, self.actor_critic),
+                extra=extra | self._identity(),
                 save_total_limit=self.args.save_total_limit,
+                best=self.state.best_model_checkpoint,
             )
         self.accelerator.wait_for_everyone()
         return folder
@@ -103,29 +116,67 @@ class RunKeeping:
         self.accelerator.wait_for_everyone()
         if self.run_log is None:
             step = self.state.global_step
-            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=step)
+            how = {"resume_step": step, "resume_skipped": self.skipped_updates}
+            self.run_log = construction.make_run_log(self.accelerator, self.args, **how)
         self._log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
-        if self.state.global_step == 0 and self.eval_prompts is not None:
-            stats = self.evaluate()
+        if self.eval_prompts is None:
+            require_metric(self.args, {}, evaluation=True)
+        elif self.state.global_step == 0:
+            stats = self._evaluate()
             self._log.log(stats, 0)
             self._notify("on_evaluate", metrics=stats)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
+        folder = checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
         extra = checkpointing.load_checkpoint(
-            checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
+            folder,
             trained=self.updater.engine,
             scheduler=self.updater.scheduler,
             rank=self.accelerator.process_index,
-            expected=run_identity(self.args, self.schedule, self.actor_critic),
+            expected=expected_identity(self._identity(), self.args),
+            remedies=REMEDIES,
+            check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["global_step"]),
         )
+        self._compare_eval_data(extra["eval_dataset"])
+        restore_best(self.state, extra["best"], folder.parent, self.args)
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
+        self.skipped_updates = extra["skipped_updates"]
+
+    def _identity(self) -> dict[str, Any]:
+        return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
+
+    def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
+        """Warns, for it changes figures alone."""
+        if saved and self.eval_prompts is not None and saved != (now := data_identity(self.eval_prompts)):
+            warnings.warn(
+                f"eval_dataset is not the one that the checkpoint's run had ({now} now, {saved} then): eval/* before "
+                "and after cannot be compared",
+                stacklevel=4,
+            )
+
+    def _skip_update(self, refused: NonFiniteUpdate) -> None:
+        """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.
+
+        Raises:
+            FloatingPointError: when `max_skipped_updates` of them were counted already.
+        """
+        self.skipped_updates += 1
+        record = {"number": self.skipped_updates, "step": self.state.global_step + 1, "cause": refused.cause}
+        self._log.log_skipped_update({**record, "prompt_ids": refused.prompt_ids})
+        limit = f"{self.skipped_updates} updates were not finite in this run; max_skipped_updates is"
+        if self.skipped_updates > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}; a run that is resumed "
+                "from its last checkpoint may have a higher one"
+            ) from refused
+        self._log.message(f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}")
 
     def _end_of_step(self, stats: dict[str, float]) -> None:
         step = self.state.global_step
@@ -134,16 +185,22 @@ class RunKeeping:
         last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
-            stats.update(self.evaluate())
+            stats.update(self._evaluate())
             self._notify("on_evaluate", metrics=stats)
+        require_metric(self.args, stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
         self._log.log(stats, step, report=report)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
         if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
-            self.save_checkpoint()
+            self.save_checkpoint(stats)
             self._notify("on_save")
+
+    def _evaluate(self) -> dict[str, float]:
+        stats = self.evaluate()
+        require_metric(self.args, stats, evaluation=True)
+        return stats
 
     def _notify(self, event: str, **context: Any) -> None:
         context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}

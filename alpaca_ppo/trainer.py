@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from alpaca_ppo import construction, distributed, inspection, metrics, model_construction
 from alpaca_ppo.batching import optimizer_steps, update_batches
 from alpaca_ppo.config import PPOConfig
-from alpaca_ppo.contracts import ESTIMATED, SHAPED, add_to_rollouts, check_rollouts
+from alpaca_ppo.contracts import ESTIMATED, SHAPED, NonFiniteUpdate, add_to_rollouts, check_rollouts
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_parts
 from alpaca_ppo.functional import shape_rewards
@@ -96,7 +96,7 @@ class PPOTrainer(RunKeeping):
         self.kl_controller = construction.make_kl(args)
         self.state = construction.make_state(self.schedule, self.accelerator)
         self.lifecycle = Lifecycle(callbacks or [], self.state)
-        self.run_log = None
+        self.run_log, self.skipped_updates = None, 0
         self.timers = metrics.Timers()
 
     @property
@@ -193,27 +193,34 @@ class PPOTrainer(RunKeeping):
         """
         rows = rollouts["responses"].size(0)
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        stats, steps = metrics.StatsAccumulator(), 0
+        stats, steps, skipped = metrics.StatsAccumulator(), 0, 0
         total = optimizer_steps(rows, self.args.step_batch_size, self.args.ppo_epochs)
         progress = self._log.progress(total, "update", leave=False)
         key = (self.args.seed, self.state.global_step)
         for epoch, batch in update_batches(rows, self.args.step_batch_size, self.args.ppo_epochs, key):
             how: dict[str, Any] = {"freeze_policy": self.policy_stands_still}
-            how["value_taus"] = quantile_levels(self.args, *key, epoch, steps)
+            how["value_taus"] = quantile_levels(self.args, *key, epoch, steps + skipped)
             how["target_kl_stop"] = self.args.target_kl_stop
             first = steps == 0 or self.policy_stands_still
-            part, stepped = self.updater.step(rollouts, batch, self.compute_loss, first=first, **how)
+            progress.update(1)
+            try:
+                part, stepped = self.updater.step(rollouts, batch, self.compute_loss, first=first, **how)
+            except NonFiniteUpdate as refused:
+                self._skip_update(refused)
+                skipped += 1
+                continue
             stats.merge(part)
             if not stepped:
                 break
             steps += 1
-            progress.update(1)
         progress.close()
-        train_stats = self.updater.over_ranks(stats).compute(steps if stepped else steps + 1)
+        stopped = steps + skipped < total
+        train_stats = self.updater.over_ranks(stats).compute(steps + stopped)
         self.updater.warn(train_stats)
         self.state.global_step += 1
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        return {**train_stats, "policy/optimizer_steps": float(steps), "policy/kl_stopped": float(steps < total)}
+        counts = {"policy/optimizer_steps": float(steps), "policy/skipped_updates": float(skipped)}
+        return {**train_stats, **counts, "policy/kl_stopped": float(stopped)}
 
     @property
     def policy_stands_still(self) -> bool:

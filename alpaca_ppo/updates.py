@@ -2,7 +2,8 @@
 up.
 
 A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
-micro-batches or the number of ranks. A non-finite gradient never reaches the weights.
+micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
+and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed.
 """
 
 import warnings
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.batching import plan_micro_batches
-from alpaca_ppo.contracts import check_loss
-from alpaca_ppo.distributed import gather_list
+from alpaca_ppo.contracts import NonFiniteUpdate, check_loss, non_finite
+from alpaca_ppo.distributed import any_rank, gather_list
 from alpaca_ppo.engines import Engine
 from alpaca_ppo.losses import Terms
 from alpaca_ppo.metrics import StatsAccumulator
@@ -40,6 +41,7 @@ class Updater:
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """In force at the last optimizer step."""
         self._in_step = False
+        self._faults: list[str] = []
         self._ratio_warned = self._edges_warned = False
 
     @property
@@ -77,32 +79,39 @@ class Updater:
             target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
 
         Raises:
-            FloatingPointError: when the gradient is not finite; the weights stay as they were.
+            NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
+                and schedule stay as they were.
         """
         mask = rollouts["response_mask"][rows]
         lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
+        world = self.accelerator.num_processes
+        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         if value_taus is not None:
             shared["value_taus"] = value_taus
-        stats = StatsAccumulator()
+        stats, self._faults = StatsAccumulator(), []
         # What an update that was refused or interrupted left behind must not reach this one.
         self.engine.begin()
-        for number, positions in enumerate(plan):
+        for number, positions in enumerate(plan[self.accelerator.process_index]):
             batch = self._micro_batch(rollouts, rows[positions], shared)
-            with self.engine.micro_batch(last=number + 1 == len(plan)), self._learner(freeze_policy):
-                loss, micro_stats = self._loss(compute_loss, batch)
+            with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
+                loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
                 stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
                 stats.add_padding([lengths[i] for i in positions])
-                if freeze_policy:
-                    loss = loss + self.engine.touched(self.engine.actor_critic.policy_parameters())
                 self.engine.backward(loss)
+        prompt_ids = rollouts["prompt_ids"][rows]
+        self._refuse_losses(prompt_ids)
         stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
         if stepped:
-            norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
+            norm = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
             stats.add({"policy/grad_norm": norm}, tokens=1)
         return stats, stepped
+
+    def _refuse_losses(self, prompt_ids: Tensor) -> None:
+        """Ends the update on every rank where a loss on any is not finite."""
+        if any_rank(bool(self._faults), self.accelerator):
+            everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
+            raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
     def _learner(self, freeze_policy: bool) -> Iterator[None]:
@@ -113,13 +122,18 @@ class Updater:
         with self.engine.actor_critic.critic_active():
             yield
 
-    def _loss(self, compute_loss: LossFunction, batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, compute_loss: LossFunction, batch: Rollouts, *, freeze_policy: bool) -> Terms:
         self._in_step = True
         try:
             loss, stats = compute_loss(batch)
         finally:
             self._in_step = False
         check_loss(loss)
+        if fault := non_finite(loss, stats):
+            rank, prompts = self.accelerator.process_index, batch["prompt_ids"].tolist()
+            self._faults.append(f"{fault} on rank {rank} (prompts {prompts})")
+        if freeze_policy:
+            loss = loss + self.engine.touched(self.engine.actor_critic.policy_parameters())
         return loss, stats
 
     @property
@@ -196,11 +210,8 @@ class Updater:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         norm = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
         if not bool(torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"the gradient norm is {float(norm)}: the update was refused and the weights are as before it. "
-                f"Prompts of the batch: {prompt_ids.tolist()}. Look for a learning_rate that is too high, or for "
-                "non-finite values in a custom hook"
-            )
+            cause = f"the gradient norm is {float(norm)}, though the losses of all ranks are finite"
+            raise NonFiniteUpdate(cause, prompt_ids.tolist())
         self.scheduler.step()
         return norm
 

@@ -86,6 +86,9 @@ class ZeroEngine(Engine):
                 part.zero_()
         else:
             self._zero.averaged_gradients, self._zero.all_grad_tensors = {}, {}
+            # Of an offloaded optimizer: likewise, it adds to what the last step left.
+            for buffer in getattr(self._zero, "accumulated_grads_in_cpu", {}).values():
+                buffer.zero_()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

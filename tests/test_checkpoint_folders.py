@@ -1,12 +1,14 @@
-from pathlib import Path
-
 import pytest
 
 from alpaca_ppo.checkpoint_folders import (
+    FILES,
+    check_manifest,
     newest_checkpoint,
     refuse_finished_run,
     resolve_checkpoint,
     rotate_checkpoints,
+    verify_files,
+    write_manifest,
 )
 
 
@@ -28,7 +30,36 @@ def test_true_resumes_from_the_newest_checkpoint_and_needs_one(tmp_path, asked):
         resolve_checkpoint(asked, tmp_path)
     make_folders(tmp_path, "checkpoint-5")
     assert resolve_checkpoint(asked, tmp_path) == tmp_path / "checkpoint-5"
-    assert resolve_checkpoint("some/where", tmp_path) == Path("some/where")
+    assert resolve_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_a_checkpoint_from_elsewhere_is_not_resumed_among_those_of_another_run(tmp_path):
+    make_folders(tmp_path, "here", "there", "there/checkpoint-7")
+    named = tmp_path / "there/checkpoint-7"
+    assert resolve_checkpoint(str(named), tmp_path / "here") == named
+    make_folders(tmp_path, "here/checkpoint-5")
+    with pytest.raises(ValueError, match="already holds checkpoint-5 of another run"):
+        resolve_checkpoint(str(named), tmp_path / "here")
+
+
+def test_only_the_named_checkpoints_files_are_looked_at_before_anything_is_loaded(tmp_path):
+    """Sizes are compared at once; contents, which may be many gigabytes, where they are read."""
+    folder = tmp_path / "checkpoint-2"
+    make_folders(tmp_path, "checkpoint-1", "checkpoint-2", ".checkpoint-3.incomplete")
+    for name in FILES:
+        (folder / name).write_text("content")
+    write_manifest(folder)
+    assert check_manifest(folder).keys() == set(FILES)
+    verify_files(folder)
+    (folder / FILES[0]).write_text("CONTENT")
+    check_manifest(folder)
+    with pytest.raises(ValueError, match="is damaged: its hash is .*another one by name: [^,]*checkpoint-1$"):
+        verify_files(folder)
+    (folder / FILES[0]).write_text("longer content")
+    with pytest.raises(ValueError, match=f"{FILES[0]} is damaged: 14 bytes, written with 7"):
+        check_manifest(folder)
+    with pytest.raises(ValueError, match="has no readable manifest.json .*set resume_from_checkpoint to another one"):
+        check_manifest(tmp_path / "checkpoint-1")
 
 
 @pytest.mark.parametrize("name", ["checkpoint-5", "final"])
@@ -41,9 +72,18 @@ def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
-    [(None, None, [2, 9, 10, 30]), (4, None, [2, 9, 10, 30]), (2, None, [10, 30]), (1, 2, [2]), (2, 9, [9, 30])],
+    [
+        (None, [], [2, 9, 10, 30]),
+        (4, [], [2, 9, 10, 30]),
+        (2, [], [10, 30]),
+        (1, [2], [2]),
+        (2, [9], [9, 30]),
+        (2, [2, 30], [2, 30]),
+        (3, [2, 30], [2, 10, 30]),
+        (1, [2, 30], [2, 30]),
+    ],
 )
 def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep, left):
     make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")
-    rotate_checkpoints(tmp_path, limit, keep=None if keep is None else tmp_path / f"checkpoint-{keep}")
+    rotate_checkpoints(tmp_path, limit, keep=[tmp_path / f"checkpoint-{n}" for n in keep])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])

@@ -119,6 +119,24 @@ def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, options):
     assert snapshot(resumed) == snapshot(whole)
 
 
+def test_what_extra_must_say_is_checked_before_anything_changes(saved):
+    run = make_run(seed=7)
+    before = snapshot(run)
+
+    def check(extra):
+        raise ValueError(f"step {extra['global_step']} will not do")
+
+    with pytest.raises(ValueError, match="step 3 will not do"):
+        load_checkpoint(saved, **read(run), check=check)
+    with pytest.raises(ValueError, match=r"entry kl\.value is 0.3.* in it and 0.5 here; start anew"):
+        load_checkpoint(
+            saved, **read(run), expected={"kl": {"value": 0.5, "limit": math.inf}}, remedies={"kl": "start anew"}
+        )
+    with pytest.raises(ValueError, match=r"entry kl\.limit is inf in it and absent here; resume with the models"):
+        load_checkpoint(saved, **read(run), expected={"kl": {"value": 0.1 + 0.2}})
+    assert snapshot(run) == before
+
+
 def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
     run = make_run()
     save_checkpoint(tmp_path / "checkpoint-0", **written(run), extra={})
@@ -201,12 +219,25 @@ def set_version(folder, **entries):
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+def replace_with_another_run_s(path):
+    seed_all(3)
+    run = make_run(seed=5)
+    train(run, 3)
+    other = path.parents[1] / "other" / "checkpoint-3"
+    save_checkpoint(other, **written(run), extra=EXTRA)
+    path.write_bytes((other / path.name).read_bytes())
+
+
 def damages():
     for name in FILES:
+        yield lambda folder, name=name: (folder / name).write_text(""), f"{name} is damaged: 0 bytes"
+        yield lambda folder, name=name: replace_with_another_run_s(folder / name), f"{name} is damaged"
         yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged: \d+ bytes"
         yield lambda folder, name=name: flip(folder / name), f"{name} is damaged"
         yield lambda folder, name=name: (folder / name).unlink(), f"{name} is missing"
     yield lambda folder: truncate(folder / "manifest.json"), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").write_text(""), "no readable manifest.json"
+    yield lambda folder: replace_with_another_run_s(folder / "manifest.json"), "is damaged"
     yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
     yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
     yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
@@ -216,13 +247,27 @@ def damages():
 
 @pytest.mark.parametrize(("damage", "message"), list(damages()))
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, damage, message):
+    damage(saved)
     run = make_run(seed=7)
     train(run, 1)
     before = snapshot(run)
-    damage(saved)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(saved, **read(run))
     assert snapshot(run) == before
+
+
+def test_a_manifest_with_any_byte_changed_is_refused_or_says_the_same(saved):
+    path, whole = saved / "manifest.json", (saved / "manifest.json").read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert load_checkpoint(saved, **read(make_run(7))) == EXTRA
+        except ValueError as error:
+            assert str(saved) in str(error)
+            refused += 1
+    # What is left are blanks between the entries.
+    assert refused > 0.75 * len(whole)
 
 
 class Wider(Model):

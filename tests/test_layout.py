@@ -29,7 +29,7 @@ TIERS = (
     {"models", "data", "rewards", "generation"},
     {"contracts", "estimators", "losses", "checkpoint_folders", "engines", "deepspeed_setup"},
     {"zero"},
-    {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
+    {"rollouts", "updates", "lifecycle", "best_checkpoint", "inspection", "checkpointing", "export", "tracking"},
     {"preflight", "run_identity"},
     {"construction", "model_construction", "optimization"},
     {"run_keeping"},
