@@ -15,7 +15,8 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
-MAIN_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MAIN_IP=${hosts%%$'\n'*}
 # Another job on the same node may have the default port.
 MAIN_PORT=$((20000 + SLURM_JOB_ID % 10000))
 NODES=$SLURM_JOB_NUM_NODES
