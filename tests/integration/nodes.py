@@ -4,9 +4,12 @@ Needs `ip` (iproute2) beside util-linux. A namespace lives as long as a process 
 however a test ends: the process that holds one open waits for the end of its standard input, which is ours.
 """
 
+import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+
+import psutil
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
@@ -36,10 +39,27 @@ class Node:
         where = [*self._user, *(["--net"] if network else [])]
         return ["nsenter", "--target", str(self.pid), *where, *command]
 
+    def processes(self) -> list[psutil.Process]:
+        """Every process in this node's network, but for the one that holds it open."""
+        network, found = os.stat(f"/proc/{self.pid}/ns/net").st_ino, []
+        for process in psutil.process_iter():
+            # Others end meanwhile, or belong to other users.
+            with suppress(OSError):
+                if process.pid != self.pid and os.stat(f"/proc/{process.pid}/ns/net").st_ino == network:
+                    found.append(process)
+        return found
+
     def run(self, *command: str) -> None:
         """Runs `command` here, and raises with what it said when it fails."""
         outcome = subprocess.run(self.inside(*command), capture_output=True, text=True)
         assert outcome.returncode == 0, f"{' '.join(command)}: {outcome.stderr}"
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL to each that is still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @contextmanager
@@ -61,7 +81,10 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
             node.run("ip", "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 node.run("ip", "link", "set", interface, "up")
-        yield nodes
+        try:
+            yield nodes
+        finally:
+            kill([process for node in nodes for process in node.processes()])
 
 
 def _make(stack: ExitStack, *, own_user: bool) -> tuple[Node, Node]:

@@ -4,23 +4,20 @@ All of them start on a machine without a GPU: the files are those of a machine w
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
-from tests.tiny_runs import metric_lines, prompts
+from tests.integration.launching import ENVIRONMENT, ROOT, write_run
+from tests.tiny_runs import metric_lines
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = {path.stem: path for path in (ROOT / "examples/accelerate_configs").glob("*.yaml")}
 DEEPSPEED = {path.stem: path for path in (ROOT / "examples/deepspeed_configs").glob("*.json")}
 # two_nodes.yaml is started by test_two_nodes.py.
@@ -32,31 +29,7 @@ GIVEN = sorted(set(DEEPSPEED) - set(LAUNCH))
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """The folder of a run of two steps, with its run.yaml."""
-    folder = tmp_path_factory.mktemp("run")
-    tiny_causal_lm("llama").save_pretrained(folder / "policy")
-    tiny_tokenizer().save_pretrained(folder / "policy")
-    prompts(20).to_json(folder / "train.jsonl")
-    (folder / "rewards.py").write_text(
-        "def even(prompts, completions, completion_ids, **columns):\n"
-        "    return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]\n"
-    )
-    settings = {
-        "model_name_or_path": str(folder / "policy"),
-        "reward_funcs": f"{folder / 'rewards.py'}:even",
-        "dataset_name": str(folder / "train.jsonl"),
-        "query_len": 4,
-        "response_len": 4,
-        "rollout_batch_size": 10,
-        "rollout_per_device_batch_size": 5,
-        "step_batch_size": 5,
-        "step_per_device_batch_size": 2,
-        "learning_rate": 1e-3,
-        "save_steps": 0,
-        "use_cpu": True,
-        "report_to": "none",
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    return write_run(tmp_path_factory.mktemp("run")).parent
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +44,7 @@ def launch(run: Path, config: str, *flags: str) -> list[dict[str, Any]]:
     port = [] if config == "single" else ["--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH[config]), *port]
     command += ["examples/train_ppo.py", "--config", str(run / "run.yaml"), "--output_dir", str(run / name), *flags]
-    # The last two where there is a GPU: DeepSpeed takes what it finds.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    outcome = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert f"each of {1 if config == 'single' else 2} processes" in outcome.stdout, outcome.stdout
     assert (run / name / "final/policy/model.safetensors").is_file()
