@@ -19,7 +19,7 @@ from tests.tiny_runs import metric_lines
 
 CONFIGS = "examples/accelerate_configs"
 # What one machine is started with, and two: two_nodes.yaml is ddp.yaml for two machines.
-SETTINGS = {"ddp": ("ddp", "two_nodes")}
+SETTINGS = {"ddp": ("ddp", "two_nodes"), "zero3": ("zero3", "zero3")}
 
 
 @pytest.fixture
