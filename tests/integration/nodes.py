@@ -6,6 +6,7 @@ however a test ends: the process that holds one open waits for the end of its st
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -69,6 +70,8 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
     Raises:
         NotPermitted: when neither this user nor a user namespace of his may make one.
     """
+    if sys.platform != "linux":
+        raise NotPermitted(f"{sys.platform} has none")
     with ExitStack() as stack:
         try:
             nodes = _make(stack, own_user=False)
