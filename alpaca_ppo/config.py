@@ -175,6 +175,9 @@ class PPOConfig:
     deepspeed: str | None = argument(
         None, "DeepSpeed configuration (JSON) for a run under accelerate launch or torchrun; ZeRO stage 1, 2 or 3."
     )
+    ddp_timeout: int = argument(
+        1800, "Seconds that a process waits for the others before it gives up: longer than the slowest reward takes."
+    )
     ds3_gather_for_generation: bool = argument(
         True, "Under ZeRO 3, hold the whole policy on every device while it samples; false gathers layer by layer."
     )

@@ -5,6 +5,7 @@ Kept apart from `trainer.py` so that the loop can be read on its own. Models are
 """
 
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
             "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
         )
+    # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
+    backend: dict[str, Any] = {"backend": "gloo"} if plugin is not None and on_cpu else {}
     try:
         made = Accelerator(
             # Accelerate takes True for "no DeepSpeed"; without it and a GPU, processes would not find each other.
@@ -66,8 +69,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             mixed_precision="bf16" if args.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             deepspeed_plugin=plugin,
-            # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if plugin is not None and on_cpu else None,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **backend)],
         )
         load_whole()
         return made
