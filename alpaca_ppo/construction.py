@@ -41,18 +41,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """
     check_places(args)
     if accelerator is not None:
-        if args.bf16 != (accelerator.mixed_precision == "bf16"):
-            raise ValueError(
-                f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
-                "make them agree"
-            )
-        if accelerator.log_with and not accelerator.trackers:
-            raise ValueError(
-                f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
-                "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
-            )
-        load_whole()
-        return accelerator
+        return _checked(accelerator, args)
     plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
     on_cpu = args.use_cpu or not torch.cuda.is_available()
     if plugin is not None and args.use_cpu and torch.cuda.is_available():
@@ -79,6 +68,21 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             f"bf16 is {args.bf16} and use_cpu {args.use_cpu}, but this process has an Accelerator of other settings; "
             "use the same settings, or a new process"
         ) from error
+
+
+def _checked(accelerator: Accelerator, args: PPOConfig) -> Accelerator:
+    if args.bf16 != (accelerator.mixed_precision == "bf16"):
+        raise ValueError(
+            f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
+            "make them agree"
+        )
+    if accelerator.log_with and not accelerator.trackers:
+        raise ValueError(
+            f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
+            "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
+        )
+    load_whole()
+    return accelerator
 
 
 def load_processing_class(model: str | PreTrainedModel | ActorCritic, *, trust_remote_code: bool = False) -> Any:
