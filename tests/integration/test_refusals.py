@@ -60,7 +60,7 @@ def test_all_ranks_end_with_the_cause_where_no_update_may_be_skipped(tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int, otherwise: str) -> Iterator[tuple[str, ...]]:
-    """Makes `folder` a disk of that size; where mounting is not allowed, yields `otherwise`, a setting of run_tiny.py."""
+    """Makes `folder` a small disk; where mounting is not allowed, yields `otherwise`, a setting of run_tiny.py."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], capture_output=True)
     try:
