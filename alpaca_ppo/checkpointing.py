@@ -102,7 +102,7 @@ def save_state(folder: Path, *, model: nn.Module, optimizer: Any, scheduler: Any
     parts = {
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "rng": _rng(),
+        "rng": random_states(),
         "extra": dict(extra),
     }
     tensors: dict[str, Tensor] = {}
@@ -147,7 +147,7 @@ def load_checkpoint(
             target.copy_(weights[name])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    _set_rng(state["rng"])
+    set_random_states(state["rng"])
     return extra
 
 
@@ -215,7 +215,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return value
 
 
-def _rng() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """The states of every random number generator of this process, as plain values and tensors."""
     legacy = np.random.get_state(legacy=False)
     key = legacy["state"]["key"].tolist()
     return {
@@ -226,7 +227,8 @@ def _rng() -> dict[str, Any]:
     }
 
 
-def _set_rng(state: Mapping[str, Any]) -> None:
+def set_random_states(state: Mapping[str, Any]) -> None:
+    """Puts back what `random_states` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

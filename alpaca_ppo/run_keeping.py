@@ -12,14 +12,16 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo import checkpointing, construction, export
+from alpaca_ppo import checkpointing, construction, distributed, export
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.folders import clean_leftovers
+from alpaca_ppo.interruption import Interrupted, Interruption
 from alpaca_ppo.kl_controllers import KLController
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.resume_point import ResumePoint, UpdateProgress
 from alpaca_ppo.tracking import RunLog
 from alpaca_ppo.updates import Updater
 
@@ -38,6 +40,8 @@ class RunKeeping:
     kl_controller: KLController
     state: TrainerState
     lifecycle: Lifecycle
+    interruption: Interruption
+    resume_point: ResumePoint
     run_log: RunLog | None
     evaluate: Callable[[], dict[str, float]]
 
@@ -63,9 +67,9 @@ class RunKeeping:
 
     def save_checkpoint(self) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = self._checkpoint_folder
+        extra = self._progress()
         if self.accelerator.is_main_process:
-            extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
             checkpointing.save_checkpoint(
                 folder,
                 model=self.actor_critic,
@@ -75,7 +79,51 @@ class RunKeeping:
                 save_total_limit=self.args.save_total_limit,
             )
         self.accelerator.wait_for_everyone()
+        self.resume_point.saved = self._may_stop
         return folder
+
+    @property
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+    def _progress(self) -> dict[str, Any]:
+        """How far the run has come; every rank tells its part."""
+        point = self.resume_point if self._may_stop else ResumePoint()
+        update = point.update
+        return {
+            "global_step": self.state.global_step,
+            "kl_controller": self.kl_controller.state_dict(),
+            "learning_rate": self.updater.learning_rate,
+            "stats": point.stats,
+            "step_ended": point.step_ended,
+            "update": update and update.state_dict(distributed.gather_list(update.of_rank(), self.accelerator)),
+        }
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether the resume point tells where the run stands, also where a subclass trains in its own way."""
+        point = self.resume_point
+        return (point.step, point.updates) == (self.state.global_step, self.updater.taken)
+
+    def _check(self) -> None:
+        if self._may_stop:
+            self.interruption.check_together()
+
+    def _reach(self, **changes: Any) -> None:
+        self.resume_point.move(step=self.state.global_step, updates=self.updater.taken, **changes)
+
+    def _save_interrupted(self, interrupted: Interrupted) -> None:
+        if not self.resume_point.saved:
+            self.resume_point.rewind()
+            self.save_checkpoint()
+            self._notify("on_save")
+        self._log.message(
+            f"{interrupted}: {self._checkpoint_folder} holds where the run stands; go on with "
+            "resume_from_checkpoint: true"
+        )
+        self._log.finish()
+        self.run_log = None
+        distributed.settle(self.accelerator)
 
     @property
     def _log(self) -> RunLog:
@@ -92,25 +140,31 @@ class RunKeeping:
             self._load_checkpoint(resume_from_checkpoint)
         else:
             checkpointing.refuse_finished_run(self.args.output_dir)
+            self._reach()
+        point = self.resume_point
+        fresh = point.step == 0 and point.update is None
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
         if self.run_log is None:
-            step = self.state.global_step
-            self.run_log = construction.make_run_log(self.accelerator, self.args, resume_step=step)
+            kept = {"resume_step": -1 if fresh else point.step, "step_ended": point.step_ended}
+            self.run_log = construction.make_run_log(self.accelerator, self.args, **kept)
         self._log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
-        if self.state.global_step == 0 and self.eval_prompts is not None:
+        if fresh and self.eval_prompts is not None:
             stats = self.evaluate()
             self._log.log(stats, 0)
             self._notify("on_evaluate", metrics=stats)
+        if not point.step_ended:
+            self._end_step(point.stats)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
+        folder = checkpointing.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
         extra = checkpointing.load_checkpoint(
-            checkpointing.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir),
+            folder,
             model=self.actor_critic,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
@@ -119,9 +173,18 @@ class RunKeeping:
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
+        self.updater.learning_rate = extra["learning_rate"]
+        accelerator = self.accelerator
+        ranks = {"rank": accelerator.process_index, "num_ranks": accelerator.num_processes}
+        update = UpdateProgress.from_state(extra["update"], **ranks) if extra["update"] else None
+        self._reach(stats=extra["stats"], step_ended=extra["step_ended"], update=update)
+        self.resume_point.saved = folder.resolve() == self._checkpoint_folder.resolve()
 
-    def _end_of_step(self, stats: dict[str, float]) -> None:
-        step = self.state.global_step
+    def _end_step(self, stats: dict[str, float]) -> None:
+        """What follows the update: evaluation, records, checkpoint. An interrupted run comes back here."""
+        self._reach(stats=stats, step_ended=False, update=None)
+        self._notify("on_step_end")
+        step, stats = self.state.global_step, dict(stats)
         if why := self.lifecycle.stop_beyond(stats, max_kl_to_ref=self.args.max_kl_to_ref):
             self._log.message(f"step {step}: {why}")
         last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
@@ -131,10 +194,13 @@ class RunKeeping:
             self._notify("on_evaluate", metrics=stats)
         report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
         self._log.log(stats, step, report=report)
+        self._reach(stats=stats, step_ended=True)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
-        if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
+        # At the end too: a run killed while it writes the final models has nothing to compute again.
+        due = self.args.save_steps and (step % self.args.save_steps == 0 or step == self.schedule.num_steps)
+        if due or self.lifecycle.control.should_save:
             self.save_checkpoint()
             self._notify("on_save")
 

@@ -71,6 +71,8 @@ class Updater:
         self.model, self.optimizer = accelerator.prepare(actor_critic, optimizer)
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         """In force at the last optimizer step."""
+        self.taken = 0
+        """Optimizer steps since this was built."""
         self._in_step = False
         self._ratio_warned = self._edges_warned = False
 
@@ -84,6 +86,7 @@ class Updater:
         freeze_policy: bool = False,
         value_taus: Tensor | None = None,
         target_kl_stop: float | None = None,
+        check: Callable[[], Any] = lambda: None,
     ) -> tuple[StatsAccumulator, bool]:
         """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
         and whether the step was taken.
@@ -97,6 +100,7 @@ class Updater:
             freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
             value_taus: (K,) quantile levels of this step for an iqn critic.
             target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
+            check: called before each micro-batch; what it raises drops the optimizer step's gradient.
 
         Raises:
             FloatingPointError: when the gradient is not finite; the weights stay as they were.
@@ -106,14 +110,14 @@ class Updater:
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
-        if value_taus is not None:
-            shared["value_taus"] = value_taus
+        shared |= {} if value_taus is None else {"value_taus": value_taus}
         stats, stepped = StatsAccumulator(), True
         # What an update that was refused or interrupted left behind must not reach this one.
         self.optimizer.zero_grad()
         self.model.zero_grad()
         self.accelerator.step = 0
         for positions in plan:
+            check()
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.accelerator.accumulate(self.model), self._learner(freeze_policy):
                 loss, micro_stats = self._loss(compute_loss, batch)
@@ -238,6 +242,7 @@ class Updater:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.scheduler.step()
+        self.taken += 1
         self.optimizer.zero_grad()
         return norm
 

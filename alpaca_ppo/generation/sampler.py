@@ -1,8 +1,8 @@
 """`generate`: the one entry to the sampler. It checks what it is given, and leaves the model as it found it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ def generate(
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
     backend: Literal["decode", "generate"] = "decode",
+    before_token: Callable[[], Any] = lambda: None,
 ) -> Generation:
     """Responses to `queries`, on the model's device, with the log-prob of each chosen token.
 
@@ -62,6 +63,7 @@ def generate(
         truncate_after: tokens.
         backend: "decode", the loop of this package, or "generate", `model.generate`, for models whose cache rows cannot
             leave.
+        before_token: called before each position's tokens are chosen; what it raises ends the sampling.
 
     Raises:
         ValueError: when an argument is out of its range, a prompt is empty or not left-padded, rows cannot leave the
@@ -79,6 +81,7 @@ def generate(
         choosing=Choosing(temperature, do_sample, top_k, top_p),
         stop_rule=_stop_rule(model, stop_token_ids, truncate_token_ids, truncate_after),
         logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        before_token=before_token,
     )
     grow = decode if backend == "decode" else decode_with_generate
     size = {"num_return_sequences": num_return_sequences, "max_new_tokens": max_new_tokens}
