@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from alpaca_ppo.folders import StrPath, clean_leftovers, remove_folder, write_folder_atomically
+from alpaca_ppo.folders import StrPath, clean_leftovers, kept_folders, remove_folder, write_folder_atomically
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
 _WEIGHTS, _STATE, _STATE_TENSORS = FILES = ("model.safetensors", "state.json", "state.safetensors")
@@ -152,8 +152,9 @@ def load_checkpoint(
 
 
 def _checkpoints(output_dir: StrPath) -> list[Path]:
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match and path.is_dir())]
+    found = kept_folders(output_dir, "checkpoint-*")
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in found]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match)]
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

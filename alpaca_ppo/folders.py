@@ -51,6 +51,15 @@ def write_text_atomically(path: StrPath, text: str) -> None:
     os.replace(aside, path)
 
 
+def kept_folders(parent: StrPath, pattern: str) -> list[Path]:
+    """The folders in `parent` whose name matches `pattern`, also one that a killed process was about to replace:
+    `clean_leftovers` puts it back under the path that is returned.
+    """
+    names = {path.name for path in Path(parent).glob(pattern) if path.is_dir()}
+    replaced = (path.name for path in Path(parent).glob(f".{pattern}{_REPLACED}"))
+    return [Path(parent) / name for name in sorted(names | {name[1 : -len(_REPLACED)] for name in replaced})]
+
+
 def remove_folder(path: Path) -> None:
     """Removes `path`; a process that is killed here leaves it whole or absent."""
     os.rename(path, _hidden(path, _INCOMPLETE))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.checkpointing import refuse_finished_run, resolve_checkpoint
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.folders import kept_folders
 from alpaca_ppo.tracking import tracker_names
 
 
@@ -24,7 +25,9 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     check_places(args)
     if not resume_from_checkpoint:
         refuse_finished_run(args.output_dir)
-    elif not (folder := resolve_checkpoint(resume_from_checkpoint, args.output_dir)).is_dir():
+        return
+    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
+    if folder not in kept_folders(folder.parent, folder.name):
         raise ValueError(f"resume_from_checkpoint is {str(folder)!r}, which is no folder; name a checkpoint's, or true")
 
 

@@ -23,6 +23,7 @@ from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.contracts import ESTIMATED, SHAPED, add_to_rollouts, check_rollouts
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_parts
+from alpaca_ppo.failures import told_to_launcher
 from alpaca_ppo.functional import shape_rewards
 from alpaca_ppo.interruption import Interrupted, Interruption, SamplingStopped
 from alpaca_ppo.lifecycle import Lifecycle
@@ -119,7 +120,7 @@ class PPOTrainer(RunKeeping):
         Raises:
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
         """
-        with self.interruption.listening():
+        with told_to_launcher(), self.interruption.listening():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:

@@ -244,3 +244,21 @@ def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is
     assert done.stdout.split() == ["one", "request", "15"]
     assert time.monotonic() - start < 60
     assert "SIGTERM: saving, then ending" in done.stderr
+
+
+class Failing(TrainerCallback):
+    def on_log(self, args, state, control, **context):
+        raise RuntimeError("killed here")
+
+
+def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_the_run_is_resumed(tmp_path):
+    tiny_trainer(tmp_path / "whole", **RUN).train()
+    parts = tmp_path / "parts"
+    trainer, _ = interrupted_run(parts, "on_step_end", step=2)
+    trainer.lifecycle.callbacks = [Failing()]
+    with pytest.raises(RuntimeError, match="killed here"):
+        trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(parts)] == [0, 1, 2]
+    tiny_trainer(parts, **RUN).train(resume_from_checkpoint=True)
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+    assert files(parts) == files(tmp_path / "whole")

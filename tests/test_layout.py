@@ -25,7 +25,7 @@ TOP_LEVEL = set(
 TIERS = (
     {"functional", "types", "validation", "live_bytes"},
     {"config", "arguments"},
-    {"batching", "kl_controllers", "distributed", "metrics", "folders"},
+    {"batching", "kl_controllers", "distributed", "metrics", "folders", "failures"},
     {"models", "data", "rewards", "generation"},
     {"contracts", "estimators", "losses", "interruption"},
     {"rollouts", "updates", "lifecycle", "inspection", "checkpointing", "export", "tracking"},
