@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -34,8 +34,8 @@ class Interrupted(SystemExit):
         return signal.Signals(self.signum).name
 
 
-class SamplingStopped(BaseException):
-    """Leaves this rank's part of a rollout. Not an Exception: user code that catches those must not keep it."""
+class SamplingStopped(KeyboardInterrupt):
+    """Leaves this rank's part of a rollout. A KeyboardInterrupt, because other code and asyncio let that through."""
 
 
 class Interruption:
@@ -48,7 +48,7 @@ class Interruption:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._signum = 0
-        self._listening = False
+        self._listening = self._sampling = self._raise_at_once = False
         self._asked_at = 0.0
         self._pid = os.getpid()
 
@@ -76,10 +76,30 @@ class Interruption:
         if self._signum:
             raise Interrupted(self._signum)
 
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, and only there, this rank may be stopped alone: SamplingStopped leaves the block and ends there."""
+        self._sampling = True
+        try:
+            with suppress(SamplingStopped):
+                yield
+        finally:
+            self._sampling = False
+
     def check_here(self) -> None:
-        """Raises SamplingStopped where this rank was asked to end; the others learn of it from `requested`."""
-        if self.requested:
+        """Raises SamplingStopped where this rank, as it samples, was asked to end."""
+        if self._sampling and self.requested:
             raise SamplingStopped
+
+    @contextmanager
+    def among_strangers(self) -> Iterator[None]:
+        """Inside, where a reward function may take minutes, a signal stops the sampling at once, as Ctrl-C would."""
+        self._raise_at_once = self._sampling
+        try:
+            self.check_here()
+            yield
+        finally:
+            self._raise_at_once = False
 
     def check_together(self) -> None:
         """Called by every rank at the same point; raises Interrupted on all of them where any was asked to end."""
@@ -102,5 +122,7 @@ class Interruption:
                 name = signal.Signals(signum).name
                 # Not print: a handler may run in the middle of another print.
                 os.write(2, f"\n{name}: saving, then ending; a second signal ends the run at once\n".encode())
+            if self._raise_at_once:
+                raise SamplingStopped
         elif time.monotonic() - self._asked_at >= _ONE_REQUEST:
             os._exit(128 + signum)

@@ -22,6 +22,7 @@ from alpaca_ppo.kl_controllers import KLController
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.resume_point import ResumePoint, UpdateProgress
+from alpaca_ppo.rollouts import RolloutCollector
 from alpaca_ppo.tracking import RunLog
 from alpaca_ppo.updates import Updater
 
@@ -39,6 +40,7 @@ class RunKeeping:
     optimizer_steps: int
     kl_controller: KLController
     state: TrainerState
+    collector: RolloutCollector
     lifecycle: Lifecycle
     interruption: Interruption
     resume_point: ResumePoint
@@ -133,6 +135,7 @@ class RunKeeping:
         return self.run_log
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
+        self.collector.scorer.around_functions = self.interruption.among_strangers
         if self.accelerator.is_main_process:
             clean_leftovers(self.args.output_dir)
         self.accelerator.wait_for_everyone()

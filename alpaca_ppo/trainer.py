@@ -6,7 +6,7 @@ disk in `run_keeping`. This file says in which order they happen and on which ro
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -25,7 +25,7 @@ from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_parts
 from alpaca_ppo.failures import told_to_launcher
 from alpaca_ppo.functional import shape_rewards
-from alpaca_ppo.interruption import Interrupted, Interruption, SamplingStopped
+from alpaca_ppo.interruption import Interrupted, Interruption
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.losses import correction_weights, loss_terms
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
@@ -326,13 +326,12 @@ class PPOTrainer(RunKeeping):
 
     def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, **how: Any) -> Rollouts:
         n = sampling.num_return_sequences
-        if self._may_stop:
-            how["check"] = self.interruption.check_here
+        stoppable = self.interruption.sampling if self._may_stop else nullcontext
         local = None
         with self._log.progress(sum(len(b["rows"]) for b in batches) * n, "rollout", leave=False) as progress:
-            how |= {"timers": self.timers, "on_chunk": progress.update}
-            # The other ranks learn of it in the gathering.
-            with suppress(SamplingStopped):
+            how |= {"timers": self.timers, "on_chunk": progress.update, "check": self.interruption.check_here}
+            # Where the block is left early, the other ranks learn of it in the gathering.
+            with stoppable():
                 local = self.collector.collect(self.actor_critic, batches, sampling, **how)
         rows: Any = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)
         if rows is None:

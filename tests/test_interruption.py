@@ -1,5 +1,6 @@
 """A run that a signal interrupts anywhere saves where it stands, and goes on from there to the same last bit."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -211,10 +212,34 @@ def test_a_request_that_no_check_met_ends_the_process_afterwards_and_outside_not
     interruption = Interruption(Accelerator(cpu=True))
     with pytest.raises(Interrupted, match="SIGTERM"), interruption.listening():
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(SamplingStopped):
+        interruption.check_here()  # not sampling: ranks must go on together
+        with interruption.sampling():
+            with pytest.raises(SamplingStopped):
+                interruption.check_here()
             interruption.check_here()
+            raise AssertionError("not reached")
     interruption.check_here()
     interruption.check_together()
+
+
+def slow_judge(completions, **columns):
+    time.sleep(60)
+
+
+async def slow_async_judge(completions, **columns):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("judge", [slow_judge, slow_async_judge])
+def test_a_reward_function_that_takes_long_is_left_at_once(judge, tmp_path):
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"reward_funcs": judge})
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert time.monotonic() - start < 30
+    assert newest_checkpoint(tmp_path).name == "checkpoint-0"
 
 
 SECOND_SIGNAL = """
