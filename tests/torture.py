@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,13 @@ class Victim:
             last = now
             if seen == occurrence:
                 time.sleep(delay)
-                now = self.phase(0)[1]
-                for rank in ranks:
-                    os.kill(self.phase(rank)[0], signal.SIGKILL)
-                return now
-            time.sleep(0.0005)
+                now, pids = self.phase(0)[1], [self.phase(rank)[0] for rank in ranks]
+                if self.process.poll() is None and all(pids):
+                    for pid in pids:
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    return now
+            time.sleep(0.001)
         return None
 
     def wait(self, seconds: float = 120) -> int:
@@ -172,10 +175,10 @@ def main(folder: Path, *, kills: int, seed: int, stride: int) -> None:
     print(f"likewise {replaced} of a run that a SIGTERM interrupts in an update", flush=True)
     chance, rows = random.Random(seed), []
     print("kill | processes | ranks | in | s to end | exit | goes on from", flush=True)
-    for processes in (1, 2):
+    for processes in (1, 2) if kills > 1 else ():
         rows += torment(folder / str(processes), processes=processes, kills=kills // 2, chance=chance)
-    print("\n| phase | " + " | ".join(phase for phase in Counter(row[3] for row in rows)) + " |")
-    print("| kills | " + " | ".join(str(n) for n in Counter(row[3] for row in rows).values()) + " |")
+    for phase, count in Counter(row[3] for row in rows).most_common():
+        print(f"{count} in {phase}")
     print(
         f"{len(rows)} random kills and {plain + replaced} swept ones in {time.monotonic() - begun:.0f} s: all the same"
     )
