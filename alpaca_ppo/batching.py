@@ -70,10 +70,6 @@ class PromptSchedule:
         epochs, rest = divmod(self.num_episodes, num_prompts)
         self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
 
-    def identity(self) -> dict[str, int]:
-        """What a resumed run must have in common with the one it continues, or its steps would take other prompts."""
-        return {"num_prompts": self.num_prompts, "rollout_batch_size": self.rollout_batch_size, "seed": self.seed}
-
     def epoch_at(self, step: int) -> float:
         """Passes over the dataset completed when `step` steps are done."""
         epoch, within = divmod(step, self._steps_per_epoch)

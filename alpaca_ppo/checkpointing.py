@@ -2,171 +2,147 @@
 
 A checkpoint holds tensors as safetensors, everything else as JSON, and a manifest of sizes and hashes. Nothing is
 pickled. One process writes; what a run keeps besides model, optimizer, schedule and random states it passes as `extra`.
-Folders that `from_pretrained` loads are not here (`export`), nor how a folder comes to be all or nothing (`folders`).
+Which checkpoint folders there are is in `checkpoint_folders`, what `from_pretrained` loads in `export`, how a folder
+comes to be all or nothing in `folders`.
 """
 
-import hashlib
 import json
 import random
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from alpaca_ppo.folders import StrPath, clean_leftovers, kept_folders, remove_folder, write_folder_atomically
+from alpaca_ppo.checkpoint_folders import FILES, rotate_checkpoints, verify_files, write_manifest
+from alpaca_ppo.folders import StrPath, clean_leftovers, write_folder_atomically
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
-_WEIGHTS, _STATE, _STATE_TENSORS = FILES = ("model.safetensors", "state.json", "state.safetensors")
-
-
-def newest_checkpoint(output_dir: StrPath) -> Path | None:
-    """The checkpoint folder of `output_dir` with the highest step, or None."""
-    found = _checkpoints(output_dir)
-    return found[-1] if found else None
-
-
-def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) -> Path:
-    """The folder to resume from: the one named, or the newest of `output_dir` for True (or the text `true`).
-
-    Raises:
-        ValueError: when `output_dir` holds no checkpoint.
-    """
-    if str(resume_from_checkpoint).lower() != "true":
-        return Path(str(resume_from_checkpoint))
-    newest = newest_checkpoint(output_dir)
-    if newest is None:
-        raise ValueError(
-            f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
-            "name a folder, or leave it out to start anew"
-        )
-    return newest
-
-
-def refuse_finished_run(output_dir: StrPath) -> None:
-    """Guards a run that starts anew against writing over an older one.
-
-    Raises:
-        ValueError: when `output_dir` holds a checkpoint or final models.
-    """
-    for found in (newest_checkpoint(output_dir), Path(output_dir) / "final"):
-        if found is not None and found.exists():
-            raise ValueError(
-                f"output_dir ({output_dir}) already holds {found.name} of another run; set resume_from_checkpoint to "
-                "continue that run, choose another output_dir, or move the old one away"
-            )
-
-
-def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Path | None = None) -> None:
-    """Removes the oldest checkpoints until `save_total_limit` are left (None: no limit); `keep` counts but stays."""
-    found = _checkpoints(output_dir)
-    surplus = 0 if save_total_limit is None else max(0, len(found) - save_total_limit)
-    for path in [p for p in found if keep is None or p.name != keep.name][:surplus]:
-        remove_folder(path)
+_WEIGHTS, _STATE, _STATE_TENSORS = FILES
 
 
 def save_checkpoint(
     folder: StrPath,
     *,
-    model: nn.Module,
-    optimizer: Any,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
     scheduler: Any,
+    rng: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
     save_total_limit: int | None = None,
+    best: StrPath | None = None,
 ) -> None:
-    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones."""
+    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones,
+    but never `best`.
+    """
     folder = Path(folder)
     with write_folder_atomically(folder) as aside:
-        save_state(aside, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+        save_state(aside, weights=weights, optimizer=optimizer, scheduler=scheduler, rng=rng, extra=extra)
     clean_leftovers(folder.parent)
-    rotate_checkpoints(folder.parent, save_total_limit, keep=folder)
+    rotate_checkpoints(folder.parent, save_total_limit, keep=[folder] if best is None else [folder, Path(best)])
 
 
-def save_state(folder: Path, *, model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
-    """Writes model, optimizer, schedule, random states and `extra` into the existing `folder`, the manifest last.
+def save_state(
+    folder: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
+    scheduler: Any,
+    rng: Sequence[Mapping[str, Any]],
+    extra: Mapping[str, Any],
+) -> None:
+    """Writes a run's state into the existing `folder`, the manifest last.
 
     Args:
         folder: existing, best a fresh one of `write_folder_atomically`.
-        model: its parameters and persistent buffers are saved, shared ones once.
-        optimizer: anything with `state_dict` made of tensors and plain values.
-        scheduler: likewise.
+        weights: of the model, by name.
+        optimizer: its state dictionary, of tensors and plain values.
+        scheduler: anything with `state_dict` of the same kind.
+        rng: `random_states` of each rank.
         extra: plain values (None, bool, int, float, str, list, tuple, dict) and tensors.
 
     Raises:
         ValueError: for a value that is neither plain nor a tensor.
     """
     parts = {
-        "optimizer": optimizer.state_dict(),
+        "optimizer": dict(optimizer),
         "scheduler": scheduler.state_dict(),
-        "rng": random_states(),
+        "rng": list(rng),
         "extra": dict(extra),
     }
     tensors: dict[str, Tensor] = {}
     (folder / _STATE).write_text(json.dumps(_encode(parts, "", tensors)), encoding="utf-8")
     _save_tensors(folder / _STATE_TENSORS, tensors)
-    _save_tensors(folder / _WEIGHTS, _weights(model))
-    manifest = FORMAT | {"files": {name: _fingerprint(folder / name) for name in FILES}}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    _save_tensors(folder / _WEIGHTS, weights)
+    write_manifest(folder)
+
+
+class Trained(Protocol):
+    """What trains, with its optimizer; both as of whole parameters, however they lie in memory."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's tensors by name."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Puts back what `weights` gave."""
+        ...
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state dictionary."""
+        ...
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Puts back what `optimizer_state` gave."""
+        ...
 
 
 def load_checkpoint(
-    folder: StrPath, *, model: nn.Module, optimizer: Any, scheduler: Any, expected: Mapping[str, Any] | None = None
+    folder: StrPath,
+    *,
+    trained: Trained,
+    scheduler: Any,
+    rank: int = 0,
+    expected: Mapping[str, Any] | None = None,
+    remedies: Mapping[str, str] | None = None,
+    check: Callable[[Mapping[str, Any]], Any] = lambda extra: None,
 ) -> dict[str, Any]:
     """Restores what `save_state` saved, in place and to the last bit, and returns `extra`.
 
     Args:
         folder: of `save_state`.
-        model: of the same tensors (names, shapes, dtypes) as the saved one; on any device.
-        optimizer: of the same kind, over the same parameters in the same groups.
+        trained: a model of the same tensors (names, shapes, dtypes) as the saved one, on any device, and an optimizer
+            of the same kind, over the same parameters in the same groups.
         scheduler: of the same kind.
+        rank: of this process; takes the random states of its number, where there were as many.
         expected: entries that `extra` must have, such as the data's identity.
+        remedies: what to do where an entry of that name is another.
+        check: is given `extra`, and raises where it will not do.
 
     Raises:
         ValueError: for a missing, foreign, incomplete or damaged folder (the file is named), another model or
             optimizer, or an `extra` that is not as expected. Nothing in memory has changed then.
     """
     folder = Path(folder)
-    _verify_files(folder)
+    verify_files(folder)
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
     state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
-    targets = _weights(model)
-    _compare(
-        folder, "tensor", {n: _describe(t) for n, t in weights.items()}, {n: _describe(t) for n, t in targets.items()}
-    )
-    _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(optimizer.state_dict()))
     extra: dict[str, Any] = state["extra"]
+    check(extra)
     wanted = dict(expected or {})
-    _compare(folder, "entry", {key: extra.get(key) for key in wanted}, wanted)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(weights[name])
-    optimizer.load_state_dict(state["optimizer"])
+    _compare(folder, "entry", _flat({key: extra.get(key) for key in wanted}), _flat(wanted), remedies)
+    here = {name: _describe(tensor) for name, tensor in trained.weights().items()}
+    _compare(folder, "tensor", {name: _describe(tensor) for name, tensor in weights.items()}, here)
+    _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(trained.optimizer_state()))
+    trained.load_weights(weights)
+    trained.load_optimizer_state(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    set_random_states(state["rng"])
+    if rank < len(state["rng"]):
+        set_random_states(state["rng"][rank])
     return extra
-
-
-def _checkpoints(output_dir: StrPath) -> list[Path]:
-    found = kept_folders(output_dir, "checkpoint-*")
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in found]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match)]
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, those that share one object once, under their first name.
-
-    Of a model whose base is frozen, only what trains: the base lies where it was loaded from.
-    """
-    parameters = dict(model.named_parameters())
-    first = parameters.keys() | {name for name, _ in model.named_buffers()}
-    if not all(parameter.requires_grad for parameter in parameters.values()):
-        first = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in first}
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -217,7 +193,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of every random number generator of this process, as plain values and tensors."""
+    """The states of this process's random number generators."""
     legacy = np.random.get_state(legacy=False)
     key = legacy["state"]["key"].tolist()
     return {
@@ -238,35 +214,6 @@ def set_random_states(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(cuda, device)
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _verify_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(
-            f"checkpoint {folder} does not exist or is no folder; name an existing checkpoint-<step> folder"
-        )
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files = {name: manifest["files"][name] for name in FILES}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder} has no readable manifest.json of alpaca_ppo; it is no checkpoint of it") from error
-    found = {key: manifest.get(key) for key in FORMAT}
-    if found != FORMAT:
-        raise ValueError(f"{folder}/manifest.json says {found}; this version of alpaca_ppo reads {FORMAT}")
-    for name, fingerprint in files.items():
-        if not (folder / name).is_file():
-            raise ValueError(f"checkpoint file {folder / name} is missing; resume from another checkpoint")
-        actual = _fingerprint(folder / name)
-        if actual != fingerprint:
-            raise ValueError(
-                f"checkpoint file {folder / name} is damaged: {actual['bytes']} bytes, hash {actual['sha256'][:12]}, "
-                f"written with {fingerprint['bytes']}, {fingerprint['sha256'][:12]}; resume from another checkpoint"
-            )
-
-
 def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
@@ -277,10 +224,26 @@ def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
     return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in groups}
 
 
-def _compare(folder: Path, what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _compare(
+    folder: Path,
+    what: str,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    remedies: Mapping[str, str] | None = None,
+) -> None:
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
+            remedy = "resume with the models, optimizer and data it was written with"
             raise ValueError(
                 f"checkpoint {folder} is of another run: {what} {name} is {saved.get(name, 'absent')} in it and "
-                f"{current.get(name, 'absent')} here; resume with the models, optimizer and data it was written with"
+                f"{current.get(name, 'absent')} here; {(remedies or {}).get(name.partition('.')[0], remedy)}"
             )
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings, under names such as policy.hidden_size."""
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat

@@ -34,7 +34,16 @@ class PPOConfig:
     report_to: list[str] = argument(["tensorboard"], "Accelerate trackers, or none.")
     logging_steps: int = argument(1, "Steps between two reports to the trackers; metrics.jsonl gets every step.")
     save_steps: int = argument(0, "Steps between two checkpoints; 0 = none but the final model.")
-    save_total_limit: int | None = argument(None, "Newest checkpoints to keep; null = all.")
+    ignore_data_change: bool = argument(
+        False, "Resume although the training data differ from the checkpoint's; the steps left take the new rows."
+    )
+    save_total_limit: int | None = argument(
+        None, "Checkpoints to keep, the newest and the best among them (both, where it is 1); null = all."
+    )
+    metric_for_best_model: str | None = argument(
+        None, "Metric that tells the best checkpoint, such as eval/scores; null = none is kept for being the best."
+    )
+    greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is the better one.")
     eval_steps: int = argument(0, "Steps between two evaluations; 0 = before and after training only.")
     num_logged_rollouts: int = argument(
         8, "Rows of each step written to rollouts/ with their per-token numbers; 0 = none."
@@ -157,9 +166,18 @@ class PPOConfig:
     adam_beta2: float = argument(0.999, "Of AdamW.")
     adam_epsilon: float = argument(1e-5, "Of AdamW (AlpacaFarm's value).")
     max_grad_norm: float = argument(1.0, "Gradient norm is clipped to this.")
+    max_skipped_updates: int = argument(
+        0, "Optimizer steps that a run may skip because a loss or gradient is not finite; one more ends it."
+    )
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass.")
     bf16: bool = argument(False, "Forward passes in bfloat16 (weights stay float32).")
     use_cpu: bool = argument(False, "Stay on the CPU even where a GPU is.")
+    deepspeed: str | None = argument(
+        None, "DeepSpeed configuration (JSON) for a run under accelerate launch or torchrun; ZeRO stage 1, 2 or 3."
+    )
+    ds3_gather_for_generation: bool = argument(
+        True, "Under ZeRO 3, hold the whole policy on every device while it samples; false gathers layer by layer."
+    )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.")
 
     def __post_init__(self) -> None:
@@ -207,6 +225,7 @@ class PPOConfig:
             raise ValueError(
                 f"kl_horizon is {self.kl_horizon}: a step could turn kl_coef negative; use {shortest} or more"
             )
+        self._check_best_metric()
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
         if not self.eval_do_sample and (self.eval_top_p is not None or self.eval_top_k is not None):
@@ -215,4 +234,19 @@ class PPOConfig:
         if self.truncate_after and not self.truncate_tokens:
             raise ValueError(
                 f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name them or use 0"
+            )
+
+    def _check_best_metric(self) -> None:
+        metric = self.metric_for_best_model
+        if metric is None:
+            return
+        if self.save_steps == 0:
+            raise ValueError(
+                f"metric_for_best_model is {metric!r} but save_steps is 0, so there are no checkpoints to choose from; "
+                "set save_steps, or null metric_for_best_model"
+            )
+        if metric.startswith("eval/") and (self.eval_steps == 0 or self.save_steps % self.eval_steps):
+            raise ValueError(
+                f"metric_for_best_model is {metric!r}, but save_steps ({self.save_steps}) is no multiple of eval_steps "
+                f"({self.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to {self.save_steps}"
             )

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from transformers import AutoTokenizer, PreTrainedModel, TrainerState
 
 from alpaca_ppo.batching import PromptSchedule
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
+from alpaca_ppo.deepspeed_setup import deepspeed_plugin, load_whole, wants_deepspeed
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
 from alpaca_ppo.models import ActorCritic, AdapterClassifier, Reference, is_adapter_folder
@@ -49,13 +50,27 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
                 f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
                 "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
             )
+        load_whole()
         return accelerator
+    plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    if plugin is not None and args.use_cpu and torch.cuda.is_available():
+        raise ValueError(
+            "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
+            "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
+        )
     try:
-        return Accelerator(
-            cpu=args.use_cpu,
+        made = Accelerator(
+            # Accelerate takes True for "no DeepSpeed"; without it and a GPU, processes would not find each other.
+            cpu=on_cpu and plugin is None,
             mixed_precision="bf16" if args.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+            deepspeed_plugin=plugin,
+            # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if plugin is not None and on_cpu else None,
         )
+        load_whole()
+        return made
     except ValueError as error:
         # Accelerate keeps one state a process: a second trainer, in a notebook for instance, cannot have another.
         raise ValueError(
@@ -240,22 +255,3 @@ def make_kl(args: PPOConfig) -> KLController:
         k_beta=args.k_beta,
         horizon=args.kl_horizon,
     )
-
-
-_FREE_TO_CHANGE = """
-output_dir run_name report_to logging_steps save_steps save_total_limit eval_steps num_logged_rollouts push_to_hub
-hub_model_id total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing
-use_cpu logprob_chunk_size max_kl_to_ref merge_on_save eval_do_sample eval_top_p eval_top_k trust_remote_code
-""".split()
-
-
-def run_identity(args: PPOConfig, schedule: PromptSchedule, actor_critic: ActorCritic) -> dict[str, Any]:
-    """What a resumed run must have in common with the one it continues: the prompts' order, every field of `args` that
-    decides numbers, and of adapters their configuration and base, which no checkpoint holds. A changed one would be
-    ignored in part (the optimizer's state has the old learning rate).
-    """
-    decisive = {f"args.{name}": value for name, value in asdict(args).items() if name not in _FREE_TO_CHANGE}
-    adapters = actor_critic.policy.adapters
-    if adapters is not None:
-        decisive |= {"peft_config": adapters.describe(), "frozen weights": adapters.fingerprint()}
-    return {"data": schedule.identity(), **decisive}

@@ -2,7 +2,8 @@
 as an error of some tensor operation later.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,22 @@ from alpaca_ppo.types import Rollouts
 
 SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
 ESTIMATED = ("advantages", "returns")
+
+
+class NonFiniteUpdate(FloatingPointError):
+    """An optimizer step that was refused: weights, optimizer and schedule are as before it.
+
+    Args:
+        cause: which loss term of which rank, or the gradient's norm.
+        prompt_ids: of the whole batch.
+    """
+
+    def __init__(self, cause: str, prompt_ids: Sequence[int]) -> None:
+        super().__init__(
+            f"{cause}: the update was refused and the weights are as before it. Prompts of the batch: "
+            f"{list(prompt_ids)}. Look for a learning_rate that is too high, or for non-finite values in a custom hook"
+        )
+        self.cause, self.prompt_ids = cause, list(prompt_ids)
 
 
 def check_rollouts(rollouts: Any) -> None:
@@ -61,6 +78,15 @@ def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tupl
                 "them. Look at the rewards, and at the log-probs of policy and reference"
             )
     rollouts.update(returned)  # type: ignore[typeddict-item]
+
+
+def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
+    """Says which terms (`loss/*` in `stats`) keep `loss` from being finite; None where it is."""
+    if bool(torch.isfinite(loss.detach())):
+        return None
+    terms = {name: float(value) for name, value in stats.items() if name.startswith("loss/") and name != "loss/total"}
+    bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
+    return " and ".join(bad or [f"the loss is {float(loss.detach())}"])
 
 
 def check_loss(loss: Any) -> None:

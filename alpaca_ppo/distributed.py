@@ -4,7 +4,7 @@ Everything else sees either one rank's rows or the global batch, and does not kn
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -35,6 +35,13 @@ def settle(accelerator: Accelerator) -> None:
         time.sleep(_LETTING_GO)
 
 
+def any_rank(flag: bool, accelerator: Accelerator) -> bool:
+    """Whether `flag` is True on any rank; the same answer on every one."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
+
+
 def largest(number: int, accelerator: Accelerator) -> int:
     """The largest of the ranks' numbers. One small message: cheap enough for every micro-batch."""
     if accelerator.num_processes == 1:
@@ -50,6 +57,12 @@ def gather_list(item: T, accelerator: Accelerator) -> list[T]:
         return [item]
     gathered: list[T] = gather_object([item])
     return gathered
+
+
+def filled_up(batches: Sequence[T], count: int, filler: Callable[[int], T], accelerator: Accelerator) -> list[T]:
+    """`batches` with `filler(n)` added where other ranks have n prompts more than the `count` of this one."""
+    missing = max(gather_list(count, accelerator)) - count
+    return [*batches, filler(missing)] if missing else list(batches)
 
 
 def gather_rows(

@@ -60,6 +60,12 @@ def kept_folders(parent: StrPath, pattern: str) -> list[Path]:
     return [Path(parent) / name for name in sorted(names | {name[1 : -len(_REPLACED)] for name in replaced})]
 
 
+def where_kept(path: Path) -> Path:
+    """Where the folder `path` is now: under another name, where a killed process was about to replace it."""
+    replaced = _hidden(path, _REPLACED)
+    return replaced if replaced.is_dir() and not path.exists() else path
+
+
 def remove_folder(path: Path) -> None:
     """Removes `path`; a process that is killed here leaves it whole or absent."""
     os.rename(path, _hidden(path, _INCOMPLETE))

@@ -1,15 +1,19 @@
 """Optimizer, learning-rate schedule and updater from a run's configuration."""
 
+import math
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import get_scheduler
 
 from alpaca_ppo.batching import PromptSchedule, optimizer_steps
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.engines import Engine
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.updates import Updater
+from alpaca_ppo.zero import ZeroEngine
 
 
 def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer:
@@ -55,6 +59,9 @@ def make_updater(
 ) -> tuple[Updater, int]:
     """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
     schedule.
+
+    Raises:
+        ValueError: when `optimizer` has rates that `args` names too, or does not hold every parameter that trains.
     """
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError(
@@ -66,14 +73,34 @@ def make_updater(
         for step in range(schedule.num_steps)
     )
     optimizer = optimizer or make_optimizer(actor_critic, args)
-    updater = Updater(
-        accelerator,
-        actor_critic,
-        optimizer,
-        scheduler or make_scheduler(optimizer, args, total),
-        step_batch_size=args.step_batch_size,
-        step_per_device_batch_size=args.step_per_device_batch_size,
-        loss_agg_mode=args.loss_agg_mode,
-        max_grad_norm=args.max_grad_norm,
-    )
-    return updater, total
+    _check_cover(optimizer, actor_critic)
+    scheduler = scheduler or make_scheduler(optimizer, args, total)
+    micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
+    actor_critic.train()
+    engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
+    return Updater(engine, scheduler, micro_batches=micro_batches, loss_agg_mode=args.loss_agg_mode), total
+
+
+def make_engine(
+    accelerator: Accelerator,
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    args: PPOConfig,
+    micro_batches: int,
+) -> Engine:
+    """DeepSpeed's engine where the accelerator has its plugin, else Accelerate's own."""
+    how: dict[str, Any] = {"max_grad_norm": args.max_grad_norm}
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return Engine(accelerator, actor_critic, optimizer, **how)
+    how |= {"micro_batches": micro_batches, "step_per_device_batch_size": args.step_per_device_batch_size}
+    return ZeroEngine(accelerator, actor_critic, optimizer, **how, gather_for_generation=args.ds3_gather_for_generation)
+
+
+def _check_cover(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [n for n, p in actor_critic.named_parameters() if p.requires_grad and id(p) not in covered]
+    if missing:
+        raise ValueError(
+            f"the optimizer leaves out {len(missing)} parameters that train, {missing[0]} first; build it over "
+            "build_actor_critic(...).parameters() and pass that ActorCritic as the model"
+        )

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from alpaca_ppo.checkpointing import refuse_finished_run, resolve_checkpoint
+from alpaca_ppo.checkpoint_folders import check_manifest, refuse_finished_run, resolve_checkpoint
 from alpaca_ppo.config import PPOConfig
-from alpaca_ppo.folders import kept_folders
+from alpaca_ppo.folders import where_kept
 from alpaca_ppo.tracking import tracker_names
 
 
@@ -19,16 +19,17 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
 
     Raises:
-        ValueError: as `check_places`, for a checkpoint that is not there, or for a run that would write over an older
-            one.
+        ValueError: as `check_places`, for a checkpoint that is not there or incomplete, or for a run that would write
+            over an older one.
     """
     check_places(args)
     if not resume_from_checkpoint:
         refuse_finished_run(args.output_dir)
         return
     folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
-    if folder not in kept_folders(folder.parent, folder.name):
+    if not where_kept(folder).is_dir():
         raise ValueError(f"resume_from_checkpoint is {str(folder)!r}, which is no folder; name a checkpoint's, or true")
+    check_manifest(folder)
 
 
 def check_places(args: PPOConfig) -> None:

@@ -23,6 +23,8 @@ class UpdateProgress:
     seconds: dict[str, float]
     """This rank's, of the phases before the update."""
     optimizer_steps: int = 0
+    skipped: int = 0
+    """Optimizer steps that were refused."""
     kl_stopped: bool = False
     """The approximate KL ended the update: what `stats` took last was not stepped."""
     stats: StatsAccumulator = field(default_factory=StatsAccumulator)
@@ -34,6 +36,11 @@ class UpdateProgress:
         self.optimizer_steps += stepped
         self.kl_stopped = not stepped
 
+    @property
+    def tried(self) -> int:
+        """Optimizer steps that were taken or refused."""
+        return self.optimizer_steps + self.skipped
+
     def of_rank(self) -> dict[str, Any]:
         """What differs between ranks, as plain values."""
         return {"seconds": dict(self.seconds), "stats": vars(self.stats)}
@@ -43,6 +50,7 @@ class UpdateProgress:
         return {
             "rollouts": dict(self.rollouts),
             "optimizer_steps": self.optimizer_steps,
+            "skipped": self.skipped,
             "kl_stopped": self.kl_stopped,
             "of_ranks": [dict(part) for part in of_ranks],
         }
@@ -61,7 +69,8 @@ class UpdateProgress:
             vars(one).update(part["stats"])
             stats.merge(one)
         seconds = state["of_ranks"][min(rank, len(state["of_ranks"]) - 1)]["seconds"]
-        return cls(state["rollouts"], seconds, state["optimizer_steps"], state["kl_stopped"], stats)
+        counts = {name: state[name] for name in ("optimizer_steps", "skipped", "kl_stopped")}
+        return cls(state["rollouts"], seconds, stats=stats, **counts)
 
 
 @dataclass
@@ -89,6 +98,16 @@ class ResumePoint:
             setattr(self, name, value)
         self.stats = {name: float(value) for name, value in self.stats.items()}
         self.saved, self.random = False, random_states()
+
+    @property
+    def at_start(self) -> bool:
+        """Whether nothing is done yet: the first evaluation is made anew too."""
+        return self.step == 0 and self.update is None
+
+    @property
+    def last_line(self) -> int:
+        """The last step whose line in metrics.jsonl a resumed run keeps."""
+        return -1 if self.at_start else self.step - (not self.step_ended)
 
     def rewind(self) -> None:
         """Puts random states back to what they were at this point."""

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.batching import chunks_by_length
+from alpaca_ppo.engines import Engine
 from alpaca_ppo.generation import generate
 from alpaca_ppo.metrics import Timers, sequence_scores
-from alpaca_ppo.models import ActorCritic, Policy, Reference
-from alpaca_ppo.rewards import RewardScorer
+from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
+from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch
 
 
@@ -62,13 +63,14 @@ def sample_responses(
     step: int,
     per_device_batch_size: int,
     on_chunk: Callable[[int], Any] = lambda rows: None,
-    check: Callable[[], Any] = lambda: None,
+    any_rank: Callable[[bool], bool] | None = None,
+    before_token: Callable[[], Any] = lambda: None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
     Prompts of like length are sampled together, at most `per_device_batch_size` responses at once; a token does not
-    depend on that choice. `on_chunk` is told the rows that each chunk finished, and `check` is called
-    before each token. Keys: those of `types.Rollouts` from `queries` to `rollout_logprobs`.
+    depend on that choice. `on_chunk` is told the rows that each chunk finished; `any_rank` and `before_token` are those
+    of `generate`. Keys: those of `types.Rollouts` from `queries` to `rollout_logprobs`.
     """
     n = sampling.num_return_sequences
     device = next(model.parameters()).device
@@ -80,7 +82,7 @@ def sample_responses(
         "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
         "stopped": torch.zeros(count, n, dtype=torch.bool),
     }
-    how = {"seed": seed, "step": step, "before_token": check, **vars(sampling)}
+    how = {"seed": seed, "step": step, "any_rank": any_rank, "before_token": before_token, **vars(sampling)}
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
         longest = max(lengths[i] for i in chunk)
         generation = generate(
@@ -93,11 +95,16 @@ def sample_responses(
         for key, value in vars(generation).items():
             out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
         on_chunk(len(chunk) * n)
+    return _flat_rows(out, prompts, n)
+
+
+def _flat_rows(out: dict[str, Tensor], prompts: PromptBatch, n: int) -> dict[str, Tensor]:
+    """(P, n, ...) tensors as (P * n, ...) ones, with the prompt of each row."""
     flat = {key: value.flatten(0, 1) for key, value in out.items()}
     flat["rollout_logprobs"] = flat.pop("logprobs")
     for key in ("queries", "query_attn_masks", "prompt_ids"):
         flat[key] = prompts[key].repeat_interleave(n, dim=0)  # type: ignore[literal-required]
-    flat["sample_ids"] = torch.arange(n).repeat(count)
+    flat["sample_ids"] = torch.arange(n).repeat(len(prompts["queries"]))
     return flat
 
 
@@ -193,9 +200,17 @@ class RolloutCollector:
     per_device_batch_size: int
     accelerator: Accelerator
 
+    def shard(self, spread: Callable[..., None]) -> None:
+        """Has `spread` (`Engine.shard`) treat the frozen models of reference and rewards."""
+        if isinstance(self.reference, CopiedReference):
+            spread(self.reference.policy, offload=self.reference.offloaded)
+        for source in self.scorer.sources:
+            if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
+                spread(source.model)
+
     def collect(
         self,
-        actor_critic: ActorCritic,
+        engine: Engine,
         batches: Sequence[PromptBatch],
         sampling: Sampling,
         *,
@@ -210,23 +225,24 @@ class RolloutCollector:
     ) -> dict[str, Tensor]:
         """The rows of `types.Rollouts` up to `rewards`, on the CPU; empty when there is no prompt.
 
-        Seconds go to `timers` as rollout, score and logprobs; `on_chunk` is told how many responses each sampled
-        chunk has. Without `with_policy` the sampler's log-probs stand for the policy's, and its pass is spared; without
-        `with_critic` there are no values; `greedy_baseline` adds `baseline_scores`. `check` is called often; what it
-        raises ends the collection.
+        Where ranks must keep in step (`engine.in_step`), all of them pass the same number of prompts. Seconds go to
+        `timers` as rollout, score and logprobs; `on_chunk` is told how many responses each sampled chunk has. Without
+        `with_policy` the sampler's log-probs stand for the policy's, and its pass is spared; without `with_critic`
+        there are no values; `greedy_baseline` adds `baseline_scores`. `check` is called often, on ranks in step as
+        often on each; what it raises ends the collection.
         """
         if not batches:
             return {}
         prompts = merge_prompt_batches(batches)
         how: dict[str, Any] = {"seed": seed, "step": step, "timers": timers, "check": check}
-        local = self._answer(actor_critic, prompts, sampling, **how, on_chunk=on_chunk)
+        local = self._answer(engine, prompts, sampling, **how, on_chunk=on_chunk)
         if greedy_baseline:
             greedy = replace(sampling, do_sample=False, num_return_sequences=1)
-            rewards = self._answer(actor_critic, prompts, greedy, **how, on_chunk=lambda rows: None)["rewards"]
+            rewards = self._answer(engine, prompts, greedy, **how, on_chunk=lambda rows: None)["rewards"]
             local["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling.num_return_sequences)
         with timers.measure("logprobs"):
             parts = {"with_policy": with_policy, "with_critic": with_critic}
-            return local | self._evaluate(actor_critic, local, sampling.temperature, check, parts)
+            return local | self._evaluate(engine.actor_critic, local, sampling.temperature, check, parts)
 
     def _evaluate(
         self,
@@ -259,7 +275,7 @@ class RolloutCollector:
 
     def _answer(
         self,
-        actor_critic: ActorCritic,
+        engine: Engine,
         prompts: PromptBatch,
         sampling: Sampling,
         *,
@@ -270,11 +286,13 @@ class RolloutCollector:
         check: Callable[[], Any],
     ) -> dict[str, Tensor]:
         """Responses and their scores."""
-        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step, "on_chunk": on_chunk, "check": check}
-        with timers.measure("rollout"), self.accelerator.autocast():
-            local = sample_responses(
-                actor_critic.policy.model, prompts, **how, per_device_batch_size=self.per_device_batch_size
-            )
+        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step, "on_chunk": on_chunk}
+        size = self.per_device_batch_size
+        with timers.measure("rollout"), self.accelerator.autocast(), engine.sampling() as (model, any_rank):
+            # Ranks that must keep in step may ask together only where they choose as many tokens each.
+            if any_rank or not engine.in_step:
+                how["before_token"] = check
+            local = sample_responses(model, prompts, **how, per_device_batch_size=size, any_rank=any_rank)
         check()
         with timers.measure("score"):
             rows = [row for row in prompts["rows"] for _ in range(sampling.num_return_sequences)]

@@ -4,7 +4,8 @@
 `checkpointing` and `export`.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo import checkpointing, construction, distributed, export
+from alpaca_ppo import checkpoint_folders, checkpointing, construction, distributed, export
 from alpaca_ppo.batching import PromptSchedule
+from alpaca_ppo.best_checkpoint import best_of, compare_with_best, require_metric, restore_best
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.contracts import NonFiniteUpdate
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.folders import clean_leftovers
 from alpaca_ppo.interruption import Interrupted, Interruption
@@ -23,7 +26,9 @@ from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.resume_point import ResumePoint, UpdateProgress
 from alpaca_ppo.rollouts import RolloutCollector
-from alpaca_ppo.tracking import RunLog
+from alpaca_ppo.run_identity import REMEDIES, data_identity, expected_identity, run_identity
+from alpaca_ppo.tracking import RunLog, check_metrics, metrics_identity
+from alpaca_ppo.types import Rollouts
 from alpaca_ppo.updates import Updater
 
 
@@ -45,40 +50,55 @@ class RunKeeping:
     interruption: Interruption
     resume_point: ResumePoint
     run_log: RunLog | None
+    skipped_updates: int
     evaluate: Callable[[], dict[str, float]]
 
     @property
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
-        unwrapped: ActorCritic = self.accelerator.unwrap_model(self.updater.model)
-        return unwrapped
+        return self.updater.engine.actor_critic
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
+        with self.updater.engine.whole(self.actor_critic):
+            self._write_models(folder, stats or {}, push=self.args.push_to_hub and output_dir is None)
+        self.accelerator.wait_for_everyone()
+
+    def _write_models(self, folder: Path, stats: dict[str, float], *, push: bool) -> None:
         if self.accelerator.is_main_process:
             about: dict[str, Any] = {
-                "figures": stats or {},
+                "figures": stats,
                 "config": asdict(self.args),
                 "merged": self.args.merge_on_save,
             }
             export.save_final(folder, self.actor_critic, self.processing_class, **about)
-            if self.args.push_to_hub and output_dir is None:
+            if push:
                 export.push_folder(folder / "policy", str(self.args.hub_model_id))
-        self.accelerator.wait_for_everyone()
 
-    def save_checkpoint(self) -> Path:
-        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path."""
-        folder = self._checkpoint_folder
-        extra = self._progress()
+    def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
+        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
+
+        `stats` are the step's metrics, by which it may become the best one (`metric_for_best_model`).
+        """
+        folder, progress = self._checkpoint_folder, self._progress()
+        compare_with_best(self.state, stats or {}, folder, self.args)
+        engine = self.updater.engine
+        # Ranks put together what lies in parts on them; one writes it.
+        state: dict[str, Any] = {"weights": engine.weights(), "optimizer": engine.optimizer_state()}
+        state["rng"] = distributed.gather_list(checkpointing.random_states(), self.accelerator)
         if self.accelerator.is_main_process:
+            extra = progress | {"skipped_updates": self.skipped_updates}
+            extra["best"] = best_of(self.state, self.args)
+            extra["metrics"] = metrics_identity(Path(self.args.output_dir), progress["last_line"])
+            extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
             checkpointing.save_checkpoint(
                 folder,
-                model=self.actor_critic,
-                optimizer=self.updater.optimizer,
+                **state,
                 scheduler=self.updater.scheduler,
-                extra=extra | construction.run_identity(self.args, self.schedule, self.actor_critic),
+                extra=extra | self._identity(),
                 save_total_limit=self.args.save_total_limit,
+                best=self.state.best_model_checkpoint,
             )
         self.accelerator.wait_for_everyone()
         self.resume_point.saved = self._may_stop
@@ -94,6 +114,7 @@ class RunKeeping:
         update = point.update
         return {
             "global_step": self.state.global_step,
+            "last_line": point.last_line if self._may_stop else self.state.global_step,
             "kl_controller": self.kl_controller.state_dict(),
             "learning_rate": self.updater.learning_rate,
             "stats": point.stats,
@@ -111,11 +132,20 @@ class RunKeeping:
         if self._may_stop:
             self.interruption.check_together()
 
+    def _update_progress(self, rollouts: Rollouts) -> UpdateProgress:
+        """How far the update on `rollouts` is. Others than the step's, which a subclass may pass, begin anew: a resumed
+        run would not find them.
+        """
+        update = self.resume_point.update
+        return update if update is not None and update.rollouts is rollouts else UpdateProgress(rollouts, {})
+
     def _reach(self, **changes: Any) -> None:
         self.resume_point.move(step=self.state.global_step, updates=self.updater.taken, **changes)
 
     def _save_interrupted(self, interrupted: Interrupted) -> None:
-        if not self.resume_point.saved:
+        # The best checkpoint keeps the weights that were measured. From there a resumed run does the step anew.
+        is_best = self.state.best_model_checkpoint == str(self._checkpoint_folder)
+        if not self.resume_point.saved and not is_best:
             self.resume_point.rewind()
             self.save_checkpoint()
             self._notify("on_save")
@@ -142,14 +172,14 @@ class RunKeeping:
         if resume_from_checkpoint:
             self._load_checkpoint(resume_from_checkpoint)
         else:
-            checkpointing.refuse_finished_run(self.args.output_dir)
+            checkpoint_folders.refuse_finished_run(self.args.output_dir)
             self._reach()
         point = self.resume_point
-        fresh = point.step == 0 and point.update is None
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
         if self.run_log is None:
-            kept = {"resume_step": -1 if fresh else point.step, "step_ended": point.step_ended}
+            kept = {"resume_step": -1 if point.at_start else point.step, "step_ended": point.step_ended}
+            kept["resume_skipped"] = self.skipped_updates
             self.run_log = construction.make_run_log(self.accelerator, self.args, **kept)
         self._log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
@@ -157,31 +187,66 @@ class RunKeeping:
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
-        if fresh and self.eval_prompts is not None:
-            stats = self.evaluate()
+        if self.eval_prompts is None:
+            require_metric(self.args, {}, evaluation=True)
+        elif point.at_start:
+            stats = self._evaluate()
             self._log.log(stats, 0)
             self._notify("on_evaluate", metrics=stats)
         if not point.step_ended:
             self._end_step(point.stats)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
-        folder = checkpointing.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        folder = checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
         extra = checkpointing.load_checkpoint(
             folder,
-            model=self.actor_critic,
-            optimizer=self.updater.optimizer,
+            trained=self.updater.engine,
             scheduler=self.updater.scheduler,
-            expected=construction.run_identity(self.args, self.schedule, self.actor_critic),
+            rank=self.accelerator.process_index,
+            expected=expected_identity(self._identity(), self.args),
+            remedies=REMEDIES,
+            check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["last_line"]),
         )
+        self._compare_eval_data(extra["eval_dataset"])
+        restore_best(self.state, extra["best"], folder.parent, self.args)
         self.state.global_step = extra["global_step"]
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
+        self.skipped_updates = extra["skipped_updates"]
         self.updater.learning_rate = extra["learning_rate"]
-        accelerator = self.accelerator
-        ranks = {"rank": accelerator.process_index, "num_ranks": accelerator.num_processes}
+        ranks = {"rank": self.accelerator.process_index, "num_ranks": self.accelerator.num_processes}
         update = UpdateProgress.from_state(extra["update"], **ranks) if extra["update"] else None
         self._reach(stats=extra["stats"], step_ended=extra["step_ended"], update=update)
         self.resume_point.saved = folder.resolve() == self._checkpoint_folder.resolve()
+
+    def _identity(self) -> dict[str, Any]:
+        return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
+
+    def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
+        """Warns, for it changes figures alone."""
+        if saved and self.eval_prompts is not None and saved != (now := data_identity(self.eval_prompts)):
+            warnings.warn(
+                f"eval_dataset is not the one that the checkpoint's run had ({now} now, {saved} then): eval/* before "
+                "and after cannot be compared",
+                stacklevel=4,
+            )
+
+    def _skip_update(self, refused: NonFiniteUpdate) -> None:
+        """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.
+
+        Raises:
+            FloatingPointError: when `max_skipped_updates` of them were counted already.
+        """
+        self.skipped_updates += 1
+        record = {"number": self.skipped_updates, "step": self.state.global_step + 1, "cause": refused.cause}
+        self._log.log_skipped_update({**record, "prompt_ids": refused.prompt_ids})
+        limit = f"{self.skipped_updates} updates were not finite in this run; max_skipped_updates is"
+        if self.skipped_updates > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}; a run that is resumed "
+                "from its last checkpoint may have a higher one"
+            ) from refused
+        self._log.message(f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}")
 
     def _end_step(self, stats: dict[str, float]) -> None:
         """What follows the update: evaluation, records, checkpoint. An interrupted run comes back here."""
@@ -193,8 +258,9 @@ class RunKeeping:
         last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts is not None and (due or self.lifecycle.control.should_evaluate):
-            stats.update(self.evaluate())
+            stats.update(self._evaluate())
             self._notify("on_evaluate", metrics=stats)
+        require_metric(self.args, stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
         self._log.log(stats, step, report=report)
         self._reach(stats=stats, step_ended=True)
@@ -204,8 +270,13 @@ class RunKeeping:
         # At the end too: a run killed while it writes the final models has nothing to compute again.
         due = self.args.save_steps and (step % self.args.save_steps == 0 or step == self.schedule.num_steps)
         if due or self.lifecycle.control.should_save:
-            self.save_checkpoint()
+            self.save_checkpoint(stats)
             self._notify("on_save")
+
+    def _evaluate(self) -> dict[str, float]:
+        stats = self.evaluate()
+        require_metric(self.args, stats, evaluation=True)
+        return stats
 
     def _notify(self, event: str, **context: Any) -> None:
         context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}

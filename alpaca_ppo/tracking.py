@@ -4,6 +4,7 @@ Only the main process writes; on the others every method does nothing. Which num
 (`metrics`, `inspection`); checkpoints and models are not here either (`checkpointing`, `export`).
 """
 
+import hashlib
 import json
 import math
 import os
@@ -54,13 +55,14 @@ class RunLog:
 
     Args:
         accelerator: of the run. Trackers that are already initialised on it are kept, and `report_to` adds none.
-        output_dir: gets metrics.jsonl, run.yaml, runs/ (TensorBoard), rollouts/ and eval/.
+        output_dir: gets metrics.jsonl, run.yaml, runs/ (TensorBoard), rollouts/, eval/ and skipped_updates.jsonl.
         report_to: names for `tracker_names`.
         run_name: of the run at the trackers; the output folder's name by default.
         config: the resolved configuration, plain values only.
         resume_step: steps already done, -1 for a run that starts anew, None to leave everything. Records of later
             steps, which a resumed run will write again, are dropped.
         step_ended: False where that step's own line is still to be written; its table of rollouts is there.
+        resume_skipped: updates skipped until then; records of later ones are dropped too.
 
     Raises:
         ValueError: as `tracker_names`.
@@ -76,6 +78,7 @@ class RunLog:
         config: Mapping[str, Any],
         resume_step: int | None = -1,
         step_ended: bool = True,
+        resume_skipped: int = 0,
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(output_dir)
@@ -85,6 +88,7 @@ class RunLog:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 _drop_records_after(self.output_dir, resume_step, lines=resume_step - (not step_ended))
+                _keep_lines(self.output_dir / "skipped_updates.jsonl", "number", resume_skipped)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
@@ -100,12 +104,14 @@ class RunLog:
         """
         if self.is_main:
             numbers = {key: float(stats[key]) for key in sorted(stats)}
-            with open(self.output_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(_json_line({"step": step, **numbers}))
-                file.flush()
-                os.fsync(file.fileno())
+            _append(self.output_dir / "metrics.jsonl", {"step": step, **numbers})
             if report:
                 self.accelerator.log(numbers, step=step)
+
+    def log_skipped_update(self, row: Mapping[str, Any]) -> None:
+        """Adds a line to skipped_updates.jsonl; `row["number"]` counts from 1 over the whole run."""
+        if self.is_main:
+            _append(self.output_dir / "skipped_updates.jsonl", row)
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Writes `rows` to rollouts/step_<step>.jsonl, one JSON object a line."""
@@ -201,12 +207,7 @@ def _strict(value: Any) -> Any:
 
 def _drop_records_after(output_dir: Path, step: int, *, lines: int) -> None:
     """Drops what a resumed run will write again: tables of steps after `step` and lines of steps after `lines`."""
-    metrics = output_dir / "metrics.jsonl"
-    if metrics.exists():
-        # What stands after the last line's end is half a line, left by a run that was killed as it wrote.
-        whole = metrics.read_bytes().split(b"\n")[:-1]
-        kept = [line.decode() + "\n" for i, line in enumerate(whole, 1) if _step_of(line, metrics, i) <= lines]
-        write_text_atomically(metrics, "".join(kept))
+    _keep_lines(output_dir / "metrics.jsonl", "step", lines)
     for folder in _ROW_FOLDERS:
         for path in (output_dir / folder).glob("step_*.jsonl"):
             number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
@@ -214,9 +215,50 @@ def _drop_records_after(output_dir: Path, step: int, *, lines: int) -> None:
                 path.unlink()
 
 
-def _step_of(line: bytes, path: Path, number: int) -> int:
+def metrics_identity(output_dir: Path, step: int) -> dict[str, Any]:
+    """Number and hash of the lines of metrics.jsonl up to `step`; what a run timed makes them its own."""
+    path = output_dir / "metrics.jsonl"
+    lines = _lines_until(path, "step", step) if path.exists() else []
+    return {"lines": len(lines), "sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
+
+
+def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> None:
+    """Checks that metrics.jsonl has no lines until `step`, or those that `metrics_identity` has seen.
+
+    Raises:
+        ValueError: when it is of another run: going on would mix the two.
+    """
+    found = metrics_identity(output_dir, step)
+    if found["lines"] and found != written:
+        raise ValueError(
+            f"{output_dir / 'metrics.jsonl'} is of another run than the checkpoint: it has {found['lines']} lines "
+            f"until step {step} that the checkpoint's run did not write (it had {written['lines']}); choose another "
+            "output_dir, or move the file away"
+        )
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(_json_line(row))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _keep_lines(path: Path, key: str, last: int) -> None:
+    """Keeps the lines of `path` whose `key` is at most `last`."""
+    if path.exists():
+        write_text_atomically(path, "".join(_lines_until(path, key, last)))
+
+
+def _lines_until(path: Path, key: str, last: int) -> list[str]:
+    # What stands after the last line's end is half a line, left by a run that was killed as it wrote.
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [line.decode() + "\n" for i, line in enumerate(lines, 1) if _count_of(line, key, path, i) <= last]
+
+
+def _count_of(line: bytes, key: str, path: Path, number: int) -> int:
     try:
-        return int(json.loads(line)["step"])
+        return int(json.loads(line)[key])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} line {number} is not a record of a run: {line[:80]!r}; move the file away to go on"

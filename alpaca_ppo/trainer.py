@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from alpaca_ppo import construction, distributed, inspection, metrics, model_construction
 from alpaca_ppo.batching import optimizer_steps, update_batches
 from alpaca_ppo.config import PPOConfig
-from alpaca_ppo.contracts import ESTIMATED, SHAPED, add_to_rollouts, check_rollouts
+from alpaca_ppo.contracts import ESTIMATED, SHAPED, NonFiniteUpdate, add_to_rollouts, check_rollouts
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_parts
 from alpaca_ppo.failures import told_to_launcher
@@ -97,11 +97,12 @@ class PPOTrainer(RunKeeping):
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
+        self.collector.shard(self.updater.engine.shard)
         self.kl_controller = construction.make_kl(args)
         self.state = construction.make_state(self.schedule, self.accelerator)
         self.lifecycle = Lifecycle(callbacks or [], self.state)
         self.interruption, self.resume_point = Interruption(self.accelerator), ResumePoint()
-        self.run_log = None
+        self.run_log, self.skipped_updates = None, 0
         self.timers = metrics.Timers()
 
     @property
@@ -221,36 +222,32 @@ class PPOTrainer(RunKeeping):
         """
         rows = rollouts["responses"].size(0)
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        done = self.resume_point.update
-        # Other rollouts than the step's, which a subclass may pass, are not those that a resumed run would find.
-        tracked = done is not None and done.rollouts is rollouts
-        if done is None or not tracked:
-            done = UpdateProgress(rollouts, {})
-        sizes = (rows, self.args.step_batch_size, self.args.ppo_epochs)
-        key = (self.args.seed, self.state.global_step)
-        batches = islice(update_batches(*sizes, key), done.optimizer_steps, None)
-        total = optimizer_steps(*sizes)
-        with self._log.progress(total, "update", initial=done.optimizer_steps, leave=False) as progress:
-            for epoch, batch in batches:
+        done = self._update_progress(rollouts)
+        sizes, key = (rows, self.args.step_batch_size, self.args.ppo_epochs), (self.args.seed, self.state.global_step)
+        with self._log.progress(optimizer_steps(*sizes), "update", initial=done.tried, leave=False) as progress:
+            for epoch, batch in islice(update_batches(*sizes, key), done.tried, None):
                 if done.kl_stopped:
                     break
-                how: dict[str, Any] = {"freeze_policy": self.policy_stands_still}
-                how["value_taus"] = quantile_levels(self.args, *key, epoch, done.optimizer_steps)
+                how: dict[str, Any] = {"freeze_policy": self.policy_stands_still, "check": self._check}
+                how["value_taus"] = quantile_levels(self.args, *key, epoch, done.tried)
                 how["target_kl_stop"] = self.args.target_kl_stop
                 how["first"] = done.optimizer_steps == 0 or self.policy_stands_still
-                if tracked:
-                    how["check"] = self._check
-                part, stepped = self.updater.step(rollouts, batch, self.compute_loss, **how)
-                done.add(part, stepped=stepped)
-                if tracked:
-                    self._reach()
                 progress.update(1)
+                try:
+                    part, stepped = self.updater.step(rollouts, batch, self.compute_loss, **how)
+                    done.add(part, stepped=stepped)
+                except NonFiniteUpdate as refused:
+                    self._skip_update(refused)
+                    done.skipped += 1
+                if done is self.resume_point.update:
+                    self._reach()
         train_stats = self.updater.over_ranks(done.stats).compute(done.optimizer_steps + done.kl_stopped)
         self.updater.warn(train_stats)
         self.state.global_step += 1
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        counts = {"policy/optimizer_steps": done.optimizer_steps, "policy/kl_stopped": done.optimizer_steps < total}
-        return {**train_stats, **{name: float(count) for name, count in counts.items()}}
+        counts = {"optimizer_steps": done.optimizer_steps, "skipped_updates": done.skipped}
+        counts["kl_stopped"] = done.kl_stopped
+        return {**train_stats, **{f"policy/{name}": float(count) for name, count in counts.items()}}
 
     @property
     def policy_stands_still(self) -> bool:
@@ -324,15 +321,25 @@ class PPOTrainer(RunKeeping):
         pad = self.sampling.pad_token_id
         return [collate_prompts([prompts[i] for i in share], share, pad_token_id=pad, query_len=self.args.query_len)]
 
+    def _filler(self, count: int) -> PromptBatch:
+        items, pad = [self.train_prompts[0]] * count, self.sampling.pad_token_id
+        return collate_prompts(items, [0] * count, pad_token_id=pad, query_len=self.args.query_len)
+
     def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, **how: Any) -> Rollouts:
         n = sampling.num_return_sequences
-        stoppable = self.interruption.sampling if self._may_stop else nullcontext
+        real = sum(len(batch["rows"]) for batch in batches)
+        in_step, stoppable = self.updater.engine.in_step, self._may_stop
+        if in_step:
+            # Ranks make the same passes where parameters lie in parts on all of them; what fills up is dropped below.
+            batches = distributed.filled_up(batches, real, self._filler, self.accelerator)
         local = None
-        with self._log.progress(sum(len(b["rows"]) for b in batches) * n, "rollout", leave=False) as progress:
-            how |= {"timers": self.timers, "on_chunk": progress.update, "check": self.interruption.check_here}
-            # Where the block is left early, the other ranks learn of it in the gathering.
-            with stoppable():
-                local = self.collector.collect(self.actor_critic, batches, sampling, **how)
+        with self._log.progress(real * n, "rollout", leave=False) as progress:
+            how |= {"timers": self.timers, "on_chunk": progress.update}
+            how["check"] = self._check if in_step else self.interruption.check_here
+            # A rank that leaves this block early tells the others in the gathering.
+            with self.interruption.sampling() if stoppable and not in_step else nullcontext():
+                found = self.collector.collect(self.updater.engine, batches, sampling, **how)
+                local = {key: value[: real * n] for key, value in found.items() if real}
         rows: Any = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)
         if rows is None:
             self.interruption.check_together()

@@ -2,79 +2,59 @@
 up.
 
 A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
-micro-batches or the number of ranks. A non-finite gradient never reaches the weights.
+micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
+and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from alpaca_ppo.batching import plan_micro_batches
-from alpaca_ppo.contracts import check_loss
-from alpaca_ppo.distributed import gather_list
+from alpaca_ppo.contracts import NonFiniteUpdate, check_loss, non_finite
+from alpaca_ppo.distributed import any_rank, gather_list
+from alpaca_ppo.engines import Engine
 from alpaca_ppo.losses import Terms
 from alpaca_ppo.metrics import StatsAccumulator
-from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.types import Rollouts
 
 LossFunction = Callable[[Rollouts], Terms]
 
 
 class Updater:
-    """Wrapped model, optimizer and schedule, and the optimizer step that uses them.
+    """The optimizer steps of a run.
 
     Args:
-        accelerator: of the run; its accumulation steps are set here.
-        actor_critic: what trains; `model` is its wrapped form.
-        optimizer: over the parameters of `actor_critic`.
+        engine: makes and applies gradients; `model` is policy and critic in its wrapper.
         scheduler: of the learning rate, stepped once an optimizer step.
-        step_batch_size: responses of a full optimizer step, over all ranks.
-        step_per_device_batch_size: responses of a micro-batch, at most.
+        micro_batches: of an optimizer step on each rank, however ragged: ranks must make the same passes.
         loss_agg_mode: decides whether tokens or sequences are the denominator.
-        max_grad_norm: the gradient's norm is clipped to this.
-
-    Raises:
-        ValueError: when the optimizer does not hold every parameter that trains.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        actor_critic: ActorCritic,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        *,
-        step_batch_size: int,
-        step_per_device_batch_size: int,
-        loss_agg_mode: str,
-        max_grad_norm: float,
-    ) -> None:
-        covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [n for n, p in actor_critic.named_parameters() if p.requires_grad and id(p) not in covered]
-        if missing:
-            raise ValueError(
-                f"the optimizer leaves out {len(missing)} parameters that train, {missing[0]} first; build it over "
-                "build_actor_critic(...).parameters() and pass that ActorCritic as the model"
-            )
-        self.accelerator, self.scheduler = accelerator, scheduler
-        self.loss_agg_mode, self.max_grad_norm = loss_agg_mode, max_grad_norm
-        # Constant, also for a ragged batch: Accelerate and DeepSpeed count micro-batches to find the optimizer step.
-        self.micro_batches = math.ceil(step_batch_size / (step_per_device_batch_size * accelerator.num_processes))
-        accelerator.gradient_accumulation_steps = self.micro_batches
-        actor_critic.train()
-        self.model, self.optimizer = accelerator.prepare(actor_critic, optimizer)
-        self.learning_rate = float(optimizer.param_groups[0]["lr"])
+    def __init__(self, engine: Engine, scheduler: Any, *, micro_batches: int, loss_agg_mode: str) -> None:
+        self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
+        self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
+        self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """In force at the last optimizer step."""
         self.taken = 0
         """Optimizer steps since this was built."""
         self._in_step = False
+        self._faults: list[str] = []
         self._ratio_warned = self._edges_warned = False
+
+    @property
+    def model(self) -> Any:
+        """Policy and critic, wrapped."""
+        return self.engine.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The engine's."""
+        return self.engine.optimizer
 
     def step(
         self,
@@ -103,36 +83,39 @@ class Updater:
             check: called before each micro-batch; what it raises drops the optimizer step's gradient.
 
         Raises:
-            FloatingPointError: when the gradient is not finite; the weights stay as they were.
+            NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
+                and schedule stay as they were.
         """
         mask = rollouts["response_mask"][rows]
         lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)[rank]
+        world = self.accelerator.num_processes
+        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
-        stats, stepped = StatsAccumulator(), True
+        stats, self._faults = StatsAccumulator(), []
         # What an update that was refused or interrupted left behind must not reach this one.
-        self.optimizer.zero_grad()
-        self.model.zero_grad()
-        self.accelerator.step = 0
-        for positions in plan:
+        self.engine.begin()
+        for number, positions in enumerate(plan[self.accelerator.process_index]):
             check()
             batch = self._micro_batch(rollouts, rows[positions], shared)
-            with self.accelerator.accumulate(self.model), self._learner(freeze_policy):
-                loss, micro_stats = self._loss(compute_loss, batch)
+            with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
+                loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
                 stats.add(_at_first(micro_stats, first=first), tokens=int(batch["response_mask"].sum()))
                 stats.add_padding([lengths[i] for i in positions])
-                if freeze_policy and world > 1:
-                    loss = loss + _touched(self.accelerator.unwrap_model(self.model).policy_parameters())
-                # DDP averages over ranks and Accelerate divides by the accumulation steps; parts must add up instead.
-                self.accelerator.backward(loss * world * self.micro_batches)
-                if self.accelerator.sync_gradients:
-                    stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
-                    if stepped:
-                        norm = self._apply_gradients(rollouts["prompt_ids"][rows], freeze_policy=freeze_policy)
-                        stats.add({"policy/grad_norm": norm}, tokens=1)
+                self.engine.backward(loss)
+        prompt_ids = rollouts["prompt_ids"][rows]
+        self._refuse_losses(prompt_ids)
+        stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
+        if stepped:
+            norm = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
+            stats.add({"policy/grad_norm": norm}, tokens=1)
         return stats, stepped
+
+    def _refuse_losses(self, prompt_ids: Tensor) -> None:
+        """Ends the update on every rank where a loss on any is not finite."""
+        if any_rank(bool(self._faults), self.accelerator):
+            everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
+            raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
     def _learner(self, freeze_policy: bool) -> Iterator[None]:
@@ -140,16 +123,21 @@ class Updater:
         if not freeze_policy:
             yield
             return
-        with self.accelerator.unwrap_model(self.model).critic_active():
+        with self.engine.actor_critic.critic_active():
             yield
 
-    def _loss(self, compute_loss: LossFunction, batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, compute_loss: LossFunction, batch: Rollouts, *, freeze_policy: bool) -> Terms:
         self._in_step = True
         try:
             loss, stats = compute_loss(batch)
         finally:
             self._in_step = False
         check_loss(loss)
+        if fault := non_finite(loss, stats):
+            rank, prompts = self.accelerator.process_index, batch["prompt_ids"].tolist()
+            self._faults.append(f"{fault} on rank {rank} (prompts {prompts})")
+        if freeze_policy:
+            loss = loss + self.engine.touched(self.engine.actor_critic.policy_parameters())
         return loss, stats
 
     @property
@@ -157,24 +145,20 @@ class Updater:
         """Whether the critic's backward pass can be made before the policy's forward pass: inside `step`, where the
         two share no activations. Then the two graphs are never in memory together.
         """
-        critic = self.accelerator.unwrap_model(self.model).critic
+        critic = self.engine.actor_critic.critic
         return self._in_step and critic is not None and not critic.shares_states
 
     @contextmanager
     def apart(self) -> Iterator[Callable[[Terms], Terms]]:
         """Inside, the critic runs alone; yields what makes its backward pass and returns its terms as numbers."""
-        actor_critic = self.accelerator.unwrap_model(self.model)
+        actor_critic = self.engine.actor_critic
 
         def backward(terms: Terms) -> Terms:
             loss, stats = terms
-            self.accelerator.backward(loss * self.accelerator.num_processes * self.micro_batches)
-            number = loss.detach()
-            # DDP waits for the critic's parameters in the pass that synchronises.
-            if self.accelerator.num_processes > 1:
-                number = number + _touched(actor_critic.critic_parameters())
-            return number, stats
+            self.engine.backward(loss)
+            return loss.detach() + self.engine.touched(actor_critic.critic_parameters()), stats
 
-        with self.accelerator.no_sync(self.model), actor_critic.critic_active():
+        with self.engine.alone(), actor_critic.critic_active():
             yield backward
 
     def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
@@ -227,29 +211,14 @@ class Updater:
         return micro
 
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> Tensor:
-        if freeze_policy:
-            # None, not zero: AdamW would decay the weights and count a step.
-            for parameter in self.accelerator.unwrap_model(self.model).policy_parameters():
-                parameter.grad = None
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        norm = torch.as_tensor(norm)
-        if not bool(torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"the gradient norm is {float(norm)}: the update was refused and the weights are as before it. "
-                f"Prompts of the batch: {prompt_ids.tolist()}. Look for a learning_rate that is too high, or for "
-                "non-finite values in a custom hook"
-            )
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        norm = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
+        if not bool(torch.isfinite(norm)):
+            cause = f"the gradient norm is {float(norm)}, though the losses of all ranks are finite"
+            raise NonFiniteUpdate(cause, prompt_ids.tolist())
         self.scheduler.step()
         self.taken += 1
-        self.optimizer.zero_grad()
         return norm
-
-
-def _touched(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """Zero, with a path to each of the parameters: DDP waits for all of them in a backward pass."""
-    return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 
 
 def _at_first(stats: Mapping[str, Any], *, first: bool) -> dict[str, Any]:

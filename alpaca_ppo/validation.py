@@ -23,7 +23,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
     ),
     (
-        "seed save_steps eval_steps num_logged_rollouts truncate_after warmup_steps critic_warmup_steps",
+        "seed save_steps eval_steps num_logged_rollouts truncate_after warmup_steps critic_warmup_steps "
+        "max_skipped_updates",
         lambda v: v >= 0,
         "0 or more",
     ),

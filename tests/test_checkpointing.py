@@ -9,16 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
-from alpaca_ppo import checkpointing
-from alpaca_ppo.checkpointing import (
-    FILES,
-    load_checkpoint,
-    newest_checkpoint,
-    refuse_finished_run,
-    resolve_checkpoint,
-    rotate_checkpoints,
-    save_checkpoint,
-)
+from alpaca_ppo.checkpoint_folders import FILES
+from alpaca_ppo.checkpointing import load_checkpoint, random_states, save_checkpoint
+from alpaca_ppo.engines import WholeState
 from tests.tiny_models import tiny_causal_lm
 
 EXTRA = {
@@ -54,6 +47,18 @@ def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
+def written(run):
+    """What of `run` a checkpoint holds."""
+    whole = WholeState(run["model"], run["optimizer"])
+    parts = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
+    return {**parts, "scheduler": run["scheduler"]}
+
+
+def read(run):
+    """Where a checkpoint puts it back."""
+    return {"trained": WholeState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
+
+
 def train(run, steps):
     """Losses of `steps` updates on random data, drawn from each of the random number generators."""
     losses = []
@@ -87,7 +92,7 @@ def saved(tmp_path):
     run = make_run()
     train(run, 3)
     folder = tmp_path / "checkpoint-3"
-    save_checkpoint(folder, **run, extra=EXTRA)
+    save_checkpoint(folder, **written(run), extra=EXTRA)
     return folder
 
 
@@ -104,22 +109,40 @@ def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, options):
     seed_all(1)
     whole = make_run(**options)
     train(whole, 3)
-    save_checkpoint(tmp_path / "checkpoint-3", **whole, extra=EXTRA)
+    save_checkpoint(tmp_path / "checkpoint-3", **written(whole), extra=EXTRA)
     expected = train(whole, 4)
     seed_all(2)
     resumed = make_run(seed=7, **options)
     train(resumed, 1)
-    assert load_checkpoint(tmp_path / "checkpoint-3", **resumed) == EXTRA
+    assert load_checkpoint(tmp_path / "checkpoint-3", **read(resumed)) == EXTRA
     assert train(resumed, 4) == expected
     assert snapshot(resumed) == snapshot(whole)
 
 
+def test_what_extra_must_say_is_checked_before_anything_changes(saved):
+    run = make_run(seed=7)
+    before = snapshot(run)
+
+    def check(extra):
+        raise ValueError(f"step {extra['global_step']} will not do")
+
+    with pytest.raises(ValueError, match="step 3 will not do"):
+        load_checkpoint(saved, **read(run), check=check)
+    with pytest.raises(ValueError, match=r"entry kl\.value is 0.3.* in it and 0.5 here; start anew"):
+        load_checkpoint(
+            saved, **read(run), expected={"kl": {"value": 0.5, "limit": math.inf}}, remedies={"kl": "start anew"}
+        )
+    with pytest.raises(ValueError, match=r"entry kl\.limit is inf in it and absent here; resume with the models"):
+        load_checkpoint(saved, **read(run), expected={"kl": {"value": 0.1 + 0.2}})
+    assert snapshot(run) == before
+
+
 def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
     run = make_run()
-    save_checkpoint(tmp_path / "checkpoint-0", **run, extra={})
+    save_checkpoint(tmp_path / "checkpoint-0", **written(run), extra={})
     other = make_run(seed=1)
     train(other, 2)
-    load_checkpoint(tmp_path / "checkpoint-0", **other)
+    load_checkpoint(tmp_path / "checkpoint-0", **read(other))
     assert other["optimizer"].state_dict() == run["optimizer"].state_dict()
 
 
@@ -130,7 +153,7 @@ def test_shared_weights_are_saved_once_and_derived_buffers_not_at_all(saved):
 def test_weights_keep_their_place_in_memory_and_stay_tied(saved):
     run = make_run(seed=7)
     before = {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()}
-    load_checkpoint(saved, **run)
+    load_checkpoint(saved, **read(run))
     assert {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()} == before
     assert run["model"].tied.weight is run["model"].first.weight
 
@@ -142,8 +165,8 @@ def test_a_language_model_with_tied_embeddings_round_trips(tmp_path):
     for each in (model, other):
         optimizer = torch.optim.AdamW(each.parameters())
         runs.append({"model": each, "optimizer": optimizer, "scheduler": get_scheduler("constant", optimizer)})
-    save_checkpoint(tmp_path / "checkpoint-1", **runs[0], extra={})
-    load_checkpoint(tmp_path / "checkpoint-1", **runs[1])
+    save_checkpoint(tmp_path / "checkpoint-1", **written(runs[0]), extra={})
+    load_checkpoint(tmp_path / "checkpoint-1", **read(runs[1]))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -151,9 +174,9 @@ def test_two_views_of_one_memory_are_both_saved(tmp_path):
     run = make_run()
     memory = torch.arange(8.0)
     save_checkpoint(
-        tmp_path / "checkpoint-1", **run, extra={"low": memory[:4], "both": [memory, memory.view(2, 4).t()]}
+        tmp_path / "checkpoint-1", **written(run), extra={"low": memory[:4], "both": [memory, memory.view(2, 4).t()]}
     )
-    extra = load_checkpoint(tmp_path / "checkpoint-1", **run)
+    extra = load_checkpoint(tmp_path / "checkpoint-1", **read(run))
     assert extra["low"].tolist() == [0, 1, 2, 3]
     assert extra["both"][1].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
@@ -163,10 +186,10 @@ def test_states_of_the_devices_present_are_saved_and_restored(tmp_path, monkeypa
     states = [torch.tensor([i, 1], dtype=torch.uint8) for i in range(3)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-    save_checkpoint(tmp_path / "checkpoint-1", **run, extra={})
+    save_checkpoint(tmp_path / "checkpoint-1", **written(run), extra={})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.update({device: state.tolist()}))
-    load_checkpoint(tmp_path / "checkpoint-1", **run)
+    load_checkpoint(tmp_path / "checkpoint-1", **read(run))
     assert restored == {0: [0, 1], 1: [1, 1]}
 
 
@@ -177,7 +200,7 @@ def test_nothing_in_a_checkpoint_is_pickled(saved):
 
 def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_and_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; give it as plain values"):
-        save_checkpoint(tmp_path / "checkpoint-1", **make_run(), extra={"when": 1j})
+        save_checkpoint(tmp_path / "checkpoint-1", **written(make_run()), extra={"when": 1j})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,12 +219,25 @@ def set_version(folder, **entries):
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+def replace_with_another_run_s(path):
+    seed_all(3)
+    run = make_run(seed=5)
+    train(run, 3)
+    other = path.parents[1] / "other" / "checkpoint-3"
+    save_checkpoint(other, **written(run), extra=EXTRA)
+    path.write_bytes((other / path.name).read_bytes())
+
+
 def damages():
     for name in FILES:
+        yield lambda folder, name=name: (folder / name).write_text(""), f"{name} is damaged: 0 bytes"
+        yield lambda folder, name=name: replace_with_another_run_s(folder / name), f"{name} is damaged"
         yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged: \d+ bytes"
         yield lambda folder, name=name: flip(folder / name), f"{name} is damaged"
         yield lambda folder, name=name: (folder / name).unlink(), f"{name} is missing"
     yield lambda folder: truncate(folder / "manifest.json"), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").write_text(""), "no readable manifest.json"
+    yield lambda folder: replace_with_another_run_s(folder / "manifest.json"), "is damaged"
     yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
     yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
     yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
@@ -211,13 +247,27 @@ def damages():
 
 @pytest.mark.parametrize(("damage", "message"), list(damages()))
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, damage, message):
+    damage(saved)
     run = make_run(seed=7)
     train(run, 1)
     before = snapshot(run)
-    damage(saved)
     with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved, **run)
+        load_checkpoint(saved, **read(run))
     assert snapshot(run) == before
+
+
+def test_a_manifest_with_any_byte_changed_is_refused_or_says_the_same(saved):
+    path, whole = saved / "manifest.json", (saved / "manifest.json").read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert load_checkpoint(saved, **read(make_run(7))) == EXTRA
+        except ValueError as error:
+            assert str(saved) in str(error)
+            refused += 1
+    # What is left are blanks between the entries.
+    assert refused > 0.75 * len(whole)
 
 
 class Wider(Model):
@@ -245,57 +295,20 @@ def with_model(model):
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(saved, run, message):
     before = snapshot(run)
     with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved, **run)
+        load_checkpoint(saved, **read(run))
     assert snapshot(run) == before
 
 
 def test_a_checkpoint_with_other_data_is_refused_and_the_same_data_is_not(saved):
     with pytest.raises(ValueError, match="entry global_step is 3 in it and 4 here"):
-        load_checkpoint(saved, **make_run(7), expected={"global_step": 4})
-    assert load_checkpoint(saved, **make_run(7), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA
-
-
-def make_folders(tmp_path, *names):
-    for name in names:
-        (tmp_path / name).mkdir()
-
-
-def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
-    assert newest_checkpoint(tmp_path / "absent") is None
-    make_folders(tmp_path, "checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.incomplete", "final")
-    (tmp_path / "checkpoint-12").write_text("a file")
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-
-
-@pytest.mark.parametrize("asked", [True, "true", "True"])
-def test_true_resumes_from_the_newest_checkpoint_and_needs_one(tmp_path, asked):
-    with pytest.raises(ValueError, match="holds no checkpoint-<step> folder"):
-        resolve_checkpoint(asked, tmp_path)
-    make_folders(tmp_path, "checkpoint-5")
-    assert resolve_checkpoint(asked, tmp_path) == tmp_path / "checkpoint-5"
-    assert resolve_checkpoint("some/where", tmp_path) == checkpointing.Path("some/where")
-
-
-@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
-def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
-    refuse_finished_run(tmp_path)
-    make_folders(tmp_path, name)
-    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
-        refuse_finished_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("limit", "keep", "left"),
-    [(None, None, [2, 9, 10, 30]), (4, None, [2, 9, 10, 30]), (2, None, [10, 30]), (1, 2, [2]), (2, 9, [9, 30])],
-)
-def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep, left):
-    make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")
-    rotate_checkpoints(tmp_path, limit, keep=None if keep is None else tmp_path / f"checkpoint-{keep}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])
+        load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 4})
+    assert (
+        load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA
+    )
 
 
 def test_saving_keeps_the_new_checkpoint_and_as_many_as_allowed(tmp_path):
-    make_folders(tmp_path, ".checkpoint-7.incomplete")
+    (tmp_path / ".checkpoint-7.incomplete").mkdir()
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path / f"checkpoint-{step}", **make_run(), extra={}, save_total_limit=2)
+        save_checkpoint(tmp_path / f"checkpoint-{step}", **written(make_run()), extra={}, save_total_limit=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]

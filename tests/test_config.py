@@ -13,6 +13,19 @@ from alpaca_ppo.validation import ADV_ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATOR
     ("settings", "message"),
     [
         ({"rollout_batch_size": 0}, "rollout_batch_size is 0; it must be at least 1"),
+        ({"max_skipped_updates": -1}, "max_skipped_updates is -1; it must be 0 or more"),
+        (
+            {"metric_for_best_model": "objective/scores"},
+            "metric_for_best_model is 'objective/scores' but save_steps is 0",
+        ),
+        (
+            {"metric_for_best_model": "eval/scores", "save_steps": 4},
+            r"save_steps \(4\) is no multiple of eval_steps \(0\), .* set eval_steps to 4",
+        ),
+        (
+            {"metric_for_best_model": "eval/scores", "save_steps": 4, "eval_steps": 3},
+            r"save_steps \(4\) is no multiple of eval_steps \(3\)",
+        ),
         ({"save_steps": -1}, "save_steps is -1; it must be 0 or more"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be a positive number"),
         ({"kl_coef": float("nan")}, "kl_coef is nan; it must be 0 or more"),

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.checkpointing import newest_checkpoint
+from alpaca_ppo.checkpoint_folders import newest_checkpoint
 from alpaca_ppo.interruption import Interrupted, Interruption, SamplingStopped
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 

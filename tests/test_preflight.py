@@ -70,7 +70,8 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(tmp_path):
 
 def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_path):
     check_start(tiny_config(tmp_path / "new"), None)
-    (tmp_path / "run/checkpoint-2").mkdir(parents=True)
+    tiny_trainer(tmp_path / "run").save_checkpoint()
+    (tmp_path / "run/checkpoint-0").rename(tmp_path / "run/checkpoint-2")
     args = tiny_config(tmp_path / "run")
     for resume in (True, "true", str(tmp_path / "run/checkpoint-2")):
         check_start(args, resume)
@@ -78,3 +79,6 @@ def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_
         check_start(args, None)
     with pytest.raises(ValueError, match="resume_from_checkpoint is '.*checkpoint-3', which is no folder"):
         check_start(args, str(tmp_path / "run/checkpoint-3"))
+    (tmp_path / "run/checkpoint-2/state.safetensors").unlink()
+    with pytest.raises(ValueError, match="state.safetensors is missing"):
+        check_start(args, True)

@@ -65,7 +65,7 @@ def test_the_gradient_is_clipped_to_its_largest_norm(tmp_path):
         trainer = tiny_trainer(
             tmp_path / str(limit), model=model, max_grad_norm=limit, step_batch_size=10, ppo_epochs=1
         )
-        optimizer = trainer.updater.optimizer.optimizer
+        optimizer = trainer.updater.optimizer
         norms = []
         optimizer.register_step_pre_hook(
             lambda optimizer, *_, norms=norms: norms.append(

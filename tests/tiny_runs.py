@@ -76,3 +76,30 @@ def metric_lines(output_dir: Path | str, *, timings: bool = False) -> list[dict[
     lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
     measured = ("time/", "memory/", "tokens/per_second", "tokens/sampled_per_second")
     return [{k: v for k, v in line.items() if timings or not k.startswith(measured)} for line in lines]
+
+
+def poisoned(*updates: tuple[int, int]) -> type[PPOTrainer]:
+    """A trainer class that trains on a NaN in (step, update) of `updates`, both from 0: an advantage of the update's
+    first row, in one micro-batch of one rank.
+    """
+
+    class Poisoned(PPOTrainer):
+        def step_with_rollouts(self, rollouts: Any) -> dict[str, float]:
+            take, advantages, count = self.updater.step, rollouts["advantages"], 0
+
+            def step(rollouts: Any, rows: torch.Tensor, *args: Any, **how: Any) -> Any:
+                nonlocal count
+                rollouts["advantages"] = advantages.clone()
+                if (self.state.global_step, count) in updates:
+                    rollouts["advantages"][rows[0]] = torch.nan
+                count += 1
+                return take(rollouts, rows, *args, **how)
+
+            self.updater.step = step  # type: ignore[method-assign]
+            try:
+                return super().step_with_rollouts(rollouts)
+            finally:
+                self.updater.step = take  # type: ignore[method-assign]
+                rollouts["advantages"] = advantages
+
+    return Poisoned

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from alpaca_ppo.checkpointing import newest_checkpoint
-from tests.integration.launching import command, environment
+from alpaca_ppo.checkpoint_folders import newest_checkpoint
+from tests.integration.commands import command, environment
 from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines
 

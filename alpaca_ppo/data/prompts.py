@@ -4,12 +4,18 @@ Token ids are kept in memory, 4 bytes each; the rows stay in the dataset (memory
 Leaves out images, tools and the continuation of an assistant message.
 """
 
+import hashlib
+import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.data.templates import PromptTemplate, resolve_template
@@ -22,7 +28,8 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     `ds[i]` is `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text
     or messages that the policy sees before tokenisation (with a template, the rendered text, which replaces a column
-    of that name). `num_dropped` counts prompts that were longer than `query_len`.
+    of that name). `num_dropped` counts prompts that were longer than `query_len`. `fingerprint` is a hash of the token
+    ids and of all columns, the same wherever the rows were loaded from.
     """
 
     def __init__(
@@ -32,12 +39,14 @@ class PromptDataset(Sequence[dict[str, Any]]):
         prompt_of: Callable[[Mapping[str, Any]], Any],
         *,
         num_dropped: int,
+        fingerprint: str,
     ) -> None:
         assert len(dataset) == len(input_ids), (len(dataset), len(input_ids))
         self._dataset = dataset
         self._input_ids = input_ids
         self._prompt_of = prompt_of
         self.num_dropped = num_dropped
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self._input_ids)
@@ -77,10 +86,12 @@ def prepare_prompts(
     _check_arguments(dataset, query_len, overlong)
     template = _template_of(dataset, prompt_column, prompt_template)
     prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
+    digest = hashlib.sha256()
     kept: list[int] = []
     input_ids: list[array[int]] = []
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
+        digest.update(json.dumps(columns, sort_keys=True, default=_plain).encode())
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
         prompts = [_checked_prompt(prompt_of, row, start + i) for i, row in enumerate(rows)]
@@ -92,6 +103,7 @@ def prepare_prompts(
             if len(ids) <= query_len:
                 kept.append(number)
                 input_ids.append(array("i", ids))
+                digest.update(input_ids[-1])
             elif overlong == "error":
                 raise ValueError(
                     f"the prompt in row {number} has {len(ids)} tokens, more than query_len ({query_len}); "
@@ -99,7 +111,17 @@ def prepare_prompts(
                 )
     if not kept:
         raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
-    return PromptDataset(dataset.select(kept), input_ids, prompt_of, num_dropped=len(dataset) - len(kept))
+    about: dict[str, Any] = {"num_dropped": len(dataset) - len(kept), "fingerprint": digest.hexdigest()[:16]}
+    return PromptDataset(dataset.select(kept), input_ids, prompt_of, **about)
+
+
+def _plain(value: Any) -> Any:
+    """JSON for what a dataset may hold besides plain values; of what has no fixed content, such as images, the type."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else type(value).__name__
 
 
 def _check_arguments(dataset: Dataset, query_len: int, overlong: str) -> None:

@@ -5,6 +5,7 @@ have stopped.
 """
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ def decode(
     num_return_sequences: int,
     max_new_tokens: int,
     responses: GrowingResponses,
+    any_rank: Callable[[bool], bool] | None = None,
 ) -> None:
     """Grows `responses` from `queries` (B, Q), left-padded, with `attention_mask` (B, Q) int64, on the model's device.
+
+    With `any_rank` the loop ends where no rank has rows left, so that all ranks make the same passes.
 
     Raises:
         ValueError: when rows cannot leave the model's cache.
@@ -36,7 +40,8 @@ def decode(
     logits = batch.prefill()
     for position in range(max_new_tokens):
         responses.extend(logits, position, batch.rows)
-        if position + 1 == max_new_tokens or not batch.drop_stopped(responses.running, position):
+        running = position + 1 < max_new_tokens and batch.drop_stopped(responses.running, position)
+        if not (any_rank(running) if any_rank else running):
             break
         logits = batch.advance(responses.tokens_at(position, batch.rows), position)
 

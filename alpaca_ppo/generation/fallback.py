@@ -4,7 +4,7 @@
 one token to take; everything that the model's generation config could do to the logits is switched off.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ def decode_with_generate(
     num_return_sequences: int,
     max_new_tokens: int,
     responses: GrowingResponses,
+    any_rank: Callable[[bool], bool] | None = None,
 ) -> None:
     """Grows `responses` as `decode.decode` does; logits reach it in float32, as `generate` hands them out."""
     plain = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True)
@@ -41,6 +42,7 @@ def decode_with_generate(
             generation_config=plain,
             logits_processor=LogitsProcessorList([_OurChoice(responses, queries.size(1))]),
             stopping_criteria=StoppingCriteriaList([_OurStops(responses)]),
+            synced_gpus=any_rank is not None,
         )
 
 

@@ -35,6 +35,7 @@ def generate(
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
     backend: Literal["decode", "generate"] = "decode",
+    any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
 ) -> Generation:
     """Responses to `queries`, on the model's device, with the log-prob of each chosen token.
@@ -63,6 +64,8 @@ def generate(
         truncate_after: tokens.
         backend: "decode", the loop of this package, or "generate", `model.generate`, for models whose cache rows cannot
             leave.
+        any_rank: tells whether its argument is True on any rank. Given where the model's parameters lie in parts on
+            several ranks (ZeRO 3): ranks then make the same number of passes.
         before_token: called before each position's tokens are chosen; what it raises ends the sampling.
 
     Raises:
@@ -86,7 +89,7 @@ def generate(
     grow = decode if backend == "decode" else decode_with_generate
     size = {"num_return_sequences": num_return_sequences, "max_new_tokens": max_new_tokens}
     with _eval_mode(model):
-        grow(model, queries, mask, **size, responses=responses)
+        grow(model, queries, mask, **size, responses=responses, any_rank=any_rank)
     return _checked(responses.finish())
 
 

@@ -1,3 +1,6 @@
+from datetime import date
+from decimal import Decimal
+
 import pytest
 from datasets import Dataset, DatasetDict
 from tokenizers import normalizers
@@ -189,3 +192,49 @@ def test_only_a_single_split_is_a_dataset(rows):
 def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match="no rows"):
         prepare_prompts(Dataset.from_dict({"prompt": []}), tiny_tokenizer(WORDS), query_len=4)
+
+
+ROWS = [{"prompt": "one two", "answer": "three", "id": i, "tags": {"b": [1, None], "a": 0.5}} for i in range(3)]
+
+
+def fingerprint(rows, **options):
+    return prepare(rows, **options).fingerprint
+
+
+def test_the_fingerprint_is_of_the_content_and_not_of_where_it_lies(tmp_path):
+    one = fingerprint(ROWS)
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows")
+    columns_turned = Dataset.from_list([dict(reversed(row.items())) for row in ROWS])
+    others = [Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache"))]
+    others += [Dataset.load_from_disk(str(tmp_path / "rows")), columns_turned]
+    others += [Dataset.from_list([*ROWS, *ROWS]).select([3, 1, 5])]
+    assert {prepare_prompts(data, tiny_tokenizer(WORDS), query_len=8).fingerprint for data in others[:3]} == {one}
+    assert prepare_prompts(others[3], tiny_tokenizer(WORDS), query_len=8).fingerprint == one
+
+
+@pytest.mark.parametrize("key", ["prompt", "answer", "id", "tags"])
+def test_the_fingerprint_changes_with_every_column(key):
+    other = {"prompt": "two one", "answer": "two", "id": 9, "tags": {"b": [1, 2], "a": 0.5}}[key]
+    assert fingerprint([*ROWS[:2], ROWS[2] | {key: other}]) != fingerprint(ROWS)
+
+
+def test_the_fingerprint_changes_with_order_number_and_tokens():
+    one = fingerprint(ROWS)
+    assert fingerprint(ROWS[::-1]) != one and fingerprint(ROWS[:2]) != one
+    assert fingerprint(ROWS, tokenizer=tiny_tokenizer(WORDS[::-1])) != one
+    assert fingerprint(ROWS, prompt_template="{prompt} {answer}") != one
+
+
+def test_the_fingerprint_knows_bytes_dates_and_arrays():
+    base = {"prompt": "one", "raw": b"\xff", "day": date(2026, 1, 2), "price": Decimal("1.50"), "numbers": [1, 2]}
+    changes = {"raw": b"\xfe", "day": date(2026, 1, 3), "price": Decimal("1.51"), "numbers": [1, 3]}
+    seen = {fingerprint([base | {key: value}]) for key, value in changes.items()} | {fingerprint([base])}
+    assert len(seen) == 5
+
+    def as_arrays(numbers):
+        data = Dataset.from_list([{"prompt": "one", "numbers": numbers}])
+        return data.with_format("numpy", columns=["numbers"], output_all_columns=True)
+
+    arrays = [prepare_prompts(as_arrays(n), tiny_tokenizer(WORDS), query_len=8).fingerprint for n in ([1, 2], [1, 3])]
+    assert arrays[0] != arrays[1]

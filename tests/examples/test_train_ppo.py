@@ -71,7 +71,7 @@ def test_the_script_trains_evaluates_saves_and_resumes(config, tmp_path):
 def test_two_processes_run_the_script_to_the_same_curve(config, tmp_path):
     train_ppo.main(["--config", str(config)])
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    launch += ["--config_file", str(ROOT / "examples/accelerate_configs/ddp_cpu.yaml"), "--main_process_port", "0"]
+    launch += ["--config_file", str(ROOT / "examples/accelerate_configs/ddp.yaml"), "--main_process_port", "0"]
     launch += [str(ROOT / "examples/train_ppo.py"), "--config", str(config), "--output_dir", str(tmp_path / "two")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(launch, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)

@@ -1,25 +1,41 @@
-"""Commands that start a script on one process, or on several under a launcher."""
+"""A tiny run as users have it, folders and a run.yaml, and the environment in which its processes start."""
 
 import os
-import sys
 from pathlib import Path
 
-LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp_cpu.yaml"
-LAUNCHERS = {
-    "accelerate": ("-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_CONFIG), "--main_process_port", "0"),
-    "torchrun": ("-m", "torch.distributed.run", "--standalone"),
-}
-PROCESSES = {"accelerate": "--num_processes", "torchrun": "--nproc_per_node"}
+import yaml
+
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import prompts
+
+ROOT = Path(__file__).parents[2]
+# The last two where there is a GPU: DeepSpeed takes what it finds.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
-def command(script: Path, *arguments: str, processes: int = 1, launcher: str = "accelerate") -> list[str]:
-    """What starts `script` on `processes`; one process has no launcher."""
-    own = [str(script), *arguments]
-    if processes == 1:
-        return [sys.executable, *own]
-    return [sys.executable, *LAUNCHERS[launcher], PROCESSES[launcher], str(processes), *own]
-
-
-def environment() -> dict[str, str]:
-    """One thread for each process."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def write_run(folder: Path) -> Path:
+    """Writes model, prompts and reward of a run of two steps of two optimizer steps; returns its run.yaml."""
+    tiny_causal_lm("llama").save_pretrained(folder / "policy")
+    tiny_tokenizer().save_pretrained(folder / "policy")
+    prompts(20).to_json(folder / "train.jsonl")
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, completion_ids, **columns):\n"
+        "    return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]\n"
+    )
+    settings = {
+        "model_name_or_path": str(folder / "policy"),
+        "reward_funcs": f"{folder / 'rewards.py'}:even",
+        "dataset_name": str(folder / "train.jsonl"),
+        "query_len": 4,
+        "response_len": 4,
+        "rollout_batch_size": 10,
+        "rollout_per_device_batch_size": 5,
+        "step_batch_size": 5,
+        "step_per_device_batch_size": 2,
+        "learning_rate": 1e-3,
+        "save_steps": 0,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "run.yaml"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from alpaca_ppo.failures import is_consequence, told_to_launcher
-from tests.integration.launching import command, environment
+from tests.integration.commands import command, environment
 from tests.torture import check_outcome, check_promises, outcome
 
 SCRIPT = Path(__file__).with_name("run_killed.py")

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from tests.tiny_runs import metric_lines
 
 SCRIPT = Path(__file__).with_name("run_tiny.py")
-LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp_cpu.yaml"
+LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp.yaml"
 
 
 def launch(output_dir: Path, *settings: str, processes: int) -> None:

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from tests.integration.launching import environment
+from tests.integration.commands import environment
 
 
 def test_a_run_killed_at_accesses_to_the_disk_ends_as_if_nothing_had_happened():

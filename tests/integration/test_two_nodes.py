@@ -1,0 +1,113 @@
+"""Two machines, as two network namespaces: they train what one machine trains, and one does not outlive the other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from tests.integration.launching import ENVIRONMENT, ROOT, write_run
+from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
+from tests.tiny_runs import metric_lines
+
+CONFIGS = "examples/accelerate_configs"
+# What one machine is started with, and two: two_nodes.yaml is ddp.yaml for two machines.
+SETTINGS = {"ddp": ("ddp", "two_nodes"), "zero3": ("zero3", "zero3")}
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    context = two_nodes()
+    try:
+        pair = context.__enter__()
+    except NotPermitted as reason:
+        pytest.skip(f"network namespaces are not permitted: {reason}")
+    try:
+        yield pair
+    finally:
+        context.__exit__(None, None, None)
+
+
+class Job:
+    """`examples/multi_node/launch.sh` on two nodes with a process each.
+
+    Args:
+        nodes: where.
+        config: of examples/accelerate_configs, without the suffix.
+        flags: for train_ppo.py.
+        logs: folder for the output of each node.
+    """
+
+    def __init__(self, nodes: tuple[Node, Node], config: str, *flags: str, logs: Path) -> None:
+        self._logs = [logs / f"node{rank}.log" for rank in range(2)]
+        self.launchers = []
+        for rank, (node, log) in enumerate(zip(nodes, self._logs, strict=True)):
+            environment = {
+                **ENVIRONMENT,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "CONFIG_FILE": f"{CONFIGS}/{config}.yaml",
+                "MACHINE_RANK": str(rank),
+                "MAIN_IP": ADDRESSES[0],
+                # Without it gloo looks for the address of the host's own name, which both nodes share.
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+            }
+            command = node.inside("examples/multi_node/launch.sh", *flags)
+            with log.open("wb") as stream:
+                launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+            self.launchers.append(launcher)
+
+    def ended(self, timeout: float) -> list[int]:
+        """The launchers' exit codes, both within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        return [launcher.wait(timeout=max(0.0, end - time.monotonic())) for launcher in self.launchers]
+
+    def output(self) -> str:
+        """What both nodes have written so far."""
+        return "\n".join(log.read_text(errors="replace") for log in self._logs)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_two_nodes_train_the_same_model_as_one(nodes, tmp_path, name):
+    run = ("--config", str(write_run(tmp_path)), "--output_dir")
+    one_machine, two_machines = SETTINGS[name]
+    alone = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS}/{one_machine}.yaml"]
+    alone += ["--main_process_port", "0", "examples/train_ppo.py", *run, str(tmp_path / "one")]
+    outcome = subprocess.run(alone, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    job = Job(nodes, two_machines, *run, str(tmp_path / "two"), logs=tmp_path)
+    assert job.ended(timeout=300) == [0, 0], job.output()
+    assert "each of 2 processes" in job.output()
+    for role in ("policy", "value"):
+        one, two = (load_file(tmp_path / run / "final" / role / "model.safetensors") for run in ("one", "two"))
+        assert_close(two, one, rtol=1e-6, atol=1e-6)
+    first, second = (metric_lines(tmp_path / run) for run in ("one", "two"))
+    assert [line["step"] for line in second] == [1, 2]
+    for one_line, two_line in zip(first, second, strict=True):
+        assert two_line == pytest.approx(one_line, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("lost", ["worker", "node"])
+def test_the_other_node_ends_when_one_dies(nodes, tmp_path, lost):
+    # Some minutes of steps: the run must end by itself where this process is killed.
+    flags = ("--config", str(write_run(tmp_path)), "--output_dir", str(tmp_path / "run"), "--total_epochs", "500")
+    job = Job(nodes, "two_nodes", *flags, logs=tmp_path)
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 2:
+        assert time.monotonic() < deadline and not any(p.poll() for p in job.launchers), job.output()
+        time.sleep(0.1)
+    processes = [*nodes[0].processes(), *nodes[1].processes()]
+    launcher = job.launchers[1].pid
+    kill([process for process in nodes[1].processes() if lost == "node" or process.pid != launcher])
+    codes = job.ended(timeout=60)
+    assert codes[0] > 0, job.output()
+    assert codes[1] == (-signal.SIGKILL if lost == "node" else 1), job.output()
+    # The workers too: one that waits for ever would keep its GPU.
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert len(processes) >= 4 and not alive, job.output()

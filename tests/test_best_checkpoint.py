@@ -1,0 +1,124 @@
+"""The best checkpoint stays, is told to callbacks, and is known to a resumed run."""
+
+import math
+import shutil
+
+import pytest
+from transformers import TrainerCallback
+
+from alpaca_ppo import PPOTrainer
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer
+
+NAME = "objective/scripted"
+
+
+def scripted(*values):
+    """A trainer class whose metric NAME is `values[0]` after step 1, and so on."""
+
+    class Scripted(PPOTrainer):
+        def record_step_stats(self, train_stats, rollouts, step):
+            return super().record_step_stats(train_stats, rollouts, step) | {NAME: values[step - 1]}
+
+    return Scripted
+
+
+def run(folder, values, *, limit=1, resume=None, total=50, callbacks=(), **overrides):
+    settings = {"save_steps": 1, "save_total_limit": limit, "metric_for_best_model": NAME, **overrides}
+    arguments = {"callbacks": list(callbacks)}
+    trainer = tiny_trainer(
+        folder, trainer_class=scripted(*values), total_episodes=total, trainer_arguments=arguments, **settings
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def steps(folder):
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "values", "greater", "left", "best"),
+    [
+        (1, [1, 3, 2, 2, 2], True, [2, 5], 2),
+        (2, [1, 3, 2, 2, 2], True, [2, 5], 2),
+        (3, [1, 3, 2, 2, 2], True, [2, 4, 5], 2),
+        (1, [1, 3, 2, 2, 0], False, [5], 5),
+        (1, [1, 3, 2, 2, 3], True, [2, 5], 2),
+        (1, [math.nan, math.inf, -1, -2, math.nan], True, [3, 5], 3),
+        (None, [1, 3, 2, 2, 2], True, [1, 2, 3, 4, 5], 2),
+    ],
+)
+def test_the_newest_and_the_best_stay(tmp_path, limit, values, greater, left, best):
+    trainer = run(tmp_path, values, limit=limit, greater_is_better=greater)
+    assert steps(tmp_path) == left
+    assert trainer.state.best_global_step == best
+    assert trainer.state.best_metric == values[best - 1]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+
+
+def test_without_a_metric_none_is_the_best(tmp_path):
+    trainer = run(tmp_path, [1, 3, 2, 2, 2], metric_for_best_model=None)
+    assert steps(tmp_path) == [5]
+    assert trainer.state.best_metric is None and trainer.state.best_model_checkpoint is None
+
+
+def test_the_best_survives_a_resumed_run(tmp_path):
+    values = [1, 3, 2, 2, 2]
+    run(tmp_path, values, total=30)
+    assert steps(tmp_path) == [2, 3]
+    trainer = run(tmp_path, values, resume=True)
+    assert steps(tmp_path) == [2, 5]
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (3, 2)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_another_metric_or_a_best_that_is_gone_is_sought_anew(tmp_path):
+    run(tmp_path / "run", [1, 3, 2, 2, 2], total=30)
+    shutil.copytree(tmp_path / "run", tmp_path / "gone")
+    shutil.copytree(tmp_path / "run", tmp_path / "turned")
+    turned = run(tmp_path / "turned", [1, 3, 2, 4, 5], resume=True, greater_is_better=False)
+    assert steps(tmp_path / "turned") == [4, 5] and turned.state.best_global_step == 4
+    shutil.rmtree(tmp_path / "gone/checkpoint-2")
+    with pytest.warns(UserWarning, match=r"checkpoint-2, the best checkpoint so far \(objective/scripted = 3.*is gone"):
+        gone = run(tmp_path / "gone", [1, 3, 2, 1, 0], resume=True)
+    assert steps(tmp_path / "gone") == [4, 5] and gone.state.best_global_step == 4
+
+
+def test_callbacks_see_the_best_when_a_checkpoint_is_saved(tmp_path):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen.append((state.best_metric, state.best_global_step))
+
+    run(tmp_path, [1, 3, 2], total=30, callbacks=[Watch()])
+    assert seen == [(1, 1), (3, 2), (3, 2)]
+
+
+def evaluated(folder, metric, **overrides):
+    settings = {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": metric}
+    return tiny_trainer(folder, **settings, trainer_arguments={"eval_dataset": prompts(5)}, **overrides)
+
+
+def test_an_evaluation_s_metric_decides(tmp_path):
+    trainer = evaluated(tmp_path, "eval/kl_sum_seq", save_total_limit=1, total_episodes=50)
+    trainer.train()
+    measured = {line["step"]: line["eval/kl_sum_seq"] for line in metric_lines(tmp_path) if line["step"]}
+    best = max(measured, key=measured.get)
+    assert trainer.state.best_global_step == best and trainer.state.best_metric == measured[best]
+    assert best != 5 and steps(tmp_path) == [best, 5]
+
+
+def test_an_unknown_metric_is_an_error_at_once_that_lists_the_known_ones(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"'eval/reward', which an evaluation does not measure; .*eval/rewards.* or null"
+    ):
+        evaluated(tmp_path / "a", "eval/reward").train()
+    assert not (tmp_path / "a/metrics.jsonl").exists()
+    with pytest.raises(
+        ValueError, match=r"'scores', which a step does not measure; .*objective/scores,.*such as eval/"
+    ):
+        evaluated(tmp_path / "b", "scores", total_episodes=50).train()
+    assert [line["step"] for line in metric_lines(tmp_path / "b")] == [0]
+    with pytest.raises(ValueError, match="'eval/scores', but eval_dataset is None"):
+        tiny_trainer(tmp_path / "c", metric_for_best_model="eval/scores", save_steps=1, eval_steps=1).train()
