@@ -13,13 +13,17 @@ ifeq ($(usable),)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: quickstart results overopt compare lora memory-table test check
+.PHONY: quickstart results overopt compare lora memory-table torture test check
 
 quickstart results overopt compare lora: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
 
 memory-table: $(STAMP)
 	$(BIN)/python -m examples.memory_table
+
+# Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
+torture: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture
 
 test: check
 	$(BIN)/python -m pytest

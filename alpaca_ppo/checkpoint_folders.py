@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from alpaca_ppo.folders import StrPath, remove_folder
+from alpaca_ppo.folders import StrPath, kept_folders, remove_folder, where_kept
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
 FILES = ("model.safetensors", "state.json", "state.safetensors")
@@ -82,12 +82,13 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     Raises:
         ValueError: for a missing, foreign or incomplete folder; the file is named.
     """
-    if not folder.is_dir():
+    there = where_kept(folder)
+    if not there.is_dir():
         raise ValueError(
             f"checkpoint {folder} does not exist or is no folder; name an existing checkpoint-<step> folder"
         )
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
         entries = {name: manifest["files"][name] for name in FILES}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -99,9 +100,9 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     if found != FORMAT:
         raise ValueError(f"{folder}/manifest.json says {found}; this version of alpaca_ppo reads {FORMAT}")
     for name, (size, _) in files.items():
-        if not (folder / name).is_file():
+        if not (there / name).is_file():
             raise ValueError(f"checkpoint file {folder / name} is missing; {_remedy(folder)}")
-        if (actual := (folder / name).stat().st_size) != size:
+        if (actual := (there / name).stat().st_size) != size:
             raise ValueError(
                 f"checkpoint file {folder / name} is damaged: {actual} bytes, written with {size}; {_remedy(folder)}"
             )
@@ -136,5 +137,6 @@ def _remedy(folder: Path) -> str:
 
 
 def _checkpoints(output_dir: StrPath) -> list[Path]:
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match and path.is_dir())]
+    found = kept_folders(output_dir, "checkpoint-*")
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in found]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match)]

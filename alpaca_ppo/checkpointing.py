@@ -145,7 +145,7 @@ def load_checkpoint(
     trained.load_optimizer_state(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if rank < len(state["rng"]):
-        _set_rng(state["rng"][rank])
+        set_random_states(state["rng"][rank])
     return extra
 
 
@@ -215,7 +215,8 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def _set_rng(state: Mapping[str, Any]) -> None:
+def set_random_states(state: Mapping[str, Any]) -> None:
+    """Puts back what `random_states` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -209,18 +209,15 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
-def make_run_log(
-    accelerator: Accelerator, args: PPOConfig, *, resume_step: int | None, resume_skipped: int = 0
-) -> RunLog:
-    """What the run leaves on disk and tells the trackers."""
+def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
+    """What the run leaves on disk and tells the trackers; `resumed` as of `RunLog`."""
     return RunLog(
         accelerator,
         output_dir=args.output_dir,
         report_to=args.report_to,
         run_name=args.run_name,
         config=asdict(args),
-        resume_step=resume_step,
-        resume_skipped=resume_skipped,
+        **resumed,
     )
 
 

@@ -65,6 +65,15 @@ def any_rank(flag: bool, accelerator: Accelerator) -> bool:
     return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
 
 
+def largest(number: int, accelerator: Accelerator) -> int:
+    """The largest of the ranks' numbers. One small message: cheap enough for every micro-batch."""
+    if accelerator.num_processes == 1:
+        return number
+    everywhere = torch.tensor(number, device=accelerator.device)
+    torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MAX)
+    return int(everywhere)
+
+
 def gather_list(item: T, accelerator: Accelerator) -> list[T]:
     """What each rank passed, in rank order, on every rank."""
     if accelerator.num_processes == 1:
@@ -79,20 +88,26 @@ def filled_up(batches: Sequence[T], count: int, filler: Callable[[int], T], acce
     return [*batches, filler(missing)] if missing else list(batches)
 
 
-def gather_rows(rows: dict[str, Tensor], accelerator: Accelerator, *, samples_per_prompt: int) -> dict[str, Tensor]:
-    """The global batch on every rank, on the CPU, in the order of the prompts whatever the number of ranks.
+def gather_rows(
+    rows: dict[str, Tensor] | None, accelerator: Accelerator, *, samples_per_prompt: int
+) -> dict[str, Tensor] | None:
+    """The global batch on every rank, on the CPU, in the order of the prompts whatever the number of ranks; None where
+    a rank has given up its part.
 
     Args:
         rows: (B_rank, ...) tensors with the same keys on every rank; ranks hold the prompts that `rank_share` gave
             them, each with its `samples_per_prompt` rows next to one another. A rank without rows passes an empty
-            dictionary.
+            dictionary, and None says that it gives up.
         accelerator: of the run.
         samples_per_prompt: rows of each prompt.
 
     Raises:
         ValueError: when no rank has rows, or a tensor has (B,) rows on one rank and (B, R) on another.
     """
-    parts = gather_list({key: value.cpu() for key, value in rows.items()}, accelerator)
+    given = gather_list(None if rows is None else {key: value.cpu() for key, value in rows.items()}, accelerator)
+    parts = [part for part in given if part is not None]
+    if len(parts) < len(given):
+        return None
     world = len(parts)
     places = []
     for rank, part in enumerate(parts):

@@ -100,6 +100,21 @@ def _no_room(path: Path, needed: str) -> OSError:
     )
 
 
+def kept_folders(parent: StrPath, pattern: str) -> list[Path]:
+    """The folders in `parent` whose name matches `pattern`, also one that a killed process was about to replace:
+    `clean_leftovers` puts it back under the path that is returned.
+    """
+    names = {path.name for path in Path(parent).glob(pattern) if path.is_dir()}
+    replaced = (path.name for path in Path(parent).glob(f".{pattern}{_REPLACED}"))
+    return [Path(parent) / name for name in sorted(names | {name[1 : -len(_REPLACED)] for name in replaced})]
+
+
+def where_kept(path: Path) -> Path:
+    """Where the folder `path` is now: under another name, where a killed process was about to replace it."""
+    replaced = _hidden(path, _REPLACED)
+    return replaced if replaced.is_dir() and not path.exists() else path
+
+
 def remove_folder(path: Path) -> None:
     """Removes `path`; a process that is killed here leaves it whole or absent."""
     os.rename(path, _hidden(path, _INCOMPLETE))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.checkpoint_folders import check_manifest, refuse_finished_run, resolve_checkpoint
 from alpaca_ppo.config import PPOConfig
+from alpaca_ppo.folders import where_kept
 from alpaca_ppo.tracking import tracker_names
 
 
@@ -25,7 +26,8 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     if not resume_from_checkpoint:
         refuse_finished_run(args.output_dir)
         return
-    if not (folder := resolve_checkpoint(resume_from_checkpoint, args.output_dir)).is_dir():
+    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
+    if not where_kept(folder).is_dir():
         raise ValueError(f"resume_from_checkpoint is {str(folder)!r}, which is no folder; name a checkpoint's, or true")
     check_manifest(folder)
 

@@ -64,12 +64,13 @@ def sample_responses(
     per_device_batch_size: int,
     on_chunk: Callable[[int], Any] = lambda rows: None,
     any_rank: Callable[[bool], bool] | None = None,
+    before_token: Callable[[], Any] = lambda: None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
     Prompts of like length are sampled together, at most `per_device_batch_size` responses at once; a token does not
-    depend on that choice. `on_chunk` is told the rows that each chunk finished; `any_rank` is that of `generate`. Keys:
-    those of `types.Rollouts` from `queries` to `rollout_logprobs`.
+    depend on that choice. `on_chunk` is told the rows that each chunk finished; `any_rank` and `before_token` are those
+    of `generate`. Keys: those of `types.Rollouts` from `queries` to `rollout_logprobs`.
     """
     n = sampling.num_return_sequences
     device = next(model.parameters()).device
@@ -81,6 +82,7 @@ def sample_responses(
         "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
         "stopped": torch.zeros(count, n, dtype=torch.bool),
     }
+    how = {"seed": seed, "step": step, "any_rank": any_rank, "before_token": before_token, **vars(sampling)}
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
         longest = max(lengths[i] for i in chunk)
         generation = generate(
@@ -88,10 +90,7 @@ def sample_responses(
             prompts["queries"][chunk, -longest:].to(device),
             prompts["query_attn_masks"][chunk, -longest:].to(device),
             prompt_ids=prompts["prompt_ids"][chunk].to(device),
-            seed=seed,
-            step=step,
-            any_rank=any_rank,
-            **vars(sampling),
+            **how,
         )
         for key, value in vars(generation).items():
             out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
@@ -157,15 +156,18 @@ def evaluate_responses(
     chunk_size: int,
     per_device_batch_size: int,
     device: torch.device,
+    check: Callable[[], Any] = lambda: None,
     **parts: Any,
 ) -> dict[str, Tensor]:
     """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU: the trainer's own
-    forward pass, without gradients. `parts` may hold an `ActorCritic`'s `with_policy` and `with_critic`.
+    forward pass, without gradients. `check` is called before each chunk; `parts` may hold an `ActorCritic`'s
+    `with_policy` and `with_critic`.
     """
     keys = ("queries", "query_attn_masks", "responses", "response_mask")
     lengths = (samples["query_attn_masks"].sum(dim=1) + samples["response_mask"].sum(dim=1)).tolist()
     out: dict[str, Tensor] = {}
     for chunk in chunks_by_length(lengths, per_device_batch_size):
+        check()
         batch = [samples[key][chunk].to(device) for key in keys]
         outputs = model(*batch, temperature=temperature, chunk_size=chunk_size, **parts)
         for name, value in outputs._asdict().items():
@@ -216,6 +218,7 @@ class RolloutCollector:
         step: int,
         timers: Timers,
         on_chunk: Callable[[int], Any],
+        check: Callable[[], Any] = lambda: None,
         with_policy: bool = True,
         with_critic: bool = True,
         greedy_baseline: bool = False,
@@ -225,12 +228,13 @@ class RolloutCollector:
         Where ranks must keep in step (`engine.in_step`), all of them pass the same number of prompts. Seconds go to
         `timers` as rollout, score and logprobs; `on_chunk` is told how many responses each sampled chunk has. Without
         `with_policy` the sampler's log-probs stand for the policy's, and its pass is spared; without `with_critic`
-        there are no values; `greedy_baseline` adds `baseline_scores`.
+        there are no values; `greedy_baseline` adds `baseline_scores`. `check` is called often, on ranks in step as
+        often on each; what it raises ends the collection.
         """
         if not batches:
             return {}
         prompts = merge_prompt_batches(batches)
-        how: dict[str, Any] = {"seed": seed, "step": step, "timers": timers}
+        how: dict[str, Any] = {"seed": seed, "step": step, "timers": timers, "check": check}
         local = self._answer(engine, prompts, sampling, **how, on_chunk=on_chunk)
         if greedy_baseline:
             greedy = replace(sampling, do_sample=False, num_return_sequences=1)
@@ -238,10 +242,15 @@ class RolloutCollector:
             local["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling.num_return_sequences)
         with timers.measure("logprobs"):
             parts = {"with_policy": with_policy, "with_critic": with_critic}
-            return local | self._evaluate(engine.actor_critic, local, sampling.temperature, parts)
+            return local | self._evaluate(engine.actor_critic, local, sampling.temperature, check, parts)
 
     def _evaluate(
-        self, actor_critic: ActorCritic, samples: dict[str, Tensor], temperature: float, parts: dict[str, Any]
+        self,
+        actor_critic: ActorCritic,
+        samples: dict[str, Tensor],
+        temperature: float,
+        check: Callable[[], Any],
+        parts: dict[str, Any],
     ) -> dict[str, Tensor]:
         """Log-probs, entropies and values of policy, critic and reference."""
         settings: dict[str, Any] = {
@@ -249,6 +258,7 @@ class RolloutCollector:
             "per_device_batch_size": self.per_device_batch_size,
             "temperature": temperature,
             "device": self.accelerator.device,
+            "check": check,
         }
         out: dict[str, Tensor] = {}
         if any(parts.values()):
@@ -273,12 +283,17 @@ class RolloutCollector:
         step: int,
         timers: Timers,
         on_chunk: Callable[[int], Any],
+        check: Callable[[], Any],
     ) -> dict[str, Tensor]:
         """Responses and their scores."""
         how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step, "on_chunk": on_chunk}
         size = self.per_device_batch_size
         with timers.measure("rollout"), self.accelerator.autocast(), engine.sampling() as (model, any_rank):
+            # Ranks that must keep in step may ask together only where they choose as many tokens each.
+            if any_rank or not engine.in_step:
+                how["before_token"] = check
             local = sample_responses(model, prompts, **how, per_device_batch_size=size, any_rank=any_rank)
+        check()
         with timers.measure("score"):
             rows = [row for row in prompts["rows"] for _ in range(sampling.num_return_sequences)]
             local |= score_responses(self.scorer, self.processing_class, local, rows, penalty=self.penalty)

@@ -20,11 +20,15 @@ from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.contracts import NonFiniteUpdate
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.folders import clean_leftovers
+from alpaca_ppo.interruption import Interrupted, Interruption
 from alpaca_ppo.kl_controllers import KLController
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.resume_point import ResumePoint, UpdateProgress
+from alpaca_ppo.rollouts import RolloutCollector
 from alpaca_ppo.run_identity import REMEDIES, data_identity, expected_identity, run_identity
 from alpaca_ppo.tracking import RunLog, check_metrics, metrics_identity
+from alpaca_ppo.types import Rollouts
 from alpaca_ppo.updates import Updater
 
 
@@ -41,7 +45,10 @@ class RunKeeping:
     optimizer_steps: int
     kl_controller: KLController
     state: TrainerState
+    collector: RolloutCollector
     lifecycle: Lifecycle
+    interruption: Interruption
+    resume_point: ResumePoint
     run_log: RunLog | None
     skipped_updates: int
     evaluate: Callable[[], dict[str, float]]
@@ -73,17 +80,16 @@ class RunKeeping:
 
         `stats` are the step's metrics, by which it may become the best one (`metric_for_best_model`).
         """
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder, progress = self._checkpoint_folder, self._progress()
         compare_with_best(self.state, stats or {}, folder, self.args)
         engine = self.updater.engine
         # Ranks put together what lies in parts on them; one writes it.
         state: dict[str, Any] = {"weights": engine.weights(), "optimizer": engine.optimizer_state()}
         state["rng"] = distributed.gather_list(checkpointing.random_states(), self.accelerator)
-        extra = {"global_step": self.state.global_step, "kl_controller": self.kl_controller.state_dict()}
-        extra |= {"skipped_updates": self.skipped_updates, "best": best_of(self.state, self.args)}
+        extra = progress | {"skipped_updates": self.skipped_updates, "best": best_of(self.state, self.args)}
         with distributed.together(self.accelerator):
             if self.accelerator.is_main_process:
-                extra["metrics"] = metrics_identity(Path(self.args.output_dir), self.state.global_step)
+                extra["metrics"] = metrics_identity(Path(self.args.output_dir), progress["last_line"])
                 extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
                 checkpointing.save_checkpoint(
                     folder,
@@ -93,7 +99,61 @@ class RunKeeping:
                     save_total_limit=self.args.save_total_limit,
                     best=self.state.best_model_checkpoint,
                 )
+        self.resume_point.saved = self._may_stop
         return folder
+
+    @property
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+    def _progress(self) -> dict[str, Any]:
+        """How far the run has come; every rank tells its part."""
+        point = self.resume_point if self._may_stop else ResumePoint()
+        update = point.update
+        return {
+            "global_step": self.state.global_step,
+            "last_line": point.last_line if self._may_stop else self.state.global_step,
+            "kl_controller": self.kl_controller.state_dict(),
+            "learning_rate": self.updater.learning_rate,
+            "stats": point.stats,
+            "step_ended": point.step_ended,
+            "update": update and update.state_dict(distributed.gather_list(update.of_rank(), self.accelerator)),
+        }
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether the resume point tells where the run stands, also where a subclass trains in its own way."""
+        point = self.resume_point
+        return (point.step, point.updates) == (self.state.global_step, self.updater.taken)
+
+    def _check(self) -> None:
+        if self._may_stop:
+            self.interruption.check_together()
+
+    def _update_progress(self, rollouts: Rollouts) -> UpdateProgress:
+        """How far the update on `rollouts` is. Others than the step's, which a subclass may pass, begin anew: a resumed
+        run would not find them.
+        """
+        update = self.resume_point.update
+        return update if update is not None and update.rollouts is rollouts else UpdateProgress(rollouts, {})
+
+    def _reach(self, **changes: Any) -> None:
+        self.resume_point.move(step=self.state.global_step, updates=self.updater.taken, **changes)
+
+    def _save_interrupted(self, interrupted: Interrupted) -> None:
+        # The best checkpoint keeps the weights that were measured. From there a resumed run does the step anew.
+        is_best = self.state.best_model_checkpoint == str(self._checkpoint_folder)
+        if not self.resume_point.saved and not is_best:
+            self.resume_point.rewind()
+            self.save_checkpoint()
+            self._notify("on_save")
+        self._log.message(
+            f"{interrupted}: {self._checkpoint_folder} holds where the run stands; go on with "
+            "resume_from_checkpoint: true"
+        )
+        self._log.finish()
+        self.run_log = None
+        distributed.settle(self.accelerator)
 
     @property
     def _log(self) -> RunLog:
@@ -103,6 +163,7 @@ class RunKeeping:
         return self.run_log
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
+        self.collector.scorer.around_functions = self.interruption.among_strangers
         if self.accelerator.is_main_process:
             clean_leftovers(self.args.output_dir)
         self.accelerator.wait_for_everyone()
@@ -110,12 +171,14 @@ class RunKeeping:
             self._load_checkpoint(resume_from_checkpoint)
         else:
             checkpoint_folders.refuse_finished_run(self.args.output_dir)
+            self._reach()
+        point = self.resume_point
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
         if self.run_log is None:
-            step = self.state.global_step
-            how = {"resume_step": step, "resume_skipped": self.skipped_updates}
-            self.run_log = construction.make_run_log(self.accelerator, self.args, **how)
+            kept = {"resume_step": -1 if point.at_start else point.step, "step_ended": point.step_ended}
+            kept["resume_skipped"] = self.skipped_updates
+            self.run_log = construction.make_run_log(self.accelerator, self.args, **kept)
         self._log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
@@ -124,10 +187,12 @@ class RunKeeping:
         self._notify("on_train_begin")
         if self.eval_prompts is None:
             require_metric(self.args, {}, evaluation=True)
-        elif self.state.global_step == 0:
+        elif point.at_start:
             stats = self._evaluate()
             self._log.log(stats, 0)
             self._notify("on_evaluate", metrics=stats)
+        if not point.step_ended:
+            self._end_step(point.stats)
 
     def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
         folder = checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
@@ -138,7 +203,7 @@ class RunKeeping:
             rank=self.accelerator.process_index,
             expected=expected_identity(self._identity(), self.args),
             remedies=REMEDIES,
-            check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["global_step"]),
+            check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["last_line"]),
         )
         self._compare_eval_data(extra["eval_dataset"])
         restore_best(self.state, extra["best"], folder.parent, self.args)
@@ -146,6 +211,11 @@ class RunKeeping:
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.kl_controller.load_state_dict(extra["kl_controller"])
         self.skipped_updates = extra["skipped_updates"]
+        self.updater.learning_rate = extra["learning_rate"]
+        ranks = {"rank": self.accelerator.process_index, "num_ranks": self.accelerator.num_processes}
+        update = UpdateProgress.from_state(extra["update"], **ranks) if extra["update"] else None
+        self._reach(stats=extra["stats"], step_ended=extra["step_ended"], update=update)
+        self.resume_point.saved = folder.resolve() == self._checkpoint_folder.resolve()
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
@@ -176,8 +246,11 @@ class RunKeeping:
             ) from refused
         self._log.message(f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}")
 
-    def _end_of_step(self, stats: dict[str, float]) -> None:
-        step = self.state.global_step
+    def _end_step(self, stats: dict[str, float]) -> None:
+        """What follows the update: evaluation, records, checkpoint. An interrupted run comes back here."""
+        self._reach(stats=stats, step_ended=False, update=None)
+        self._notify("on_step_end")
+        step, stats = self.state.global_step, dict(stats)
         if why := self.lifecycle.stop_beyond(stats, max_kl_to_ref=self.args.max_kl_to_ref):
             self._log.message(f"step {step}: {why}")
         last = step == self.schedule.num_steps or self.lifecycle.control.should_training_stop
@@ -188,10 +261,13 @@ class RunKeeping:
         require_metric(self.args, stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.lifecycle.control.should_log
         self._log.log(stats, step, report=report)
+        self._reach(stats=stats, step_ended=True)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
-        if (self.args.save_steps and step % self.args.save_steps == 0) or self.lifecycle.control.should_save:
+        # At the end too: a run killed while it writes the final models has nothing to compute again.
+        due = self.args.save_steps and (step % self.args.save_steps == 0 or step == self.schedule.num_steps)
+        if due or self.lifecycle.control.should_save:
             self.save_checkpoint(stats)
             self._notify("on_save")
 

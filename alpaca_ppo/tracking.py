@@ -59,8 +59,9 @@ class RunLog:
         report_to: names for `tracker_names`.
         run_name: of the run at the trackers; the output folder's name by default.
         config: the resolved configuration, plain values only.
-        resume_step: steps already done. Records of later steps, which the resumed run will write again, are dropped;
-            all of them where it is 0, so that a run that starts anew is not mixed with an older one.
+        resume_step: steps already done, -1 for a run that starts anew, None to leave everything. Records of later
+            steps, which a resumed run will write again, are dropped.
+        step_ended: False where that step's own line is still to be written; its table of rollouts is there.
         resume_skipped: updates skipped until then; records of later ones are dropped too.
 
     Raises:
@@ -75,7 +76,8 @@ class RunLog:
         report_to: Sequence[str] = ("tensorboard",),
         run_name: str | None = None,
         config: Mapping[str, Any],
-        resume_step: int | None = 0,
+        resume_step: int | None = -1,
+        step_ended: bool = True,
         resume_skipped: int = 0,
     ) -> None:
         self.accelerator = accelerator
@@ -85,13 +87,14 @@ class RunLog:
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                _drop_records_after(self.output_dir, resume_step)
+                _drop_records_after(self.output_dir, resume_step, lines=resume_step - (not step_ended))
                 _keep_lines(self.output_dir / "skipped_updates.jsonl", "number", resume_skipped)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
         if self._owns_trackers:
-            self._start_trackers(names, run_name or self.output_dir.resolve().name, dict(config), resume_step)
+            purge = None if resume_step is None else resume_step + step_ended
+            self._start_trackers(names, run_name or self.output_dir.resolve().name, dict(config), purge)
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
         """Adds a line to metrics.jsonl, `step` first and then the sorted keys; `report` says whether trackers get it
@@ -145,13 +148,11 @@ class RunLog:
             self.accelerator.trackers = []
 
     def _start_trackers(
-        self, names: Sequence[str], run_name: str, config: dict[str, Any], resume_step: int | None
+        self, names: Sequence[str], run_name: str, config: dict[str, Any], purge_step: int | None
     ) -> None:
         runs = self.output_dir / "runs"
         # TensorBoard hides what an interrupted run wrote from purge_step on.
-        board = TensorBoardTracker(
-            "", runs, purge_step=None if resume_step is None else resume_step + 1 if resume_step else 0
-        )
+        board = TensorBoardTracker("", runs, purge_step=purge_step)
         self.accelerator.project_configuration.logging_dir = str(runs)
         self.accelerator.log_with = [board if name == "tensorboard" else name for name in names]
         options = {name: {option: run_name} for name, option in _RUN_NAME_OPTION.items()}
@@ -205,13 +206,13 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _drop_records_after(output_dir: Path, step: int) -> None:
-    """Drops what a resumed run will write again: later steps, and everything where `step` is 0."""
-    _keep_lines(output_dir / "metrics.jsonl", "step", step or -1)
+def _drop_records_after(output_dir: Path, step: int, *, lines: int) -> None:
+    """Drops what a resumed run will write again: tables of steps after `step` and lines of steps after `lines`."""
+    _keep_lines(output_dir / "metrics.jsonl", "step", lines)
     for folder in _ROW_FOLDERS:
         for path in (output_dir / folder).glob("step_*.jsonl"):
             number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
-            if number and (step == 0 or int(number[1]) > step):
+            if number and int(number[1]) > step:
                 path.unlink()
 
 

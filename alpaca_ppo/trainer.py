@@ -6,7 +6,9 @@ disk in `run_keeping`. This file says in which order they happen and on which ro
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,11 +23,14 @@ from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.contracts import ESTIMATED, SHAPED, NonFiniteUpdate, add_to_rollouts, check_rollouts
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.estimators import estimate_advantages, quantile_levels, rollout_parts
+from alpaca_ppo.failures import told_to_launcher
 from alpaca_ppo.functional import shape_rewards
+from alpaca_ppo.interruption import Interrupted, Interruption
 from alpaca_ppo.lifecycle import Lifecycle
 from alpaca_ppo.losses import correction_weights, loss_terms
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.optimization import make_updater
+from alpaca_ppo.resume_point import ResumePoint, UpdateProgress
 from alpaca_ppo.rollouts import Sampling
 from alpaca_ppo.run_keeping import RunKeeping
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -96,6 +101,7 @@ class PPOTrainer(RunKeeping):
         self.kl_controller = construction.make_kl(args)
         self.state = construction.make_state(self.schedule, self.accelerator)
         self.lifecycle = Lifecycle(callbacks or [], self.state)
+        self.interruption, self.resume_point = Interruption(self.accelerator), ResumePoint()
         self.run_log, self.skipped_updates = None, 0
         self.timers = metrics.Timers()
 
@@ -107,25 +113,37 @@ class PPOTrainer(RunKeeping):
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
         """Runs all steps, from a checkpoint if asked, and saves the final models; returns the last step's metrics.
 
+        SIGTERM and SIGINT end the micro-batch or the sampling under way, save a checkpoint and end the process.
+
         Args:
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
+
+        Raises:
+            Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
         """
+        with told_to_launcher(), self.interruption.listening():
+            try:
+                return self._train(resume_from_checkpoint)
+            except Interrupted as interrupted:
+                self._save_interrupted(interrupted)
+                raise
+
+    def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
         self._begin(resume_from_checkpoint)
-        stats: dict[str, float] = {}
-        progress = self._log.progress(self.schedule.num_steps, "ppo", initial=self.state.global_step)
-        while self.state.global_step < self.schedule.num_steps and not self.lifecycle.control.should_training_stop:
-            self.lifecycle.begin_step()
-            self._notify("on_step_begin")
-            stats = self.step(self.prompt_batches(self.state.global_step))
-            self._notify("on_step_end")
-            self._end_of_step(stats)
-            progress.update(1)
-        progress.close()
-        self.save_model(stats=stats)
+        num_steps = self.schedule.num_steps
+        with self._log.progress(num_steps, "ppo", initial=self.state.global_step) as progress:
+            while self.state.global_step < num_steps and not self.lifecycle.control.should_training_stop:
+                self._check()
+                self.lifecycle.begin_step()
+                self._notify("on_step_begin")
+                self._end_step(self.step(self.prompt_batches(self.state.global_step)))
+                progress.update(1)
+        self._check()
+        self.save_model(stats=self.resume_point.stats)
         self._notify("on_train_end")
         self._log.finish()
         distributed.settle(self.accelerator)
-        return stats
+        return self.resume_point.stats
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
         """This rank's prompts of `step` (from 0): one batch, or none where a ragged step has fewer prompts than
@@ -134,8 +152,23 @@ class PPOTrainer(RunKeeping):
         return self._collate(self.train_prompts, self.schedule.indices(step))
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
-        """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
+        """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
+
+        Where a resumed run stands within the step's update, its rollouts are there already.
+        """
         self.timers = metrics.Timers()
+        if self.resume_point.update is None:
+            rollouts = self._estimated_rollouts(prompt_batches)
+            self._reach(update=UpdateProgress(rollouts, self.timers.seconds))
+        else:
+            rollouts, self.timers.seconds = self.resume_point.update.rollouts, self.resume_point.update.seconds
+        with self.timers.measure("update"):
+            train_stats = self.step_with_rollouts(rollouts)
+        stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
+        self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), n_steps=rollouts["responses"].size(0))
+        return stats
+
+    def _estimated_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         rollouts = self.rollout(prompt_batches)
         check_rollouts(rollouts)
         names = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
@@ -150,11 +183,7 @@ class PPOTrainer(RunKeeping):
             baseline_scores=rollouts.get("baseline_scores"),
         )
         add_to_rollouts(rollouts, "_estimate_advantage", estimated, ESTIMATED)
-        with self.timers.measure("update"):
-            train_stats = self.step_with_rollouts(rollouts)
-        stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
-        self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), n_steps=rollouts["responses"].size(0))
-        return stats
+        return rollouts
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts, scores them and evaluates them under policy, critic and reference.
@@ -193,34 +222,32 @@ class PPOTrainer(RunKeeping):
         """
         rows = rollouts["responses"].size(0)
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        stats, steps, skipped = metrics.StatsAccumulator(), 0, 0
-        total = optimizer_steps(rows, self.args.step_batch_size, self.args.ppo_epochs)
-        progress = self._log.progress(total, "update", leave=False)
-        key = (self.args.seed, self.state.global_step)
-        for epoch, batch in update_batches(rows, self.args.step_batch_size, self.args.ppo_epochs, key):
-            how: dict[str, Any] = {"freeze_policy": self.policy_stands_still}
-            how["value_taus"] = quantile_levels(self.args, *key, epoch, steps + skipped)
-            how["target_kl_stop"] = self.args.target_kl_stop
-            first = steps == 0 or self.policy_stands_still
-            progress.update(1)
-            try:
-                part, stepped = self.updater.step(rollouts, batch, self.compute_loss, first=first, **how)
-            except NonFiniteUpdate as refused:
-                self._skip_update(refused)
-                skipped += 1
-                continue
-            stats.merge(part)
-            if not stepped:
-                break
-            steps += 1
-        progress.close()
-        stopped = steps + skipped < total
-        train_stats = self.updater.over_ranks(stats).compute(steps + stopped)
+        done = self._update_progress(rollouts)
+        sizes, key = (rows, self.args.step_batch_size, self.args.ppo_epochs), (self.args.seed, self.state.global_step)
+        with self._log.progress(optimizer_steps(*sizes), "update", initial=done.tried, leave=False) as progress:
+            for epoch, batch in islice(update_batches(*sizes, key), done.tried, None):
+                if done.kl_stopped:
+                    break
+                how: dict[str, Any] = {"freeze_policy": self.policy_stands_still, "check": self._check}
+                how["value_taus"] = quantile_levels(self.args, *key, epoch, done.tried)
+                how["target_kl_stop"] = self.args.target_kl_stop
+                how["first"] = done.optimizer_steps == 0 or self.policy_stands_still
+                progress.update(1)
+                try:
+                    part, stepped = self.updater.step(rollouts, batch, self.compute_loss, **how)
+                    done.add(part, stepped=stepped)
+                except NonFiniteUpdate as refused:
+                    self._skip_update(refused)
+                    done.skipped += 1
+                if done is self.resume_point.update:
+                    self._reach()
+        train_stats = self.updater.over_ranks(done.stats).compute(done.optimizer_steps + done.kl_stopped)
         self.updater.warn(train_stats)
         self.state.global_step += 1
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        counts = {"policy/optimizer_steps": float(steps), "policy/skipped_updates": float(skipped)}
-        return {**train_stats, **counts, "policy/kl_stopped": float(stopped)}
+        counts = {"optimizer_steps": done.optimizer_steps, "skipped_updates": done.skipped}
+        counts["kl_stopped"] = done.kl_stopped
+        return {**train_stats, **{f"policy/{name}": float(count) for name, count in counts.items()}}
 
     @property
     def policy_stands_still(self) -> bool:
@@ -300,14 +327,21 @@ class PPOTrainer(RunKeeping):
 
     def _collect(self, batches: Sequence[PromptBatch], sampling: Sampling, **how: Any) -> Rollouts:
         n = sampling.num_return_sequences
-        progress = self._log.progress(sum(len(batch["rows"]) for batch in batches) * n, "rollout", leave=False)
-        how |= {"timers": self.timers, "on_chunk": progress.update}
         real = sum(len(batch["rows"]) for batch in batches)
-        if self.updater.engine.in_step:
+        in_step, stoppable = self.updater.engine.in_step, self._may_stop
+        if in_step:
             # Ranks make the same passes where parameters lie in parts on all of them; what fills up is dropped below.
             batches = distributed.filled_up(batches, real, self._filler, self.accelerator)
-        local = self.collector.collect(self.updater.engine, batches, sampling, **how)
-        local = {key: value[: real * n] for key, value in local.items() if real}
-        progress.close()
-        rows: Rollouts = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)  # type: ignore[assignment]
-        return rows
+        local = None
+        with self._log.progress(real * n, "rollout", leave=False) as progress:
+            how |= {"timers": self.timers, "on_chunk": progress.update}
+            how["check"] = self._check if in_step else self.interruption.check_here
+            # A rank that leaves this block early tells the others in the gathering.
+            with self.interruption.sampling() if stoppable and not in_step else nullcontext():
+                found = self.collector.collect(self.updater.engine, batches, sampling, **how)
+                local = {key: value[: real * n] for key, value in found.items() if real}
+        rows: Any = distributed.gather_rows(local, self.accelerator, samples_per_prompt=n)
+        if rows is None:
+            self.interruption.check_together()
+        given: Rollouts = rows
+        return given

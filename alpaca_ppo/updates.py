@@ -40,6 +40,8 @@ class Updater:
         self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """In force at the last optimizer step."""
+        self.taken = 0
+        """Optimizer steps since this was built."""
         self._in_step = False
         self._faults: list[str] = []
         self._ratio_warned = self._edges_warned = False
@@ -64,6 +66,7 @@ class Updater:
         freeze_policy: bool = False,
         value_taus: Tensor | None = None,
         target_kl_stop: float | None = None,
+        check: Callable[[], Any] = lambda: None,
     ) -> tuple[StatsAccumulator, bool]:
         """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
         and whether the step was taken.
@@ -77,6 +80,7 @@ class Updater:
             freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
             value_taus: (K,) quantile levels of this step for an iqn critic.
             target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
+            check: called before each micro-batch; what it raises drops the optimizer step's gradient.
 
         Raises:
             NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
@@ -87,12 +91,12 @@ class Updater:
         world = self.accelerator.num_processes
         plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
-        if value_taus is not None:
-            shared["value_taus"] = value_taus
+        shared |= {} if value_taus is None else {"value_taus": value_taus}
         stats, self._faults = StatsAccumulator(), []
         # What an update that was refused or interrupted left behind must not reach this one.
         self.engine.begin()
         for number, positions in enumerate(plan[self.accelerator.process_index]):
+            check()
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
                 loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
@@ -213,6 +217,7 @@ class Updater:
             cause = f"the gradient norm is {float(norm)}, though the losses of all ranks are finite"
             raise NonFiniteUpdate(cause, prompt_ids.tolist())
         self.scheduler.step()
+        self.taken += 1
         return norm
 
 

@@ -134,12 +134,12 @@ def test_tensorboard_gets_numbers_tables_and_configuration(tmp_path):
     assert "| learning_rate | 1e-06 |" in text(events, "run.yaml")
 
 
-@pytest.mark.parametrize(("resume_step", "steps"), [(2, [1, 2, 3]), (0, [3])])
+@pytest.mark.parametrize(("resume_step", "steps"), [(2, [1, 2, 3]), (-1, [3])])
 def test_tensorboard_hides_what_a_resumed_or_new_run_does_not_keep(tmp_path, monkeypatch, resume_step, steps):
     # Event files are ordered by a name that holds the second they were made in.
     for start, first, last in ((1_000_000, 1, 4), (1_000_001, 3, 3)):
         monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda start=start: start)
-        log = make_log(tmp_path, report_to=["tensorboard"], resume_step=0 if first == 1 else resume_step)
+        log = make_log(tmp_path, report_to=["tensorboard"], resume_step=-1 if first == 1 else resume_step)
         for step in range(first, last + 1):
             log.log({"x": step / 2}, step)
         log.finish()

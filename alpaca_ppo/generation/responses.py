@@ -1,6 +1,8 @@
 """The responses while they grow: one preallocated row each, whichever backend runs the model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ class GrowingResponses:
         choosing: how a token is chosen.
         stop_rule: what ends a row.
         logprob_dtype: of the log-probs.
+        before_token: called before each position's tokens are chosen; it may raise.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class GrowingResponses:
         choosing: Choosing,
         stop_rule: StopRule,
         logprob_dtype: torch.dtype,
+        before_token: Callable[[], Any] = lambda: None,
     ) -> None:
         shape, device = (len(keys), max_new_tokens), keys.device
         self._keys, self._choosing, self._stop_rule = keys, choosing, stop_rule
-        self._pad_token_id = pad_token_id
+        self._pad_token_id, self._before_token = pad_token_id, before_token
         self._tokens = torch.full(shape, pad_token_id, dtype=torch.long, device=device)
         self._mask = torch.zeros(shape, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
@@ -69,6 +73,7 @@ class GrowingResponses:
 
         Of rows that stopped before nothing changes.
         """
+        self._before_token()
         how, running = self._choosing, self.running[rows]
         numbers = uniforms(self._keys[rows], position) if how.do_sample else None
         tokens, logprobs = choose_tokens(logits, numbers, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)

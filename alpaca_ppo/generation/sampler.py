@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ def generate(
     truncate_after: int = 0,
     backend: Literal["decode", "generate"] = "decode",
     any_rank: Callable[[bool], bool] | None = None,
+    before_token: Callable[[], Any] = lambda: None,
 ) -> Generation:
     """Responses to `queries`, on the model's device, with the log-prob of each chosen token.
 
@@ -65,6 +66,7 @@ def generate(
             leave.
         any_rank: tells whether its argument is True on any rank. Given where the model's parameters lie in parts on
             several ranks (ZeRO 3): ranks then make the same number of passes.
+        before_token: called before each position's tokens are chosen; what it raises ends the sampling.
 
     Raises:
         ValueError: when an argument is out of its range, a prompt is empty or not left-padded, rows cannot leave the
@@ -82,6 +84,7 @@ def generate(
         choosing=Choosing(temperature, do_sample, top_k, top_p),
         stop_rule=_stop_rule(model, stop_token_ids, truncate_token_ids, truncate_after),
         logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        before_token=before_token,
     )
     grow = decode if backend == "decode" else decode_with_generate
     size = {"num_return_sequences": num_return_sequences, "max_new_tokens": max_new_tokens}

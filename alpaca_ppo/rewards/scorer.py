@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -37,6 +38,8 @@ class RewardScorer:
     """Calls reward sources and adds up their scores. `build_reward` makes one from what a user gives."""
 
     def __init__(self, sources: Sequence[FunctionReward | ModelReward], weights: Sequence[float]) -> None:
+        self.around_functions: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes a context for the calls of python functions, which may take long and talk to the world."""
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
@@ -79,7 +82,8 @@ class RewardScorer:
             return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names})
         batch = reward_batch(prompts, completions, completion_ids, rows)
         functions = [source for source in self.sources if isinstance(source, FunctionReward)]
-        returned = iter(call_functions(functions, batch))
+        with self.around_functions():
+            returned = iter(call_functions(functions, batch))
         results = [next(returned) if isinstance(source, FunctionReward) else source(batch) for source in self.sources]
         scores = [_checked(name, result, batch) for name, result in zip(self.names, results, strict=True)]
         for row in range(len(batch)):

@@ -1,0 +1,82 @@
+"""Real processes that die, raise or are told to end: the others follow soon, the cause is on the screen, nothing is
+lost.
+"""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from alpaca_ppo.failures import is_consequence, told_to_launcher
+from tests.integration.commands import command, environment
+from tests.torture import check_outcome, check_promises, outcome
+
+SCRIPT = Path(__file__).with_name("run_killed.py")
+SOON = 60
+"""Seconds for a whole run, its start included."""
+
+
+def launch(folder, *settings, launcher="accelerate"):
+    own = command(SCRIPT, str(folder), *settings, processes=2, launcher=launcher)
+    return subprocess.run(own, capture_output=True, text=True, env=environment(), timeout=SOON)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "launcher", "cause"),
+    [
+        ("raise@reward:3", "accelerate", "RuntimeError: the judge has gone home"),
+        ("exit@update:5", "torchrun", "exitcode  : 1"),
+    ],
+)
+def test_when_one_rank_dies_the_others_end_soon_and_the_last_words_say_why(trouble, launcher, cause, tmp_path):
+    ended = launch(tmp_path / "run", f"trouble={trouble}", "rank=1", launcher=launcher)
+    assert ended.returncode != 0
+    report = ended.stderr.rpartition("Root Cause (first observed failure)")[2]
+    assert "rank      : 1 " in report
+    assert cause in report
+    check_promises(tmp_path / "run")
+
+
+def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_same_end(tmp_path):
+    assert launch(tmp_path / "whole").returncode == 0
+    parts = tmp_path / "parts"
+    # Rank 1 alone is killed, then told to end, in an update; then rank 0, in a rollout; then all, by the launcher.
+    for what, where, rank, code in (
+        ("SIGKILL", "update:9", 1, -9),
+        ("SIGTERM", "update:3", 1, 143),
+        ("SIGINT", "reward:2", 0, 130),
+    ):
+        ended = launch(parts, f"trouble={what}@{where}", f"rank={rank}")
+        assert ended.returncode == 1
+        # The launcher may send a SIGTERM of its own to the rank that ends last, which has left train() by then.
+        assert f"exitcode  : {code} " in ended.stderr
+        check_promises(parts)
+        assert what == "SIGKILL" or "go on with resume_from_checkpoint: true" in ended.stdout
+    own = command(SCRIPT, str(parts), "hold=0.5", processes=2)
+    with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) as last:
+        time.sleep(0.1)
+        while not (parts / "checkpoint-3").exists():
+            assert last.poll() is None
+            time.sleep(0.05)
+        last.send_signal(signal.SIGTERM)
+        said, _ = last.communicate(timeout=SOON)
+    assert last.returncode == 1
+    assert "checkpoint-3 holds where the run stands" in said
+    assert said.rstrip().endswith("got signal: 15")
+    assert launch(parts).returncode == 0
+    check_outcome(parts, outcome(tmp_path / "whole"))
+
+
+def test_the_launcher_learns_of_an_exception_and_not_of_its_consequences(tmp_path, monkeypatch):
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    lost = RuntimeError("[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert is_consequence(lost)
+    with pytest.raises(RuntimeError), told_to_launcher():
+        raise lost
+    assert not told.exists()
+    with pytest.raises(ValueError, match="mine"), told_to_launcher():
+        raise ValueError("mine")
+    assert "ValueError: mine" in told.read_text()
