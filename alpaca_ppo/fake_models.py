@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.model_construction import make_actor_critic, make_reference
 from alpaca_ppo.models import VALUE, ActorCritic, AdapterReference, CopiedReference
-from alpaca_ppo.models.adapters import REWARD
+from alpaca_ppo.models.adapters import REFERENCE, REWARD
 
 Figures = dict[str, float]
 """Bytes by name; the part before the slash is the model whose number of layers they grow with."""
@@ -36,10 +36,13 @@ class Models:
     reference: Any = None
     rewards: tuple[Any, ...] = ()
     reward_lora: LoraConfig | None = None
+    starts_from_adapter: bool = False
+    """Whether `lora` is an adapter that training starts from: a frozen copy of it is the reference."""
 
-    def depths(self) -> dict[str, int]:
+    def depths(self, args: PPOConfig) -> dict[str, int]:
         """Decoder layers of each model, by the first part of its figures' names."""
-        named = {"policy": self.policy, "critic": self.value or self.policy, "reference": self.reference or self.policy}
+        critic = self.rewards[0] if args.init_value_with_reward else self.value or self.policy
+        named = {"policy": self.policy, "critic": critic, "reference": self.reference or self.policy}
         named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
         return {name: int(config.get_text_config().num_hidden_layers) for name, config in named.items()}
 
@@ -74,6 +77,8 @@ def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
     policy = _language_model(models.policy, layers, args)
     actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), args)
     adapters = actor_critic.policy.adapters
+    if models.starts_from_adapter and models.lora is not None and adapters is not None:
+        adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)
     if models.reward_lora is not None and adapters is not None:
         adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
     if models.reference is not None:

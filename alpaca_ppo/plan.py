@@ -104,7 +104,8 @@ class Planner:
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
             sizes = sizes_of(args, settings.sharding.processes)
-            self._measured[key] = measure(replace(self._models, lora=lora), args, sizes)
+            models = replace(self._models, lora=lora, starts_from_adapter=self._starting_adapter is not None)
+            self._measured[key] = measure(models, args, sizes)
         return self._measured[key]
 
     def moments(self, settings: Settings) -> list[Moment]:
