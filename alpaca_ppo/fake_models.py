@@ -70,12 +70,17 @@ def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
     """The models of a run with `layers` decoder layers each, on the meta device (small parts on the CPU).
 
     Raises:
-        ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together.
+        ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together; for
+            4 bits without adapters.
     """
+    if args.load_in_4bit and models.lora is None:
+        raise ValueError("load_in_4bit is True, but all weights would train: set use_peft, or leave load_in_4bit out")
     rewards = [_classifier(config, layers, getattr(torch, args.dtype)) for config in models.rewards]
     value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers)
     policy = _language_model(models.policy, layers, args)
-    actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), args)
+    # What acts on real weights alone: 4 bits are arithmetic here, and a reward adapter has more layers than this model.
+    made = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
+    actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), made)
     adapters = actor_critic.policy.adapters
     if models.starts_from_adapter and models.lora is not None and adapters is not None:
         adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)

@@ -440,8 +440,21 @@ def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(fold
 
 
 def test_a_reward_adapter_that_is_none_is_refused(folder):
-    with pytest.raises(ValueError, match="reward_adapter is .*no folder of an adapter"):
+    with pytest.raises(ValueError, match="reward_adapter is .*no folder or hub id of an adapter"):
         planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)
+
+
+def test_four_bits_without_adapters_are_refused(folder):
+    with pytest.raises(ValueError, match="load_in_4bit is True, but all weights would train: set use_peft"):
+        planned(
+            "--model_name_or_path",
+            folder,
+            *FLAGS,
+            "--load_in_4bit",
+            "--critic_layout=shared",
+            "--reference=none",
+            "--kl_coef=0",
+        )
 
 
 def test_a_model_that_reads_its_tensors_is_refused(monkeypatch):

@@ -8,15 +8,23 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import load_peft_weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from alpaca_ppo.models.adapter_folders import (
+    check_fit,
+    check_reward_adapter,
+    is_head,
+    lora_config,
+    read_reward_adapter,
+    weights_file,
+)
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
 """Names of the adapters; the policy's is PEFT's default, whose folder needs no sub-folder."""
@@ -74,17 +82,16 @@ class AdapterSet:
         for parameter in self.parameters_of(name):
             parameter.requires_grad_(trainable)
 
-    def load(self, name: str, folder: str) -> dict[str, Tensor]:
-        """A frozen adapter `name` from `folder`; returns tensors of the folder that are no part of the adapter, such as
-        a score head.
+    def load_reward(self, name: str, folder: str) -> Tensor:
+        """A frozen adapter `name` from the reward adapter `folder`, a hub id too; returns the weight (1, H) of its
+        score head.
 
         Raises:
-            ValueError: when the folder's adapter does not fit the base.
+            ValueError: when it is no reward adapter, or does not fit the base.
         """
-        config = lora_config(PeftConfig.from_pretrained(folder))
-        extra = set(config.modules_to_save or ())
-        config.modules_to_save, config.task_type, config.inference_mode = None, None, True
-        config.lora_dropout = 0.0
+        check_reward_adapter(folder)
+        check_fit("reward_adapter", folder, self.model)
+        config = read_reward_adapter(folder)
         trained_on, here = config.base_model_name_or_path, self.model.config.name_or_path
         if trained_on and here and trained_on != here:
             warnings.warn(
@@ -93,17 +100,16 @@ class AdapterSet:
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
-        tensors = load_peft_weights(folder, device="cpu")
-        heads = {key: value for key, value in tensors.items() if extra & set(key.split("."))}
+        tensors = load_file(weights_file("reward_adapter", folder))
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
-        given = {key: value for key, value in tensors.items() if key not in heads}
+        given = {key: value for key, value in tensors.items() if not is_head(key)}
         if different := sorted(expected ^ set(given)):
             raise ValueError(
                 f"the adapter in {folder} does not fit {type(self.model).__name__}: they differ in "
                 f"{', '.join(different[:3])}; give an adapter that was trained on this base model"
             )
         set_peft_model_state_dict(self.peft, given, adapter_name=name)
-        return heads
+        return next(value for key, value in tensors.items() if is_head(key))
 
     def describe(self) -> str:
         """The policy adapter's settings that decide its numbers."""
@@ -156,7 +162,13 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
 
 
 def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
-    """`model` with the adapter of `folder` as the policy's, which trains on, and a frozen copy as the reference."""
+    """`model` with the adapter of `folder`, a hub id too, as the policy's, which trains on, and a frozen copy as the
+    reference.
+
+    Raises:
+        ValueError: when the adapter does not fit the model, and as `adapters_in`.
+    """
+    check_fit("model_name_or_path", folder, model)
     return adapters_in(PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True))
 
 
@@ -180,41 +192,6 @@ def adapters_in(peft: PeftModel) -> AdapterSet:
     # Switched off, it would leave the raw base, not the model that training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
-
-
-def is_adapter_folder(name: str) -> bool:
-    """Whether `name` is a folder with an adapter instead of a whole model."""
-    return (Path(name) / "adapter_config.json").is_file()
-
-
-def lora_config(config: Any) -> LoraConfig:
-    """`config`, if it is one that this package can handle.
-
-    Raises:
-        ValueError: for another method than LoRA, and for trained biases.
-    """
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"peft_config is a {type(config).__name__}; only LoRA (with DoRA and rsLoRA) can be switched off and "
-            "joined by other adapters: give a peft.LoraConfig"
-        )
-    if config.init_lora_weights not in (True, "gaussian"):
-        raise ValueError(
-            f"peft_config has init_lora_weights {config.init_lora_weights!r}: the policy would not start from the base "
-            "or would change it, so switching the adapter off would give no reference; set it to True or 'gaussian'"
-        )
-    for name in ("lora_bias", "trainable_token_indices", "layer_replication"):
-        if getattr(config, name):
-            raise ValueError(
-                f"peft_config has {name} {getattr(config, name)!r}, which is no part of an adapter that can be "
-                "switched off, merged and exported here; leave it out"
-            )
-    if config.bias != "none":
-        raise ValueError(
-            f"peft_config has bias {config.bias!r}: trained biases stay when the adapter is switched off, so the base "
-            "would not be the reference; set bias='none'"
-        )
-    return config
 
 
 def _check_head(model: PreTrainedModel, config: LoraConfig) -> None:
