@@ -9,6 +9,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from alpaca_ppo.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer, weights
@@ -39,6 +40,24 @@ def test_the_reference_is_the_base_without_a_second_copy_of_it(layout, tmp_path)
     assert first["objective/kl_sum_seq"] == 0.0 and first["ppo/policy/first_ratio_error_max"] < 1e-5
     assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
     assert [p.requires_grad for p in trainer.actor_critic.parameters()] == required
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["shared", "adapter"])
+def test_the_base_is_not_held_twice_for_a_moment_either(layout, dtype, tmp_path, monkeypatch):
+    # transformers loads in threads of its own otherwise, which `LiveBytes` does not see.
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2048}
+    tiny_causal_lm("llama", dtype=getattr(torch, dtype), **sizes).save_pretrained(tmp_path / "base")
+    arguments = {"model": str(tmp_path / "base"), "args": tiny_config(tmp_path, critic_layout=layout, dtype=dtype)}
+    with LiveBytes() as live:
+        trainer = lora_trainer(tmp_path, arguments=arguments)
+    own = trainer.actor_critic
+    base = sum(p.nbytes for p in own.parameters() if not p.requires_grad)
+    adapters = sum(p.nbytes for p in own.parameters() if p.requires_grad)
+    assert base > 5 * adapters > 0
+    assert base < live.peak < 1.3 * base, (live.peak / base, adapters / base)
+    assert live.live == pytest.approx(base + adapters, rel=0.01)
 
 
 def test_the_base_stands_still_and_every_adapter_moves(tmp_path):
