@@ -233,6 +233,18 @@ def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
     assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True}])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_on_a_half_precision_base_too_every_adapter_starts_from_it(arch, settings, tmp_path):
+    tiny_causal_lm(arch, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    args = tiny_config(tmp_path / "run", dtype="bfloat16", critic_layout="adapter")
+    given = {"model": str(tmp_path / "base"), "args": args}
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    trainer = lora_trainer(tmp_path / "run", peft_config=lora, arguments=given)
+    assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] == 0.0
+    assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] != 0.0
+
+
 def test_the_reward_model_may_be_a_third_adapter(tmp_path):
     model = tiny_causal_lm("llama")
     classifier = tiny_sequence_classifier("llama")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ class AdapterSet:
         self.peft.add_adapter(name, config)
         self.peft.set_adapter(POLICY)
         _restore(flags)
+        _start_magnitudes(self.peft, name)
         for parameter in self.parameters_of(name):
             parameter.requires_grad_(trainable)
 
@@ -158,6 +160,7 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
     adapters = AdapterSet(PeftModel(model, config, adapter_name=POLICY))
     _check_head(adapters.model, config)
     _check_precision(adapters)
+    _start_magnitudes(adapters.peft, POLICY)
     return adapters
 
 
@@ -212,6 +215,23 @@ def _check_precision(adapters: AdapterSet) -> None:
                     "modules_to_save, or load the base with dtype: float32"
                 )
             parameter.data = parameter.data.float()
+
+
+def _start_magnitudes(peft: PeftModel, name: str) -> None:
+    """DoRA's magnitudes at their start, in float32: PEFT rounds them to a half-precision base's own, and the adapter
+    would not start from the base.
+    """
+    for layer in peft.modules():
+        if isinstance(layer, LoraLayer) and name in layer.lora_magnitude_vector and name in layer.lora_A:
+            magnitudes: Any = layer.lora_magnitude_vector[name]
+            trainable = magnitudes.weight.requires_grad
+            magnitudes.update_layer(
+                base_layer=layer.get_base_layer(),
+                lora_A=layer.lora_A[name].weight,
+                lora_B=layer.lora_B[name].weight,
+                scaling=layer.scaling[name],
+            )
+            magnitudes.weight.requires_grad_(trainable)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
