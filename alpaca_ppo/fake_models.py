@@ -5,6 +5,7 @@ Built by the code that builds a run's models, from their configurations alone, a
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,18 +81,26 @@ def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
     policy = _language_model(models.policy, layers, args)
     # What acts on real weights alone: 4 bits are arithmetic here, and a reward adapter has more layers than this model.
     made = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
-    actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), made)
-    adapters = actor_critic.policy.adapters
-    if models.starts_from_adapter and models.lora is not None and adapters is not None:
-        adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)
-    if models.reward_lora is not None and adapters is not None:
-        adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
+    # DoRA reads the base's weights as it starts: it has to be where they are.
+    reads = any(lora is not None and lora.use_dora for lora in (models.lora, models.reward_lora))
+    where: Any = torch.device("meta") if reads else nullcontext()
+    with where:
+        actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), made)
+        _add_frozen(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args)
         reference = make_reference(actor_critic, other, replace(args, reference="auto"))
     else:
         reference = make_reference(actor_critic, None, args)
     return FakeRun(actor_critic.train(), reference, rewards)
+
+
+def _add_frozen(models: Models, actor_critic: ActorCritic) -> None:
+    adapters = actor_critic.policy.adapters
+    if models.starts_from_adapter and models.lora is not None and adapters is not None:
+        adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)
+    if models.reward_lora is not None and adapters is not None:
+        adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
 
 
 def _language_model(config: Any, layers: int, args: PPOConfig) -> Any:

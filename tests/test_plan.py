@@ -30,8 +30,8 @@ def llama(**overrides: Any) -> Any:
     return tiny_config("llama", vocab_size=VOCABULARY, **{**WIDE, **overrides})
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def lora(**settings: Any) -> LoraConfig:
+    return LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
 
 
 def settings(**overrides: Any) -> PPOConfig:
@@ -111,6 +111,7 @@ def fresh_state():
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),
         (True, {"critic_layout": "adapter"}),
+        ("dora", {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
         (True, {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"lora={value}",
@@ -119,7 +120,7 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
     AcceleratorState._reset_state(True)
     args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
     torch.manual_seed(0)
-    peft_config = lora() if with_lora else None
+    peft_config = lora(use_dora=with_lora == "dora") if with_lora else None
     moments = {m.phase: m.total for m in predict(Models(llama(), peft_config), args, Sharding())}
     predicted = {
         "rollout": max(moments[phase] for phase in ("rollout", "score", "log-probs")),
