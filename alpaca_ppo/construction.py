@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, TrainerState
 
 from alpaca_ppo.batching import PromptSchedule
@@ -80,7 +81,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
 
 
 def load_processing_class(
-    model: str | PreTrainedModel | ActorCritic,
+    model: str | PreTrainedModel | PeftModel | ActorCritic,
     *,
     trust_remote_code: bool = False,
     field: str = "model_name_or_path",
