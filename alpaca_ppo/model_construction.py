@@ -209,12 +209,13 @@ def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCrit
     return model
 
 
-def _critic_start(value_model: str | PreTrainedModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
+def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
     """The `Critic` or sequence classifier that the critic starts from, its weights its own."""
     start: Any
-    if isinstance(value_model, str) and is_adapter(value_model):
+    if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
+        name = value_model if isinstance(value_model, str) else type(value_model).__name__
         raise ValueError(
-            f"value_model {value_model!r} is an adapter, which a critic cannot start from; merge it into its base and "
+            f"value_model {name!r} is an adapter, which a critic cannot start from; merge it into its base and "
             "save that, or start anew"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
@@ -243,7 +244,9 @@ def _checkpoint_activations(args: PPOConfig, built: ActorCritic) -> None:
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None, args: PPOConfig) -> Any:
+def make_reference(
+    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | PeftModel | None, args: PPOConfig
+) -> Any:
     """The `models.Reference` that `args.reference` names, or None; a `ref_model` takes the place of `auto`.
 
     Raises:
@@ -255,7 +258,10 @@ def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel |
         raise ValueError(f"ref_model is given and reference is {choice!r}; leave one of them out")
     if choice == "none":
         return None
-    source = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
+    source: Any = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
+    if isinstance(source, PeftModel):
+        # The language model, with the adapter in its layers.
+        source = source.get_base_model()
     if source is not None:
         how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "dtype": policy.model.dtype}
         other = load_causal_lm(source, **how)

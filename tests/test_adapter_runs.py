@@ -339,8 +339,26 @@ def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
         assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
     with pytest.raises(ValueError, match="is an adapter and peft_config asks for another: merge the first"):
         lora_trainer(tmp_path / "two", arguments={"model": folder})
-    with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from"):
-        lora_trainer(tmp_path / "critic", arguments={"value_model": folder})
+    for start in (folder, in_memory_adapter()):
+        with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from; merge it"):
+            lora_trainer(tmp_path / "critic", arguments={"value_model": start})
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_reference_may_be_another_adapter(in_memory, tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    other = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LORA)
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+    other.save_pretrained(tmp_path / "other")
+    given = other if in_memory else str(tmp_path / "other")
+    trainer = lora_trainer(tmp_path / "run", arguments={"ref_model": given})
+    ids = torch.tensor([[5, 9, 11]])
+    with trainer.collector.reference.present(torch.device("cpu")) as reference, torch.no_grad():
+        assert_close(reference.model.eval()(ids).logits, other.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] != 0.0
 
 
 def test_a_resumed_run_needs_the_same_adapter_and_base(tmp_path):
