@@ -154,7 +154,7 @@ class PPOConfig:
     dtype: str = argument("float32", "Of a policy that is loaded: float32, or bfloat16 with LoRA.")
     load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits (CUDA and bitsandbytes; with LoRA).")
     reward_adapter: str | None = argument(
-        None, "Folder of a reward adapter on the policy's base, as train_reward_model.py --use_peft writes it."
+        None, "Reward adapter (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it."
     )
     merge_on_save: bool = argument(False, "Write final/merged, the adapter merged into its base, too.")
 
