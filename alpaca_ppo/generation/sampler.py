@@ -75,7 +75,7 @@ def generate(
     _check_arguments(max_new_tokens, num_return_sequences, temperature, top_k, top_p, backend)
     queries, mask = _trimmed(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
-    samples = {"prompt_ids": prompt_ids.to(model.device), "num_return_sequences": num_return_sequences}
+    samples: dict[str, Any] = {"prompt_ids": prompt_ids.to(model.device), "num_return_sequences": num_return_sequences}
     responses = GrowingResponses(
         stream_keys(seed=seed, step=step, **samples),
         max_new_tokens=max_new_tokens,
