@@ -287,3 +287,9 @@ def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_th
     tiny_trainer(parts, **RUN).train(resume_from_checkpoint=True)
     assert metric_lines(parts) == metric_lines(tmp_path / "whole")
     assert files(parts) == files(tmp_path / "whole")
+
+
+def test_a_loop_of_one_s_own_gets_new_rollouts_for_each_step(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    first, second = ({**trainer.step(trainer.prompt_batches(step))} for step in range(2))
+    assert first["objective/kl_sum_seq"] == 0.0 != second["objective/kl_sum_seq"]
