@@ -102,8 +102,7 @@ class PPOTrainer(RunKeeping):
         self.state = construction.make_state(self.schedule, self.accelerator)
         self.lifecycle = Lifecycle(callbacks or [], self.state)
         self.interruption, self.resume_point = Interruption(self.accelerator), ResumePoint()
-        self.run_log, self.skipped_updates = None, 0
-        self.timers = metrics.Timers()
+        self.run_log, self.skipped_updates, self.timers = None, 0, metrics.Timers()
 
     @property
     def model(self) -> Any:

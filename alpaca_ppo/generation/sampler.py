@@ -73,8 +73,7 @@ def generate(
             model's cache, or the model's logits are not finite.
     """
     _check_arguments(max_new_tokens, num_return_sequences, temperature, top_k, top_p, backend)
-    queries, mask = _trimmed(queries, query_attn_masks)
-    queries, mask = queries.to(model.device), mask.to(model.device)
+    queries, mask = (part.to(model.device) for part in _trimmed(queries, query_attn_masks))
     responses = GrowingResponses(
         stream_keys(
             seed=seed, step=step, prompt_ids=prompt_ids.to(model.device), num_return_sequences=num_return_sequences
