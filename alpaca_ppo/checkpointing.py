@@ -8,7 +8,7 @@ comes to be all or nothing in `folders`.
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,9 +36,13 @@ def save_checkpoint(
 ) -> None:
     """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones,
     but never `best`.
+
+    Raises:
+        OSError: when the disk is full; the older checkpoints stay as they were.
     """
     folder = Path(folder)
-    with write_folder_atomically(folder) as aside:
+    needed = sum(tensor.nbytes for tensor in _tensors([weights, optimizer]))
+    with write_folder_atomically(folder, needed=needed) as aside:
         save_state(aside, weights=weights, optimizer=optimizer, scheduler=scheduler, rng=rng, extra=extra)
     clean_leftovers(folder.parent)
     rotate_checkpoints(folder.parent, save_total_limit, keep=[folder] if best is None else [folder, Path(best)])
@@ -143,6 +147,13 @@ def load_checkpoint(
     if rank < len(state["rng"]):
         set_random_states(state["rng"][rank])
     return extra
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _tensors(part)
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

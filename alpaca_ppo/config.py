@@ -154,7 +154,7 @@ class PPOConfig:
     dtype: str = argument("float32", "Of a policy that is loaded: float32, or bfloat16 with LoRA.")
     load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits (CUDA and bitsandbytes; with LoRA).")
     reward_adapter: str | None = argument(
-        None, "Folder of a reward adapter on the policy's base, as train_reward_model.py --use_peft writes it."
+        None, "Reward adapter (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it."
     )
     merge_on_save: bool = argument(False, "Write final/merged, the adapter merged into its base, too.")
 
@@ -174,6 +174,9 @@ class PPOConfig:
     use_cpu: bool = argument(False, "Stay on the CPU even where a GPU is.")
     deepspeed: str | None = argument(
         None, "DeepSpeed configuration (JSON) for a run under accelerate launch or torchrun; ZeRO stage 1, 2 or 3."
+    )
+    ddp_timeout: int = argument(
+        1800, "Seconds that a process waits for the others before it gives up: longer than the slowest reward takes."
     )
     ds3_gather_for_generation: bool = argument(
         True, "Under ZeRO 3, hold the whole policy on every device while it samples; false gathers layer by layer."

@@ -5,11 +5,13 @@ Kept apart from `trainer.py` so that the loop can be read on its own. Models are
 """
 
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, TrainerState
 
 from alpaca_ppo.batching import PromptSchedule
@@ -18,7 +20,7 @@ from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.deepspeed_setup import deepspeed_plugin, load_whole, wants_deepspeed
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
-from alpaca_ppo.models import ActorCritic, AdapterClassifier, Reference, is_adapter_folder
+from alpaca_ppo.models import ActorCritic, AdapterClassifier, Reference, check_reward_adapter
 from alpaca_ppo.preflight import check_places, check_positions, check_token_ids
 from alpaca_ppo.rewards import ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rollouts import RolloutCollector, Sampling
@@ -40,18 +42,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """
     check_places(args)
     if accelerator is not None:
-        if args.bf16 != (accelerator.mixed_precision == "bf16"):
-            raise ValueError(
-                f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
-                "make them agree"
-            )
-        if accelerator.log_with and not accelerator.trackers:
-            raise ValueError(
-                f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
-                "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
-            )
-        load_whole()
-        return accelerator
+        return _checked(accelerator, args)
     plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
     on_cpu = args.use_cpu or not torch.cuda.is_available()
     if plugin is not None and args.use_cpu and torch.cuda.is_available():
@@ -59,6 +50,8 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
             "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
         )
+    # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
+    backend: dict[str, Any] = {"backend": "gloo"} if plugin is not None and on_cpu else {}
     try:
         made = Accelerator(
             # Accelerate takes True for "no DeepSpeed"; without it and a GPU, processes would not find each other.
@@ -66,8 +59,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             mixed_precision="bf16" if args.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             deepspeed_plugin=plugin,
-            # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if plugin is not None and on_cpu else None,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **backend)],
         )
         load_whole()
         return made
@@ -79,8 +71,28 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         ) from error
 
 
-def load_processing_class(model: str | PreTrainedModel | ActorCritic, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that belongs to `model`.
+def _checked(accelerator: Accelerator, args: PPOConfig) -> Accelerator:
+    if args.bf16 != (accelerator.mixed_precision == "bf16"):
+        raise ValueError(
+            f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
+            "make them agree"
+        )
+    if accelerator.log_with and not accelerator.trackers:
+        raise ValueError(
+            f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
+            "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
+        )
+    load_whole()
+    return accelerator
+
+
+def load_processing_class(
+    model: str | PreTrainedModel | PeftModel | ActorCritic,
+    *,
+    trust_remote_code: bool = False,
+    field: str = "model_name_or_path",
+) -> Any:
+    """The tokenizer that belongs to `model`, which `field` of the run names.
 
     Raises:
         ValueError: when the model in memory does not say where it came from, or there is no tokenizer.
@@ -97,8 +109,8 @@ def load_processing_class(model: str | PreTrainedModel | ActorCritic, *, trust_r
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer can be loaded from {name!r} ({error}); check model_name_or_path: an existing folder with "
-            "the tokenizer's files, or a hub id within reach"
+            f"no tokenizer can be loaded from {name!r} ({error}); check {field}: an existing folder with the "
+            "tokenizer's files, or a hub id within reach"
         ) from error
 
 
@@ -156,6 +168,10 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
 def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
     """The reward sources, weighted as `args` says; models among them are put on `device`. A reward adapter comes later
     (`add_reward_adapter`), when there is a base to put it on; its weight is the last.
+
+    Raises:
+        ValueError: for a source that cannot be one, numbers of weights that do not agree, and a reward adapter that is
+            none or has no tokenizer: no model is loaded yet.
     """
     weights = args.reward_weights
     if args.reward_adapter is not None:
@@ -168,6 +184,8 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
                     "reward_adapter; give one each, the adapter's last"
                 )
             weights = weights[:-1]
+        check_reward_adapter(args.reward_adapter)
+        _reward_tokenizer(args)
         if not reward_funcs:
             return RewardScorer([], [])
     return build_reward(
@@ -181,23 +199,23 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
     )
 
 
+def _reward_tokenizer(args: PPOConfig) -> Any:
+    name, trust = args.reward_adapter, args.trust_remote_code
+    return load_processing_class(str(name), trust_remote_code=trust, field="reward_adapter")
+
+
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
     """Adds the reward source that `args.reward_adapter` names, on the policy's base, which will be on `device`.
 
     Raises:
-        ValueError: when the policy has no adapters, or the folder no reward adapter of its base.
+        ValueError: when the reward adapter is none, or of another base.
     """
     if args.reward_adapter is None:
         return
     adapters = actor_critic.policy.adapters
-    if adapters is None or not is_adapter_folder(args.reward_adapter):
-        what = "the policy has no adapters" if adapters is None else "that is no folder of an adapter"
-        raise ValueError(
-            f"reward_adapter is {args.reward_adapter!r}, but {what}; give peft_config and a folder that "
-            "train_reward_model.py --use_peft wrote, or a whole reward model in reward_funcs"
-        )
+    assert adapters is not None, "make_actor_critic refuses a reward adapter without a policy's"
     model: Any = AdapterClassifier(adapters, args.reward_adapter)
-    tokenizer = load_processing_class(args.reward_adapter, trust_remote_code=args.trust_remote_code)
+    tokenizer = _reward_tokenizer(args)
     source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])

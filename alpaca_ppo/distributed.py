@@ -4,7 +4,8 @@ Everything else sees either one rank's rows or the global batch, and does not kn
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,28 @@ def settle(accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
         time.sleep(_LETTING_GO)
+
+
+@contextmanager
+def together(accelerator: Accelerator) -> Iterator[None]:
+    """Waits at its end for all ranks; where one of them raised inside, all do, so that none waits for it in vain.
+
+    Nothing inside may wait for other ranks.
+
+    Raises:
+        RuntimeError: on the ranks that did not fail themselves; names the one that did, and its error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    causes = gather_list(None if failure is None else f"{type(failure).__name__}: {failure}", accelerator)
+    if failure is not None:
+        raise failure
+    for rank, cause in enumerate(causes):
+        if cause is not None:
+            raise RuntimeError(f"process {rank} stopped, and this one with it. {cause}")
 
 
 def any_rank(flag: bool, accelerator: Accelerator) -> bool:

@@ -15,6 +15,7 @@ import torch
 import yaml
 from huggingface_hub import HfApi
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
@@ -56,9 +57,7 @@ def save_final(
         _write_policy(aside, policy if adapters is None else adapters.peft, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
     if merged and adapters is not None:
-        with write_folder_atomically(Path(folder) / "merged") as aside, _quiet_unless_watched():
-            policy.save_pretrained(aside, state_dict=merged_weights(adapters))
-            processing_class.save_pretrained(aside)
+        save_merged(Path(folder) / "merged", adapters, processing_class)
     critic = actor_critic.critic
     if critic is None:
         return
@@ -74,6 +73,22 @@ def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any)
     """Writes weights (of an adapter alone, where `policy` is one), configuration and tokenizer, all or nothing."""
     with write_folder_atomically(folder) as aside:
         _write_policy(aside, policy, processing_class)
+
+
+def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
+    """Writes the whole policy with its adapter merged into the base, at least in float32, all or nothing."""
+    model = adapters.model
+    config: Any = copy.deepcopy(model.config)
+    if not isinstance(model.get_input_embeddings(), nn.Embedding):
+        # The adapter has its own: loading must not tie them to the head.
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+    with write_folder_atomically(folder) as aside, _quiet_unless_watched():
+        model.save_pretrained(aside, state_dict=merged_weights(adapters))
+        # What the line above wrote is the configuration of the base, in its precision.
+        config.architectures = [type(model).__name__]
+        config.dtype = torch.promote_types(model.dtype, torch.float32)
+        config.save_pretrained(aside)
+        processing_class.save_pretrained(aside)
 
 
 def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHead, processing_class: Any) -> None:

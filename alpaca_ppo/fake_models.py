@@ -5,6 +5,7 @@ Built by the code that builds a run's models, from their configurations alone, a
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.model_construction import make_actor_critic, make_reference
 from alpaca_ppo.models import VALUE, ActorCritic, AdapterReference, CopiedReference
-from alpaca_ppo.models.adapters import REWARD
+from alpaca_ppo.models.adapters import REFERENCE, REWARD
 
 Figures = dict[str, float]
 """Bytes by name; the part before the slash is the model whose number of layers they grow with."""
@@ -36,10 +37,13 @@ class Models:
     reference: Any = None
     rewards: tuple[Any, ...] = ()
     reward_lora: LoraConfig | None = None
+    starts_from_adapter: bool = False
+    """Whether `lora` is an adapter that training starts from: a frozen copy of it is the reference."""
 
-    def depths(self) -> dict[str, int]:
+    def depths(self, args: PPOConfig) -> dict[str, int]:
         """Decoder layers of each model, by the first part of its figures' names."""
-        named = {"policy": self.policy, "critic": self.value or self.policy, "reference": self.reference or self.policy}
+        critic = self.rewards[0] if args.init_value_with_reward else self.value or self.policy
+        named = {"policy": self.policy, "critic": critic, "reference": self.reference or self.policy}
         named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
         return {name: int(config.get_text_config().num_hidden_layers) for name, config in named.items()}
 
@@ -67,21 +71,36 @@ def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
     """The models of a run with `layers` decoder layers each, on the meta device (small parts on the CPU).
 
     Raises:
-        ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together.
+        ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together; for
+            4 bits without adapters.
     """
+    if args.load_in_4bit and models.lora is None:
+        raise ValueError("load_in_4bit is True, but all weights would train: set use_peft, or leave load_in_4bit out")
     rewards = [_classifier(config, layers, getattr(torch, args.dtype)) for config in models.rewards]
     value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers)
     policy = _language_model(models.policy, layers, args)
-    actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), args)
-    adapters = actor_critic.policy.adapters
-    if models.reward_lora is not None and adapters is not None:
-        adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
+    # What acts on real weights alone: 4 bits are arithmetic here, and a reward adapter has more layers than this model.
+    made = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
+    # DoRA reads the base's weights as it starts: it has to be where they are.
+    reads = any(lora is not None and lora.use_dora for lora in (models.lora, models.reward_lora))
+    where: Any = torch.device("meta") if reads else nullcontext()
+    with where:
+        actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), made)
+        _add_frozen(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args)
         reference = make_reference(actor_critic, other, replace(args, reference="auto"))
     else:
         reference = make_reference(actor_critic, None, args)
     return FakeRun(actor_critic.train(), reference, rewards)
+
+
+def _add_frozen(models: Models, actor_critic: ActorCritic) -> None:
+    adapters = actor_critic.policy.adapters
+    if models.starts_from_adapter and models.lora is not None and adapters is not None:
+        adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)
+    if models.reward_lora is not None and adapters is not None:
+        adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
 
 
 def _language_model(config: Any, layers: int, args: PPOConfig) -> Any:

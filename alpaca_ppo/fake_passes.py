@@ -65,11 +65,13 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
         # transformers' own deprecations, which the run itself will show.
         warnings.simplefilter("ignore")
         one, two = (_measure(models, args, sizes, layers) for layers in (1, 2))
-    depths = models.depths()
+    depths = models.depths(args)
     found = {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
-    columns = _cached_columns(models.policy, sizes)
+    plain = args.generation_backend == "generate"
+    columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
     found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
-    found["policy/kv_layer"] = found["policy/kv_column"] * max(columns)
+    # A layer that grows stands twice for a moment; transformers' own does so keys first, then values.
+    found["policy/kv_layer"] = found["policy/kv_column"] * max(columns) / (2 if plain else 1)
     return found | {name: one[name] for name in one if name.endswith(".tail")}
 
 
@@ -87,11 +89,23 @@ def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int) -> Figu
             ) from error
 
 
-def _cached_columns(config: Any, sizes: Sizes) -> list[int]:
-    """Columns of each layer's cache that a full response has filled or kept free."""
-    full = sizes.query + _GROWTH * math.ceil((sizes.response - 1) / _GROWTH)
+def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
+    """Columns of each layer's cache that a full response has filled or kept free, where it grows by `growth`."""
+    full = sizes.query + growth * math.ceil((sizes.response - 1) / growth)
     layers = DynamicCache(config=config).layers
     return [min(full, a.sliding_window) if isinstance(a, DynamicSlidingWindowLayer) else full for a in layers]
+
+
+def _next_logits(model: Any, cache: DynamicCache, rows: int, new: int, width: int) -> Tensor:
+    """The logits (rows, V) after `new` tokens more, with which a row has `width`."""
+    mask = torch.ones(rows, width, dtype=torch.long)
+    optional = {"position_ids": position_ids(mask)[:, -new:], "logits_to_keep": 1}
+    accepted = inspect.signature(type(model).forward).parameters
+    optional = {name: value for name, value in optional.items() if name in accepted}
+    ids = torch.zeros(rows, new, dtype=torch.long)
+    output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
+    logits: Tensor = output.logits[:, -1]
+    return logits
 
 
 class _Passes:
@@ -125,23 +139,17 @@ class _Passes:
 
     @torch.no_grad()
     def _rollout(self, model: PreTrainedModel) -> Figures:
-        sizes, accepted = self._sizes, inspect.signature(type(model).forward).parameters
+        sizes, plain = self._sizes, self._args.generation_backend == "generate"
+        rows = sizes.prompts * sizes.samples
         model.eval()
         self._begin()
         with self._autocast():
-            cache = decode_cache(model, accepted)
-
-            def forward(rows: int, new: int, width: int) -> Tensor:
-                mask = torch.ones(rows, width, dtype=torch.long)
-                optional = {"position_ids": position_ids(mask)[:, -new:], "logits_to_keep": 1}
-                ids = torch.zeros(rows, new, dtype=torch.long)
-                optional = {name: value for name, value in optional.items() if name in accepted}
-                output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
-                return output.logits[:, -1]
-
-            forward(sizes.prompts, sizes.query, sizes.query)
+            accepted = inspect.signature(type(model).forward).parameters
+            cache = DynamicCache(config=model.config) if plain else decode_cache(model, accepted)
+            # `generate` computes a prompt once for each of its samples.
+            _next_logits(model, cache, rows if plain else sizes.prompts, sizes.query, sizes.query)
             found = {"policy/prefill": self._peak()}
-            cache.batch_repeat_interleave(sizes.samples)
+            cache.batch_repeat_interleave(1 if plain else sizes.samples)
             layers: Any = cache.layers
             for layer in layers:
                 states = (layer.keys, layer.values)
@@ -150,10 +158,11 @@ class _Passes:
             found["policy/kv_column"] = float(sum(s[:, :, 0].numel() * s.element_size() for s in states))
             del states, layer
             self._begin()
-            rows = sizes.prompts * sizes.samples
-            logits = forward(rows, 1, sizes.query + sizes.response + 1)
+            logits = _next_logits(model, cache, rows, 1, sizes.query + sizes.response + 1)
             found["policy/decode"] = self._peak()
-            choose_tokens(logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+            # `generate` hands out a copy in float32.
+            handed = logits.to(torch.float32, copy=True) if plain else logits
+            choose_tokens(handed, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
             found["policy/choose"] = self._peak()
         model.train()
         return found

@@ -1,25 +1,34 @@
-"""Folders and files that are complete or absent, whatever moment a process is killed at.
+"""Folders and files that are complete or absent, whatever moment a process is killed at or the disk is full.
 
 Knows nothing of what is in them. One process writes a path at a time.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 _INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 StrPath = str | os.PathLike[str]
 
 
 @contextlib.contextmanager
-def write_folder_atomically(path: StrPath) -> Iterator[Path]:
+def write_folder_atomically(path: StrPath, *, needed: int | None = None) -> Iterator[Path]:
     """Gives an empty folder to fill, which becomes `path` when the block ends; on an exception `path` stays as it was.
 
     The folder is filled beside `path` under a hidden name, forced to the disk and renamed. An older `path` is removed
     only after that. What a killed process left behind is removed the next time the same `path` is written.
+
+    Args:
+        path: of the folder.
+        needed: bytes that will be written, for the error; None = not known.
+
+    Raises:
+        OSError: when the disk is full; says which folder, and how much it needed and had.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,8 +39,11 @@ def write_folder_atomically(path: StrPath) -> Iterator[Path]:
         yield aside
         for file in [*aside.rglob("*"), aside]:
             _force_to_disk(file)
-    except BaseException:
+    except BaseException as error:
+        written = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
         shutil.rmtree(aside)
+        if is_full(error):
+            raise _no_room(path, f"more than {written}" if needed is None else str(needed)) from error
         raise
     if path.exists():
         os.rename(path, _hidden(path, _REPLACED))
@@ -41,14 +53,51 @@ def write_folder_atomically(path: StrPath) -> Iterator[Path]:
 
 
 def write_text_atomically(path: StrPath, text: str) -> None:
-    """Puts `text` at `path` in one step: a process that is killed here leaves the old file or the new one."""
+    """Puts `text` at `path` in one step: a process that is killed here leaves the old file or the new one.
+
+    Raises:
+        OSError: when the disk is full; the old file stays.
+    """
     path = Path(path)
     aside = _hidden(path, _INCOMPLETE)
     # A lone surrogate, which UTF-8 cannot hold, becomes \udXXX: what JSON writes for it.
-    with open(aside, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-        file.write(text)
-    _force_to_disk(aside)
-    os.replace(aside, path)
+    content = text.encode("utf-8", errors="backslashreplace")
+    try:
+        with told_when_full(path, needed=len(content)):
+            aside.write_bytes(content)
+            _force_to_disk(aside)
+            os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def told_when_full(path: StrPath, *, needed: int | None = None) -> Iterator[None]:
+    """Inside, the error of a full disk becomes one that names `path` and, where they are known, the bytes it needed."""
+    try:
+        yield
+    except Exception as error:
+        if is_full(error):
+            raise _no_room(Path(path), "some" if needed is None else str(needed)) from error
+        raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether `error` says that a disk, a quota or a file has no room left."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    # safetensors and tokenizers are written in Rust, whose errors name the number.
+    return any(f"(os error {number})" in str(error) for number in _FULL)
+
+
+def _no_room(path: Path, needed: str) -> OSError:
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    return OSError(
+        errno.ENOSPC,
+        f"no room for {path}: it needed {needed} bytes, and its disk has {shutil.disk_usage(place).free} left (a quota "
+        "may allow less). Nothing half written stays, and what was saved before is whole: make room, and go on from it",
+    )
 
 
 def kept_folders(parent: StrPath, pattern: str) -> list[Path]:

@@ -41,9 +41,11 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def see(self, tensors: Any) -> None:
-        """Counts every tensor in `tensors`, a tensor or a nest of containers, that is not counted yet."""
+        """Counts every tensor in `tensors`, a tensor or a nest of containers, that is not counted yet; none on the meta
+        device, which have no memory.
+        """
         for tensor in tree_iter(tensors):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage())
 
     def see_all(self) -> None:

@@ -114,7 +114,6 @@ class _Step:
         held = {"weights": self._weights + gathered + cast, "optimizer": self._optimizer}
         unpacked = figures["policy/unpacked"]
         yield Moment("rollout", **held, activations=figures["policy/prefill"] - cast + unpacked)
-        # A layer of the cache that grows stands twice for a moment.
         cache = figures["policy/kv_cache"]
         step = max(figures["policy/decode"], figures["policy/kv_layer"])
         yield Moment("rollout", **held, kv_cache=cache, activations=step + unpacked)

@@ -4,8 +4,8 @@ import copy
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.models import (
@@ -17,15 +17,17 @@ from alpaca_ppo.models import (
     adapters_in,
     attach,
     build_actor_critic,
+    check_fit,
     disable_dropout,
     frozen_copy,
-    is_adapter_folder,
+    is_adapter,
     is_critic_folder,
     load_adapters,
     load_causal_lm,
     load_critic,
     load_sequence_classifier,
     make_head,
+    read_policy_adapter,
     without_adapters,
 )
 from alpaca_ppo.validation import REFERENCES
@@ -63,8 +65,10 @@ def make_actor_critic(
 
     Raises:
         ValueError: when the critic's starting point is given twice, has no place, or has another vocabulary; when an
-            `ActorCritic` is not what `args` describes; for adapters that this package cannot handle.
+            `ActorCritic` is not what `args` describes; for adapters that this package cannot handle, and settings of
+            adapters or of loading without any.
     """
+    _check_adapters(model, peft_config, args)
     if isinstance(model, ActorCritic):
         if peft_config is not None:
             raise ValueError("model is an ActorCritic, which brings its adapters; leave peft_config out")
@@ -98,17 +102,58 @@ def make_actor_critic(
     return built
 
 
+def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
+    """Checks, before anything is loaded, what `args` ask of adapters or of a model that is to be loaded."""
+    if args.load_in_4bit and not isinstance(model, str):
+        raise ValueError(
+            f"load_in_4bit is True, but model is a {type(model).__name__} in memory, which stays as it is; give its "
+            "folder or hub id, or leave load_in_4bit out"
+        )
+    has_adapters, base = peft_config is not None, model
+    if isinstance(model, ActorCritic):
+        has_adapters, base = model.policy.adapters is not None, model.policy.model
+    elif isinstance(model, PeftModel):
+        has_adapters, base = True, model.get_base_model()
+    elif isinstance(model, str) and is_adapter(model):
+        has_adapters, base = True, read_policy_adapter(model).base_model_name_or_path
+    if args.merge_on_save and not has_adapters:
+        raise ValueError(
+            "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave it "
+            "out: final/policy is a whole model"
+        )
+    if args.reward_adapter is None:
+        return
+    if not has_adapters:
+        raise ValueError(
+            f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config "
+            "(--use_peft), or a whole reward model in reward_funcs"
+        )
+    skeleton = _skeleton(base, args) if isinstance(base, str) else base
+    if skeleton is not None:
+        check_fit("reward_adapter", args.reward_adapter, skeleton)
+
+
+def _skeleton(name: str, args: PPOConfig) -> Any:
+    """The model `name` without memory for its weights; None where there is no such model, as loading it will say."""
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+
+
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
     how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "load_in_4bit": args.load_in_4bit}
     how["dtype"] = getattr(torch, args.dtype)
-    if isinstance(model, str) and is_adapter_folder(model):
+    if isinstance(model, str) and is_adapter(model):
         if peft_config is not None:
             raise ValueError(
                 f"model {model!r} is an adapter and peft_config asks for another: merge the first into its base and "
                 "save that (AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)), or "
                 "leave peft_config (--use_peft) out to train it on"
             )
-        return load_adapters(load_causal_lm(PeftConfig.from_pretrained(model).base_model_name_or_path, **how), model)
+        return load_adapters(load_causal_lm(str(read_policy_adapter(model).base_model_name_or_path), **how), model)
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
@@ -164,12 +209,13 @@ def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCrit
     return model
 
 
-def _critic_start(value_model: str | PreTrainedModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
+def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
     """The `Critic` or sequence classifier that the critic starts from, its weights its own."""
     start: Any
-    if isinstance(value_model, str) and is_adapter_folder(value_model):
+    if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
+        name = value_model if isinstance(value_model, str) else type(value_model).__name__
         raise ValueError(
-            f"value_model {value_model!r} is an adapter, which a critic cannot start from; merge it into its base and "
+            f"value_model {name!r} is an adapter, which a critic cannot start from; merge it into its base and "
             "save that, or start anew"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
@@ -198,7 +244,9 @@ def _checkpoint_activations(args: PPOConfig, built: ActorCritic) -> None:
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel | None, args: PPOConfig) -> Any:
+def make_reference(
+    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | PeftModel | None, args: PPOConfig
+) -> Any:
     """The `models.Reference` that `args.reference` names, or None; a `ref_model` takes the place of `auto`.
 
     Raises:
@@ -210,7 +258,10 @@ def make_reference(actor_critic: ActorCritic, ref_model: str | PreTrainedModel |
         raise ValueError(f"ref_model is given and reference is {choice!r}; leave one of them out")
     if choice == "none":
         return None
-    source = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
+    source: Any = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
+    if isinstance(source, PeftModel):
+        # The language model, with the adapter in its layers.
+        source = source.get_base_model()
     if source is not None:
         how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "dtype": policy.model.dtype}
         other = load_causal_lm(source, **how)

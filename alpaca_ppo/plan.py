@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from peft import PeftConfig
 from transformers import AutoConfig
 
 from alpaca_ppo.arguments import LoraArguments, ScriptArguments, parse_args
@@ -20,8 +19,7 @@ from alpaca_ppo.fake_models import Figures, Models
 from alpaca_ppo.fake_passes import measure
 from alpaca_ppo.fitting import Settings, fitting_changes
 from alpaca_ppo.memory_model import CAUSES, Moment, Sharding, sizes_of, spread
-from alpaca_ppo.models import is_adapter_folder
-from alpaca_ppo.models.adapters import lora_config
+from alpaca_ppo.models import is_adapter, read_policy_adapter, read_reward_adapter
 from alpaca_ppo.validation import REFERENCES, argument, check_types
 
 GIB = 2**30
@@ -72,8 +70,8 @@ class Planner:
         trust = args.trust_remote_code
         name = script.model_name_or_path
         self._starting_adapter = None
-        if is_adapter_folder(name):
-            self._starting_adapter = lora_config(PeftConfig.from_pretrained(name))
+        if is_adapter(name):
+            self._starting_adapter = read_policy_adapter(name)
             name = self._starting_adapter.base_model_name_or_path or ""
         if args.reward_adapter is not None and not (lora or self._starting_adapter):
             raise ValueError(
@@ -93,7 +91,7 @@ class Planner:
             value=None if value is None else read_config("value_model_name_or_path", value, trust),
             reference=None if args.reference in REFERENCES else read_config("reference", args.reference, trust),
             rewards=tuple(rewards),
-            reward_lora=None if args.reward_adapter is None else read_adapter("reward_adapter", args.reward_adapter),
+            reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
         )
         self._measured: dict[str, Figures] = {}
 
@@ -104,7 +102,8 @@ class Planner:
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
             sizes = sizes_of(args, settings.sharding.processes)
-            self._measured[key] = measure(replace(self._models, lora=lora), args, sizes)
+            models = replace(self._models, lora=lora, starts_from_adapter=self._starting_adapter is not None)
+            self._measured[key] = measure(models, args, sizes)
         return self._measured[key]
 
     def moments(self, settings: Settings) -> list[Moment]:
@@ -147,19 +146,6 @@ def read_config(field: str, name: str, trust_remote_code: bool) -> Any:
             f"{field}: no configuration can be read from {name!r} ({error}); give an existing folder with config.json, "
             "or a hub id within reach"
         ) from error
-
-
-def read_adapter(field: str, folder: str) -> Any:
-    """The configuration of the adapter in `folder`, without its head.
-
-    Raises:
-        ValueError: when the folder has no adapter.
-    """
-    if not is_adapter_folder(folder):
-        raise ValueError(f"{field} is {folder!r}, no folder of an adapter; give one with adapter_config.json")
-    config = lora_config(PeftConfig.from_pretrained(folder))
-    config.modules_to_save, config.task_type = None, None
-    return config
 
 
 def plan(script: PlanArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:

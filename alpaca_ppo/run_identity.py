@@ -19,9 +19,9 @@ from alpaca_ppo.models import ActorCritic
 _FREE_TO_CHANGE = """
 ignore_data_change output_dir run_name report_to logging_steps save_steps save_total_limit metric_for_best_model
 greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id total_epochs total_episodes
-rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu logprob_chunk_size
-deepspeed ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p eval_top_k
-trust_remote_code
+rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu logprob_chunk_size deepspeed
+ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p
+eval_top_k trust_remote_code
 """.split()
 # Where a model lies, who wrote it and what a pass returns; transformers changes some of them when it saves.
 _NO_ARCHITECTURE = """

@@ -61,9 +61,8 @@ class RunKeeping:
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
-        with self.updater.engine.whole(self.actor_critic):
+        with self.updater.engine.whole(self.actor_critic), distributed.together(self.accelerator):
             self._write_models(folder, stats or {}, push=self.args.push_to_hub and output_dir is None)
-        self.accelerator.wait_for_everyone()
 
     def _write_models(self, folder: Path, stats: dict[str, float], *, push: bool) -> None:
         if self.accelerator.is_main_process:
@@ -87,20 +86,19 @@ class RunKeeping:
         # Ranks put together what lies in parts on them; one writes it.
         state: dict[str, Any] = {"weights": engine.weights(), "optimizer": engine.optimizer_state()}
         state["rng"] = distributed.gather_list(checkpointing.random_states(), self.accelerator)
-        if self.accelerator.is_main_process:
-            extra = progress | {"skipped_updates": self.skipped_updates}
-            extra["best"] = best_of(self.state, self.args)
-            extra["metrics"] = metrics_identity(Path(self.args.output_dir), progress["last_line"])
-            extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
-            checkpointing.save_checkpoint(
-                folder,
-                **state,
-                scheduler=self.updater.scheduler,
-                extra=extra | self._identity(),
-                save_total_limit=self.args.save_total_limit,
-                best=self.state.best_model_checkpoint,
-            )
-        self.accelerator.wait_for_everyone()
+        extra = progress | {"skipped_updates": self.skipped_updates, "best": best_of(self.state, self.args)}
+        with distributed.together(self.accelerator):
+            if self.accelerator.is_main_process:
+                extra["metrics"] = metrics_identity(Path(self.args.output_dir), progress["last_line"])
+                extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
+                checkpointing.save_checkpoint(
+                    folder,
+                    **state,
+                    scheduler=self.updater.scheduler,
+                    extra=extra | self._identity(),
+                    save_total_limit=self.args.save_total_limit,
+                    best=self.state.best_model_checkpoint,
+                )
         self.resume_point.saved = self._may_stop
         return folder
 

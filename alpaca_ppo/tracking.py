@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker, get_available_trackers
 from tqdm import tqdm
 
-from alpaca_ppo.folders import write_text_atomically
+from alpaca_ppo.folders import told_when_full, write_text_atomically
 
 PROJECT = "alpaca_ppo"
 # What each tracker calls the name of a run; Accelerate hands all of them the project's name only.
@@ -106,7 +106,8 @@ class RunLog:
             numbers = {key: float(stats[key]) for key in sorted(stats)}
             _append(self.output_dir / "metrics.jsonl", {"step": step, **numbers})
             if report:
-                self.accelerator.log(numbers, step=step)
+                with told_when_full(self.output_dir / "runs"):
+                    self.accelerator.log(numbers, step=step)
 
     def log_skipped_update(self, row: Mapping[str, Any]) -> None:
         """Adds a line to skipped_updates.jsonl; `row["number"]` counts from 1 over the whole run."""
@@ -238,8 +239,9 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> No
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(_json_line(row))
+    line = _json_line(row).encode()
+    with told_when_full(path, needed=len(line)), open(path, "ab") as file:
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -42,8 +43,8 @@ class PPOTrainer(RunKeeping):
     """Trains a causal language model with PPO and a critic against any reward.
 
     Args:
-        model: the policy: a path or hub id, a model in memory (trained in place), or an `ActorCritic` that brings its
-            critic.
+        model: the policy: a path or hub id (of an adapter too), a model in memory (trained in place; of a `PeftModel`
+            the adapter trains on), or an `ActorCritic` that brings its critic.
         reward_funcs: one source or a list: python functions with TRL's signature, `module:function` names, and
             sequence classifiers (a path, a hub id or a model) with one label.
         args: the configuration.
@@ -65,14 +66,14 @@ class PPOTrainer(RunKeeping):
 
     def __init__(
         self,
-        model: str | PreTrainedModel | ActorCritic,
+        model: str | PreTrainedModel | PeftModel | ActorCritic,
         reward_funcs: RewardFunc | Sequence[RewardFunc],
         args: PPOConfig,
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
         processing_class: Any = None,
         value_model: str | PreTrainedModel | None = None,
-        ref_model: str | PreTrainedModel | None = None,
+        ref_model: str | PreTrainedModel | PeftModel | None = None,
         peft_config: Any = None,
         reward_processing_classes: Any = None,
         callbacks: Sequence[TrainerCallback] | None = None,

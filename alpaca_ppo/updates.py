@@ -188,7 +188,8 @@ class Updater:
 
     def _warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
         # bfloat16 keeps 8 bits; float32 passes in other batches differ by rounding only.
-        tolerance = 0.1 if self.accelerator.mixed_precision == "bf16" else 1e-3
+        narrow = any(p.element_size() < 4 for p in self.engine.actor_critic.policy.parameters())
+        tolerance = 0.1 if narrow or self.accelerator.mixed_precision == "bf16" else 1e-3
         error = train_stats.get("policy/first_ratio_error_max", 0.0)
         if error > tolerance and not self._ratio_warned:
             self._ratio_warned = True

@@ -18,7 +18,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "logging_steps query_len response_len total_epochs total_episodes rollout_batch_size "
         "rollout_per_device_batch_size step_batch_size "
         "step_per_device_batch_size ppo_epochs num_return_sequences logprob_chunk_size save_total_limit eval_top_k "
-        "kl_horizon num_quantiles iqn_embedding_dim",
+        "kl_horizon num_quantiles iqn_embedding_dim ddp_timeout",
         lambda v: v >= 1,
         "at least 1",
     ),

@@ -63,6 +63,8 @@ class ZeroEngine(Engine):
         self.config: dict[str, Any] = plugin.deepspeed_config
         self.stage: int = plugin.zero_stage
         self.in_step = self.stage == 3
+        if actor_critic.policy.adapters is not None:
+            actor_critic.policy.adapters.fingerprint()
         # In the order of the optimizer's own state dictionary; DeepSpeed puts flat parts in their place.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._names = {id(parameter): name for name, parameter in actor_critic.named_parameters()}

@@ -1,211 +1,147 @@
 """The memory of one PPO step under each layout of critic and reference: `python -m examples.memory_table`, or `make
 memory-table`.
 
-One random Llama, one batch, and a reward model in every row: a frozen classifier of its own, in the last row an adapter
-on the policy's base. Each row runs in a process of its own and is the most bytes of live tensors in one step (on a
-CPU), or torch.cuda.max_memory_allocated (on a GPU), beside what `alpaca_ppo.plan` predicts. Writes
-`examples/memory_table.md`.
+A column is a model of random weights and its batch, a row a layout; every row has a reward model, a frozen classifier
+of its own, in the last row an adapter on the policy's base. A cell is run in a process of its own: the most bytes of
+live tensors in the second step on a CPU, torch.cuda.max_memory_allocated on a GPU, beside what `alpaca_ppo.plan`
+predicts. Where a cell has no room (on a CPU: a model of a billion weights or more has none) the plan stands alone and
+is called that. Writes `examples/memory_table.md` and, with all the shapes, its table into the README.
+
+    python -m examples.memory_table --shapes llama-7b qwen2.5-7b     # on a GPU: the two 7B shapes alone
 """
 
-import gc
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
-from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.arguments import parse_args
-from alpaca_ppo.fake_models import Models
-from alpaca_ppo.live_bytes import LiveBytes
-from alpaca_ppo.memory_model import Sharding, predict
-from alpaca_ppo.plan import read_adapter
-from alpaca_ppo.validation import argument
+from alpaca_ppo.plan import GIB
+from alpaca_ppo.validation import argument, check_types
+from examples.memory_cells import FAMILIES, LAYOUTS, SHAPES, SIZES, Cell, count_weights, run_cell
 
-GIB = 2**30
 REPORT = Path(__file__).with_suffix(".md")
-ROWS: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    # Label, LoRA, fields of PPOConfig
-    "full": ("all weights train; separate critic, copied reference", False, {"reference": "copy"}),
-    "separate": ("LoRA; separate critic, reference: adapter off", True, {"reference": "adapter_off"}),
-    "shared": ("LoRA; shared critic, adapter off", True, {"critic_layout": "shared", "reference": "adapter_off"}),
-    "adapter": ("LoRA; critic adapter, adapter off", True, {"critic_layout": "adapter", "reference": "adapter_off"}),
-    "reward": (
-        "LoRA; critic adapter, adapter off, reward adapter",
-        True,
-        {"critic_layout": "adapter", "reference": "adapter_off"},
-    ),
-}
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- make memory-table writes this -->", "<!-- until here -->"
+CARD_GIB = 24
+"""The memory of the card that the layout of four roles is for."""
 
 
 @dataclass(frozen=True)
 class TableArguments:
-    """The model, 113 million weights by default, and the batch.
+    """The columns, and what differs from their own settings.
 
     Raises:
-        ValueError: for a row that there is not.
+        ValueError: for a shape, a dtype or a layout that there is not.
     """
 
-    hidden_size: int = argument(768, "Of the model.")
-    intermediate_size: int = argument(2048, "Of the model.")
-    num_hidden_layers: int = argument(12, "Of the model.")
-    num_attention_heads: int = argument(12, "Of the model.")
-    num_key_value_heads: int = argument(4, "Of the model.")
-    vocab_size: int = argument(24000, "Of the model.")
-    rows: int = argument(4, "Prompts of the step, sampled and scored at once.")
-    micro_rows: int = argument(2, "Responses of a micro-batch.")
-    query_len: int = argument(64, "Tokens of a prompt.")
-    response_len: int = argument(64, "Tokens of a response.")
+    shapes: list[str] = argument(list(SHAPES), f"Columns: {', '.join(SHAPES)}.")
+    dtype: str | None = argument(None, "float32 or bfloat16, instead of the shape's own.")
+    gradient_checkpointing: bool | None = argument(None, "Instead of the shape's own.")
+    rows: int | None = argument(None, "Prompts of the step, sampled and scored at once; null = the shape's own.")
+    micro_rows: int | None = argument(None, "Responses of a micro-batch; null = the shape's own.")
+    query_len: int | None = argument(None, "Tokens of a prompt; null = the shape's own.")
+    response_len: int | None = argument(None, "Tokens of a response; null = the shape's own.")
+    hidden_size: int | None = argument(None, "Of the model; null = the shape's own.")
+    intermediate_size: int | None = argument(None, "Of the model; null = the shape's own.")
+    num_hidden_layers: int | None = argument(None, "Of the model; null = the shape's own.")
     lora_rank: int = argument(16, "Of every adapter.")
     report: str = argument(str(REPORT), "File to write.")
-    only: str | None = argument(None, f"One row alone, as JSON: {', '.join(ROWS)}.")
+    only: str | None = argument(None, f"One cell alone, of the first shape, as JSON: {', '.join(LAYOUTS)}.")
 
     def __post_init__(self) -> None:
-        if self.only is not None and self.only not in ROWS:
-            raise ValueError(f"only is {self.only!r}; choose one of {', '.join(ROWS)}")
+        check_types(self)
+        for shape in self.shapes:
+            if shape not in SHAPES:
+                raise ValueError(f"shapes holds {shape!r}; choose of {', '.join(SHAPES)}")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}; choose float32 or bfloat16, or leave it out")
+        if self.only is not None and self.only not in LAYOUTS:
+            raise ValueError(f"only is {self.only!r}; choose one of {', '.join(LAYOUTS)}")
+
+    def of(self, shape: str) -> dict[str, Any]:
+        """The settings of a column."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        sizes = dict(zip(SIZES, FAMILIES[SHAPES[shape]["family"]][1], strict=True))
+        own = {**SHAPES[shape], **sizes, "lora_rank": self.lora_rank}
+        return {name: value if given.get(name) is None else given[name] for name, value in own.items()}
 
 
-def model_config(table: TableArguments) -> Any:
-    """The configuration of policy, critic, reference and reward model."""
-    names = [field.name for field in fields(table)][:6]
-    sizes = {name: getattr(table, name) for name in names}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
-    return AutoConfig.for_model("llama", **sizes, **special, tie_word_embeddings=False)
+def table(cells: dict[str, dict[str, Cell]]) -> str:
+    """The Markdown table of cells by shape and layout, with its verdicts on the 7B shapes."""
+    lines = [f"| layout | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
+    for layout, (label, _) in LAYOUTS.items():
+        lines.append(f"| {label} | {' | '.join(_text(column[layout]) for column in cells.values())} |")
+    lines += ["", "GiB; in brackets what was planned, where it was measured too.", ""]
+    for shape, column in cells.items():
+        found = column["reward"]
+        value = found["planned"] if found["measured"] is None else found["measured"]
+        if not shape.endswith("7b") or value is None:
+            continue
+        how = "planned, not measured" if found["measured"] is None else "measured"
+        verdict = "under" if value < CARD_GIB * GIB else "NOT under"
+        lines.append(f"Four roles on one {shape} base: {value / GIB:.2f} GiB ({how}), {verdict} {CARD_GIB} GiB.")
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each of a hundred ids: the text does not matter here."""
-    words = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{n}" for n in range(96))])}
-    model = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    model.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+def _text(cell: Cell) -> str:
+    plan, found = cell["planned"] or 0.0, cell["measured"]
+    return f"planned {plan / GIB:.2f}" if found is None else f"{found / GIB:.2f} ({plan / GIB:.2f})"
 
 
-def adapter(table: TableArguments, task_type: str) -> LoraConfig:
-    """LoRA on every linear layer of the decoder."""
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return LoraConfig(r=table.lora_rank, target_modules=names, task_type=task_type)
-
-
-def save_reward_adapter(table: TableArguments, folder: str) -> None:
-    """A reward adapter with random weights, in the form that train_reward_model.py --use_peft writes."""
-    classifier = AutoModelForSequenceClassification.from_config(model_config(table))
-    get_peft_model(classifier, adapter(table, "SEQ_CLS")).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-
-
-def settings(table: TableArguments, name: str, folder: str) -> PPOConfig:
-    """The configuration of a row; two optimizer steps, so that the optimizer's state is there in the second."""
-    sizes: dict[str, Any] = {
-        "query_len": table.query_len,
-        "response_len": table.response_len,
-        "rollout_batch_size": table.rows,
-        "rollout_per_device_batch_size": table.rows,
-        "step_batch_size": table.rows,
-        "step_per_device_batch_size": table.micro_rows,
-    }
-    quiet: dict[str, Any] = {"output_dir": f"{folder}/run", "report_to": ["none"], "num_logged_rollouts": 0}
-    if name == "reward":
-        quiet["reward_adapter"] = f"{folder}/reward"
-    return PPOConfig(**sizes, **quiet, **ROWS[name][2], ppo_epochs=2, total_episodes=table.rows)
-
-
-def run_row(table: TableArguments, name: str) -> dict[str, float]:
-    """`measured` and `predicted` bytes of a row's highest moment."""
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        if name == "reward":
-            save_reward_adapter(table, f"{folder}/reward")
-        args, config = settings(table, name, folder), model_config(table)
-        lora = adapter(table, "CAUSAL_LM") if ROWS[name][1] else None
-        parts: dict[str, Any] = {"lora": adapter(table, "CAUSAL_LM") if lora else None, "rewards": (config,)}
-        if name == "reward":
-            parts |= {"rewards": (), "reward_lora": read_adapter("reward_adapter", f"{folder}/reward")}
-        predicted = max(moment.total for moment in predict(Models(config, **parts), args, Sharding()))
-        rewards = [] if name == "reward" else [AutoModelForSequenceClassification.from_config(config)]
-        prompt = " ".join(f"w{i % 96}" for i in range(table.query_len))
-        trainer = PPOTrainer(
-            model=AutoModelForCausalLM.from_config(config, dtype=torch.float32),
-            reward_funcs=rewards,
-            reward_processing_classes=[tokenizer() for _ in rewards],
-            args=args,
-            train_dataset=Dataset.from_list([{"prompt": prompt}] * table.rows),
-            processing_class=tokenizer(),
-            peft_config=lora,
-        )
-        del rewards
-        return {"measured": float(step_peak(trainer)), "predicted": predicted}
-
-
-def step_peak(trainer: PPOTrainer) -> int:
-    """The most bytes alive in the training of one step, of tensors on the trainer's device."""
-    gc.collect()
-    if trainer.accelerator.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        trainer.step(trainer.prompt_batches(0))
-        return torch.cuda.max_memory_allocated()
-    live = LiveBytes()
-    live.see_all()
-    live.restart()
-    with live:
-        trainer.step(trainer.prompt_batches(0))
-    return live.peak
-
-
-def report(table: TableArguments, rows: dict[str, dict[str, float]], device: str) -> str:
-    """The Markdown table of measured rows."""
-    with torch.device("meta"):
-        count = AutoModelForCausalLM.from_config(model_config(table)).num_parameters()
-    what = "torch.cuda.max_memory_allocated" if device != "CPU" else "bytes of live tensors"
+def describe(columns: dict[str, dict[str, Any]], device: str) -> str:
+    """What each column is, and how it was measured."""
+    what = "bytes of live tensors" if device == "CPU" else "torch.cuda.max_memory_allocated"
     lines = [
-        f"A random Llama of {count / 1e6:.0f} million float32 weights; {table.rows} prompts of {table.query_len} "
-        f"tokens with responses of at most {table.response_len}, micro-batches of {table.micro_rows}, LoRA rank "
-        f"{table.lora_rank}. A reward model of the policy's size in every row but the last, whose reward model is an "
-        f"adapter. Peak of one PPO step on a {device} ({what}); `python -m examples.memory_table`.",
+        f"The most memory of one PPO step, measured on a {device} ({what}) where it has room, else planned by "
+        "`alpaca_ppo.plan` and not measured. Random weights; a reward model of the policy's size in every row but the "
+        "last, whose reward model is an adapter; in bfloat16 the first row keeps float32 weights and makes its passes "
+        "in bfloat16. Written by `make memory-table`.",
         "",
-        "| layout | peak, GiB | of the first row | planned, GiB |",
-        "|---|---|---|---|",
     ]
-    first = next(iter(rows.values()))["measured"]
-    for name, row in rows.items():
-        share = row["measured"] / first
-        lines.append(f"| {ROWS[name][0]} | {row['measured'] / GIB:.2f} | {share:.2f} | {row['predicted'] / GIB:.2f} |")
+    for shape, column in columns.items():
+        kept = "with" if column["gradient_checkpointing"] else "without"
+        lines.append(
+            f"- {shape}: {count_weights(column) / 1e6:.0f} million weights, {column['dtype']}, {kept} gradient "
+            f"checkpointing; {column['rows']} prompts of {column['query_len']} tokens with responses of at most "
+            f"{column['response_len']}, micro-batches of {column['micro_rows']}, LoRA rank {column['lora_rank']}."
+        )
     return "\n".join(lines) + "\n"
 
 
+def write_into_readme(path: Path, text: str) -> None:
+    """Puts `text` between the two marks of the file at `path`."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures every row, prints the table and writes it to `report`."""
-    (table,) = parse_args([TableArguments], argv)
-    if table.only is not None:
-        print(json.dumps(run_row(table, table.only)))
+    """Runs every cell, prints the table and writes it to `report` and into the README."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    (chosen,) = parse_args([TableArguments], given)
+    columns = {shape: chosen.of(shape) for shape in chosen.shapes}
+    if chosen.only is not None:
+        print(json.dumps(run_cell(columns[chosen.shapes[0]], chosen.only)))
         return
-    given = {name: value for name, value in asdict(table).items() if name not in ("only", "report")}
-    flags = [f"--{name}={value}" for name, value in given.items()]
-    rows = {}
-    for name in ROWS:
-        command = [sys.executable, "-m", "examples.memory_table", *flags, f"--only={name}"]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows[name] = json.loads(output.splitlines()[-1])
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    text = report(table, rows, device)
+    cells: dict[str, dict[str, Cell]] = {shape: {} for shape in columns}
+    for shape in columns:
+        for layout in LAYOUTS:
+            command = [sys.executable, "-m", "examples.memory_table", *given, f"--shapes={shape}", f"--only={layout}"]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            cells[shape][layout] = json.loads(output.splitlines()[-1])
+            print(f"{shape}, {layout}: {_text(cells[shape][layout])}", flush=True)
+    text = table(cells)
     print(text)
-    Path(table.report).write_text(text, encoding="utf-8")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    Path(chosen.report).write_text(f"{describe(columns, device)}\n{text}", encoding="utf-8")
+    if chosen.report == str(REPORT) and chosen.shapes == list(SHAPES):
+        write_into_readme(README, text)
 
 
 if __name__ == "__main__":

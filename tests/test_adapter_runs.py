@@ -9,6 +9,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from alpaca_ppo.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer, weights
@@ -39,6 +40,24 @@ def test_the_reference_is_the_base_without_a_second_copy_of_it(layout, tmp_path)
     assert first["objective/kl_sum_seq"] == 0.0 and first["ppo/policy/first_ratio_error_max"] < 1e-5
     assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
     assert [p.requires_grad for p in trainer.actor_critic.parameters()] == required
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["shared", "adapter"])
+def test_the_base_is_not_held_twice_for_a_moment_either(layout, dtype, tmp_path, monkeypatch):
+    # transformers loads in threads of its own otherwise, which `LiveBytes` does not see.
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2048}
+    tiny_causal_lm("llama", dtype=getattr(torch, dtype), **sizes).save_pretrained(tmp_path / "base")
+    arguments = {"model": str(tmp_path / "base"), "args": tiny_config(tmp_path, critic_layout=layout, dtype=dtype)}
+    with LiveBytes() as live:
+        trainer = lora_trainer(tmp_path, arguments=arguments)
+    own = trainer.actor_critic
+    base = sum(p.nbytes for p in own.parameters() if not p.requires_grad)
+    adapters = sum(p.nbytes for p in own.parameters() if p.requires_grad)
+    assert base > 5 * adapters > 0
+    assert base < live.peak < 1.3 * base, (live.peak / base, adapters / base)
+    assert live.live == pytest.approx(base + adapters, rel=0.01)
 
 
 def test_the_base_stands_still_and_every_adapter_moves(tmp_path):
@@ -214,6 +233,18 @@ def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
     assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True}])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_on_a_half_precision_base_too_every_adapter_starts_from_it(arch, settings, tmp_path):
+    tiny_causal_lm(arch, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    args = tiny_config(tmp_path / "run", dtype="bfloat16", critic_layout="adapter")
+    given = {"model": str(tmp_path / "base"), "args": args}
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    trainer = lora_trainer(tmp_path / "run", peft_config=lora, arguments=given)
+    assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] == 0.0
+    assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] != 0.0
+
+
 def test_the_reward_model_may_be_a_third_adapter(tmp_path):
     model = tiny_causal_lm("llama")
     classifier = tiny_sequence_classifier("llama")
@@ -268,8 +299,13 @@ def in_memory_adapter():
             "load_in_4bit is True but a CUDA device",
         ),
         ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout is 'separate'"),
-        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', but that is no folder of an adapter"),
-        ({"peft_config": None}, {"reward_adapter": "x"}, "reward_adapter is 'x', but the policy has no adapters"),
+        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', but that is no folder or hub"),
+        ({"peft_config": None}, {"merge_on_save": True}, "merge_on_save is True, but the policy has no adapter to mer"),
+        (
+            {},
+            {"load_in_4bit": True, "critic_layout": "adapter"},
+            "load_in_4bit is True, but model is a LlamaForCausalLM in memory, which stays as it is; give its folder",
+        ),
         ({}, {"reward_adapter": "x", "reward_weights": [1.0]}, "reward_weights has 1 numbers for 1 reward_funcs and a"),
         ({}, {"reference": "none"}, "reference is 'none', but use_kl_in_reward is True"),
     ],
@@ -303,8 +339,26 @@ def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
         assert abs(trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"]) > 1e-4
     with pytest.raises(ValueError, match="is an adapter and peft_config asks for another: merge the first"):
         lora_trainer(tmp_path / "two", arguments={"model": folder})
-    with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from"):
-        lora_trainer(tmp_path / "critic", arguments={"value_model": folder})
+    for start in (folder, in_memory_adapter()):
+        with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from; merge it"):
+            lora_trainer(tmp_path / "critic", arguments={"value_model": start})
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_reference_may_be_another_adapter(in_memory, tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    other = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LORA)
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+    other.save_pretrained(tmp_path / "other")
+    given = other if in_memory else str(tmp_path / "other")
+    trainer = lora_trainer(tmp_path / "run", arguments={"ref_model": given})
+    ids = torch.tensor([[5, 9, 11]])
+    with trainer.collector.reference.present(torch.device("cpu")) as reference, torch.no_grad():
+        assert_close(reference.model.eval()(ids).logits, other.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] != 0.0
 
 
 def test_a_resumed_run_needs_the_same_adapter_and_base(tmp_path):

@@ -1,12 +1,14 @@
 """What the constructor refuses, before any training, and what it builds by default."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
 import alpaca_ppo
-from alpaca_ppo import optimization
+from alpaca_ppo import construction, optimization
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
@@ -173,3 +175,10 @@ def test_a_folder_without_the_head_it_needs_is_refused(tmp_path):
         load_causal_lm(str(tmp_path / "classifier"))
     with pytest.raises(ValueError, match="has no weights for score.weight"):
         load_sequence_classifier(str(tmp_path / "policy"))
+
+
+def test_processes_wait_for_one_another_as_long_as_ddp_timeout_says(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(construction, "Accelerator", lambda **settings: asked.update(settings))
+    construction.make_accelerator(tiny_config(tmp_path, ddp_timeout=77))
+    assert [handler.to_kwargs() for handler in asked["kwargs_handlers"]] == [{"timeout": timedelta(seconds=77)}]

@@ -13,6 +13,20 @@ class Rank:
         self.process_index, self.num_processes = index, count
 
 
+def test_what_ends_one_rank_ends_all_with_its_cause(monkeypatch):
+    alone = Rank(0, 1)
+    with distributed.together(alone):
+        pass
+    with pytest.raises(OSError, match="no room"), distributed.together(alone):
+        raise OSError("no room")
+    monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator: ["OSError: no room", item])
+    with pytest.raises(RuntimeError, match="process 0 stopped, and this one with it. OSError: no room"):
+        with distributed.together(Rank(1, 2)):
+            pass
+    with pytest.raises(ValueError, match="my own"), distributed.together(Rank(1, 2)):
+        raise ValueError("my own")
+
+
 def test_shares_are_dealt_in_turn():
     assert [distributed.rank_share([5, 6, 7, 8, 9], Rank(r, 2)) for r in range(2)] == [[5, 7, 9], [6, 8]]
     assert distributed.rank_share([5], Rank(1, 2)) == []

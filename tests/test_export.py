@@ -1,3 +1,4 @@
+import copy
 import json
 import sys
 
@@ -21,11 +22,12 @@ from alpaca_ppo.export import (
     matching_classifier,
     push_folder,
     save_final,
+    save_merged,
     save_policy,
     save_value_model,
     write_model_card,
 )
-from alpaca_ppo.models import build_actor_critic, load_critic, make_head
+from alpaca_ppo.models import attach, build_actor_critic, load_critic, make_head
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
 FIGURES = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
@@ -238,6 +240,66 @@ def test_saving_shows_progress_bars_on_a_terminal_only_and_restores_them(tmp_pat
     save_policy(tmp_path / "policy", Policy(), Policy())
     assert seen[0] is watched
     assert logging.is_progress_bar_enabled()
+
+
+EMBEDDED = {"llama": "embed_tokens", "gpt2": "wte"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "tied", "adapter"),
+    [
+        ("gpt2", True, {}),
+        ("gpt2", True, {"use_dora": True}),
+        ("gpt2", True, {"modules_to_save": ["ln_f"]}),
+        ("gpt2", True, {"modules_to_save": ["wte"]}),
+        ("llama", True, {"use_rslora": True}),
+        ("llama", True, {"modules_to_save": ["embed_tokens"]}),
+        ("llama", True, {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama", False, {"use_dora": True}),
+        ("llama", False, {"modules_to_save": ["norm", "embed_tokens"]}),
+        ("bloom", True, {"use_dora": True}),
+    ],
+)
+def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapter, tmp_path):
+    base = tiny_causal_lm(arch, tie_word_embeddings=tied)
+    adapters = attach(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **adapter}))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapters.parameters_of("default"):
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
+    built = build_actor_critic(adapters, critic_layout="shared")
+    save_final(tmp_path, built, tiny_tokenizer(), figures=FIGURES, config=CONFIG, merged=True)
+    merged, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(IDS).logits, base.eval()(IDS).logits, atol=1e-4, rtol=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
+    # An embedding of the adapter's own is the head's no more, whatever reads the folder.
+    own = EMBEDDED.get(arch) in [*adapter.get("modules_to_save", []), *adapter.get("target_modules", [])]
+    assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] == (tied and not own)
+    assert base.config.tie_word_embeddings == tied
+
+
+def test_merging_into_half_precision_loses_nothing(tmp_path):
+    # Without rotary frequencies, which this way of casting would round.
+    base = tiny_causal_lm("gpt2", dtype=torch.bfloat16)
+    adapters = attach(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapters.parameters_of("default"):
+        # So small that most of it is less than half a step of bfloat16.
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
+    save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.float32 and base.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
+    with torch.no_grad():
+        exact = copy.deepcopy(base).float().eval()(IDS).logits
+        torch.testing.assert_close(merged.eval()(IDS).logits, exact, atol=1e-4, rtol=0)
+        with adapters.active(None):
+            assert (base.float()(IDS).logits - exact).abs().max() > 1e-2
 
 
 def test_pushing_makes_the_repository_and_uploads_the_folder(tmp_path, monkeypatch):

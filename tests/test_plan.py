@@ -30,8 +30,8 @@ def llama(**overrides: Any) -> Any:
     return tiny_config("llama", vocab_size=VOCABULARY, **{**WIDE, **overrides})
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def lora(**settings: Any) -> LoraConfig:
+    return LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
 
 
 def settings(**overrides: Any) -> PPOConfig:
@@ -108,8 +108,10 @@ def fresh_state():
         (False, {"reference": "copy", "bf16": True}),
         (False, {"critic_layout": "shared"}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4}),
+        (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),
         (True, {"critic_layout": "adapter"}),
+        ("dora", {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
         (True, {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"lora={value}",
@@ -118,7 +120,7 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
     AcceleratorState._reset_state(True)
     args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
     torch.manual_seed(0)
-    peft_config = lora() if with_lora else None
+    peft_config = lora(use_dora=with_lora == "dora") if with_lora else None
     moments = {m.phase: m.total for m in predict(Models(llama(), peft_config), args, Sharding())}
     predicted = {
         "rollout": max(moments[phase] for phase in ("rollout", "score", "log-probs")),
@@ -173,6 +175,31 @@ def test_the_cache_holds_keys_and_values_of_every_layer():
     found = measure(Models(llama()), settings(), sizes_of(settings(), 1))
     # 8 rows, 2 key-value heads of 32, keys and values of 4 bytes, 4 layers, 16 + 65 columns.
     assert found["policy/kv_cache"] == 8 * 2 * 32 * 2 * 4 * 4 * (16 + 65)
+
+
+def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
+    args = settings(num_return_sequences=4, adv_estimator="rloo")
+    ours, theirs = (
+        measure(Models(llama()), chosen, sizes_of(args, 1))
+        for chosen in (args, replace(args, generation_backend="generate"))
+    )
+    # As above, with 16 + 47 columns: the last token is not read again.
+    assert theirs["policy/kv_cache"] == 8 * 2 * 32 * 2 * 4 * 4 * (16 + 47)
+    # 8 rows instead of 2; the mask and other small things are not four times as many.
+    assert 3.5 < theirs["policy/prefill"] / ours["policy/prefill"] < 4.1
+    # A copy of the logits in float32: 8 rows of 4096.
+    assert theirs["policy/choose"] - ours["policy/choose"] >= 8 * VOCABULARY * 4
+
+
+def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
+    args = settings(init_value_with_reward=True)
+    deep, figures = llama(num_hidden_layers=9), {}
+    for name, reward in (("same", llama()), ("deep", deep)):
+        figures[name] = measure(Models(llama(), rewards=(reward,)), args, sizes_of(args, 1))
+    # 5 layers more than the policy's 4; a layer as in the count of weights above.
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
+    assert figures["deep"]["critic/gradients"] - figures["same"]["critic/gradients"] == 5 * layer * 4
+    assert figures["deep"]["policy/gradients"] == figures["same"]["policy/gradients"]
 
 
 def test_a_sliding_layer_caches_its_window_alone():
@@ -402,9 +429,33 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
         planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
 
 
+def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(folder, tmp_path):
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
+    config.save_pretrained(str(tmp_path / "adapter"))
+    flags = (*FLAGS, "--critic_layout=shared")
+    started = planned("--model_name_or_path", str(tmp_path / "adapter"), *flags)["phases"]
+    new = planned("--model_name_or_path", folder, *flags, "--use_peft", "--lora_r=8")["phases"]
+    # q and o 128 + 128, k and v 128 + 64, gate, up and down 128 + 256, times rank 8, 4 bytes, 4 layers.
+    assert started[0]["weights"] - new[0]["weights"] == (2 * 256 + 2 * 192 + 3 * 384) * 8 * 4 * 4
+    assert started[-1]["optimizer"] == new[-1]["optimizer"]
+
+
 def test_a_reward_adapter_that_is_none_is_refused(folder):
-    with pytest.raises(ValueError, match="reward_adapter is .*no folder of an adapter"):
+    with pytest.raises(ValueError, match="reward_adapter is .*no folder or hub id of an adapter"):
         planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)
+
+
+def test_four_bits_without_adapters_are_refused(folder):
+    with pytest.raises(ValueError, match="load_in_4bit is True, but all weights would train: set use_peft"):
+        planned(
+            "--model_name_or_path",
+            folder,
+            *FLAGS,
+            "--load_in_4bit",
+            "--critic_layout=shared",
+            "--reference=none",
+            "--kl_coef=0",
+        )
 
 
 def test_a_model_that_reads_its_tensors_is_refused(monkeypatch):

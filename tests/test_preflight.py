@@ -1,12 +1,14 @@
 """What is refused before a model is loaded, or as soon as the policy is there."""
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alpaca_ppo.construction import load_processing_class
 from alpaca_ppo.preflight import check_start
-from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
-from tests.tiny_runs import prompts, tiny_config, tiny_trainer
+from tests.tiny_models import tiny_causal_lm, tiny_config, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import prompts, tiny_trainer
+from tests.tiny_runs import tiny_config as run_config
 
 
 def refused(tmp_path, message, *, arguments=None, **overrides):
@@ -39,6 +41,25 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     refused(tmp_path, "has no column 'text'", arguments=named, prompt_column="text")
 
 
+@pytest.mark.usefixtures("no_model")
+def test_a_reward_adapter_is_checked_before_a_model_is_loaded(tmp_path):
+    tiny_config("llama").save_pretrained(tmp_path / "base")
+    classifier = tiny_sequence_classifier("llama", hidden_size=64)
+    peft = get_peft_model(classifier, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS"))
+    peft.save_pretrained(tmp_path / "wide")
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
+    named = {"model": str(tmp_path / "base"), "reward_funcs": [str(tmp_path / "another")]}
+    wide = {"reward_adapter": str(tmp_path / "wide")}
+    message = "(?s)no tokenizer can be loaded from '.*wide' .*; check reward_adapter: an existing folder with"
+    refused(tmp_path, message, arguments={**named, **lora}, **wide)
+    tiny_tokenizer().save_pretrained(tmp_path / "wide")
+    named["reward_funcs"] = []
+    message = r"reward_adapter .*wide does not fit LlamaForCausalLM: its .* is of shape \(.*64.*\), and \(.*32.*\) w"
+    refused(tmp_path, message, arguments={**named, **lora}, **wide)
+    message = "reward_adapter is '.*wide', but the policy has no adapters; give peft_config"
+    refused(tmp_path, message, arguments=named, **wide)
+
+
 def test_a_name_that_holds_no_model_or_tokenizer_is_named_with_the_remedy(tmp_path):
     missing = {"model": str(tmp_path / "none")}
     refused(tmp_path, "no model can be loaded from '.*none' .*; check model_name_or_path", arguments=missing)
@@ -69,10 +90,10 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(tmp_path):
 
 
 def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_path):
-    check_start(tiny_config(tmp_path / "new"), None)
+    check_start(run_config(tmp_path / "new"), None)
     tiny_trainer(tmp_path / "run").save_checkpoint()
     (tmp_path / "run/checkpoint-0").rename(tmp_path / "run/checkpoint-2")
-    args = tiny_config(tmp_path / "run")
+    args = run_config(tmp_path / "run")
     for resume in (True, "true", str(tmp_path / "run/checkpoint-2")):
         check_start(args, resume)
     with pytest.raises(ValueError, match="already holds checkpoint-2 of another run"):

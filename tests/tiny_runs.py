@@ -1,12 +1,13 @@
 """A tiny trainer for the tests: a random model, forty prompts of uneven length, a reward that counts even ids."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -103,3 +104,14 @@ def poisoned(*updates: tuple[int, int]) -> type[PPOTrainer]:
                 rollouts["advantages"] = advantages
 
     return Poisoned
+
+
+class LargestFile(TrainerCallback):
+    """From the end of `step` on, this process can write no file beyond `size` bytes: a disk that is full, anywhere."""
+
+    def __init__(self, step: int, size: int) -> None:
+        self.step, self.size = step, size
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -73,11 +73,11 @@ def generate(
             model's cache, or the model's logits are not finite.
     """
     _check_arguments(max_new_tokens, num_return_sequences, temperature, top_k, top_p, backend)
-    queries, mask = (part.to(model.device) for part in _trimmed(queries, query_attn_masks))
+    queries, mask = _trimmed(queries, query_attn_masks)
+    queries, mask = queries.to(model.device), mask.to(model.device)
+    samples: dict[str, Any] = {"prompt_ids": prompt_ids.to(model.device), "num_return_sequences": num_return_sequences}
     responses = GrowingResponses(
-        stream_keys(
-            seed=seed, step=step, prompt_ids=prompt_ids.to(model.device), num_return_sequences=num_return_sequences
-        ),
+        stream_keys(seed=seed, step=step, **samples),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad_token_id,
         choosing=Choosing(temperature, do_sample, top_k, top_p),

@@ -3,6 +3,13 @@ loaded.
 """
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs
+from alpaca_ppo.models.adapter_folders import (
+    check_fit,
+    check_reward_adapter,
+    is_adapter,
+    read_policy_adapter,
+    read_reward_adapter,
+)
 from alpaca_ppo.models.adapters import (
     POLICY,
     REFERENCE,
@@ -10,7 +17,6 @@ from alpaca_ppo.models.adapters import (
     AdapterSet,
     adapters_in,
     attach,
-    is_adapter_folder,
     load_adapters,
     merged_weights,
 )
@@ -43,9 +49,11 @@ __all__ = [
     "adapters_in",
     "attach",
     "build_actor_critic",
+    "check_fit",
+    "check_reward_adapter",
     "disable_dropout",
     "frozen_copy",
-    "is_adapter_folder",
+    "is_adapter",
     "is_critic_folder",
     "load_adapters",
     "load_causal_lm",
@@ -53,6 +61,8 @@ __all__ = [
     "load_sequence_classifier",
     "make_head",
     "merged_weights",
+    "read_policy_adapter",
+    "read_reward_adapter",
     "without_adapters",
     "write_critic",
     "write_critic_adapter",

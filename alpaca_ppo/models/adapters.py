@@ -8,15 +8,24 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import load_peft_weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from alpaca_ppo.models.adapter_folders import (
+    check_fit,
+    check_reward_adapter,
+    is_head,
+    lora_config,
+    read_reward_adapter,
+    weights_file,
+)
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
 """Names of the adapters; the policy's is PEFT's default, whose folder needs no sub-folder."""
@@ -31,6 +40,7 @@ class AdapterSet:
 
     def __init__(self, peft: PeftModel) -> None:
         self.peft = peft
+        self._fingerprint: str | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -71,20 +81,20 @@ class AdapterSet:
         self.peft.add_adapter(name, config)
         self.peft.set_adapter(POLICY)
         _restore(flags)
+        _start_magnitudes(self.peft, name)
         for parameter in self.parameters_of(name):
             parameter.requires_grad_(trainable)
 
-    def load(self, name: str, folder: str) -> dict[str, Tensor]:
-        """A frozen adapter `name` from `folder`; returns tensors of the folder that are no part of the adapter, such as
-        a score head.
+    def load_reward(self, name: str, folder: str) -> Tensor:
+        """A frozen adapter `name` from the reward adapter `folder`, a hub id too; returns the weight (1, H) of its
+        score head.
 
         Raises:
-            ValueError: when the folder's adapter does not fit the base.
+            ValueError: when it is no reward adapter, or does not fit the base.
         """
-        config = lora_config(PeftConfig.from_pretrained(folder))
-        extra = set(config.modules_to_save or ())
-        config.modules_to_save, config.task_type, config.inference_mode = None, None, True
-        config.lora_dropout = 0.0
+        check_reward_adapter(folder)
+        check_fit("reward_adapter", folder, self.model)
+        config = read_reward_adapter(folder)
         trained_on, here = config.base_model_name_or_path, self.model.config.name_or_path
         if trained_on and here and trained_on != here:
             warnings.warn(
@@ -93,17 +103,16 @@ class AdapterSet:
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
-        tensors = load_peft_weights(folder, device="cpu")
-        heads = {key: value for key, value in tensors.items() if extra & set(key.split("."))}
+        tensors = load_file(weights_file("reward_adapter", folder))
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
-        given = {key: value for key, value in tensors.items() if key not in heads}
+        given = {key: value for key, value in tensors.items() if not is_head(key)}
         if different := sorted(expected ^ set(given)):
             raise ValueError(
                 f"the adapter in {folder} does not fit {type(self.model).__name__}: they differ in "
                 f"{', '.join(different[:3])}; give an adapter that was trained on this base model"
             )
         set_peft_model_state_dict(self.peft, given, adapter_name=name)
-        return heads
+        return next(value for key, value in tensors.items() if is_head(key))
 
     def describe(self) -> str:
         """The policy adapter's settings that decide its numbers."""
@@ -113,14 +122,19 @@ class AdapterSet:
         return str({name: getattr(config, name) for name in names} | lists)
 
     def fingerprint(self) -> str:
-        """A hash of some of the weights that do not train; the same on every device."""
+        """A hash of some of the weights that do not train, as they were when this was first asked: ZeRO 3 spreads them
+        later. The same on every device.
+        """
+        if self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256()
         for name, parameter in self.peft.named_parameters():
             if not parameter.requires_grad:
                 some = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
                 digest.update(name.encode())
                 digest.update(some.float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
     def parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter `name`."""
@@ -152,11 +166,18 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
     adapters = AdapterSet(PeftModel(model, config, adapter_name=POLICY))
     _check_head(adapters.model, config)
     _check_precision(adapters)
+    _start_magnitudes(adapters.peft, POLICY)
     return adapters
 
 
 def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
-    """`model` with the adapter of `folder` as the policy's, which trains on, and a frozen copy as the reference."""
+    """`model` with the adapter of `folder`, a hub id too, as the policy's, which trains on, and a frozen copy as the
+    reference.
+
+    Raises:
+        ValueError: when the adapter does not fit the model, and as `adapters_in`.
+    """
+    check_fit("model_name_or_path", folder, model)
     return adapters_in(PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True))
 
 
@@ -182,41 +203,6 @@ def adapters_in(peft: PeftModel) -> AdapterSet:
     return adapters
 
 
-def is_adapter_folder(name: str) -> bool:
-    """Whether `name` is a folder with an adapter instead of a whole model."""
-    return (Path(name) / "adapter_config.json").is_file()
-
-
-def lora_config(config: Any) -> LoraConfig:
-    """`config`, if it is one that this package can handle.
-
-    Raises:
-        ValueError: for another method than LoRA, and for trained biases.
-    """
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"peft_config is a {type(config).__name__}; only LoRA (with DoRA and rsLoRA) can be switched off and "
-            "joined by other adapters: give a peft.LoraConfig"
-        )
-    if config.init_lora_weights not in (True, "gaussian"):
-        raise ValueError(
-            f"peft_config has init_lora_weights {config.init_lora_weights!r}: the policy would not start from the base "
-            "or would change it, so switching the adapter off would give no reference; set it to True or 'gaussian'"
-        )
-    for name in ("lora_bias", "trainable_token_indices", "layer_replication"):
-        if getattr(config, name):
-            raise ValueError(
-                f"peft_config has {name} {getattr(config, name)!r}, which is no part of an adapter that can be "
-                "switched off, merged and exported here; leave it out"
-            )
-    if config.bias != "none":
-        raise ValueError(
-            f"peft_config has bias {config.bias!r}: trained biases stay when the adapter is switched off, so the base "
-            "would not be the reference; set bias='none'"
-        )
-    return config
-
-
 def _check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     if not isinstance(model.get_output_embeddings(), nn.Linear) or _is_wrapped(model.get_output_embeddings()):
         raise ValueError(
@@ -237,6 +223,23 @@ def _check_precision(adapters: AdapterSet) -> None:
             parameter.data = parameter.data.float()
 
 
+def _start_magnitudes(peft: PeftModel, name: str) -> None:
+    """DoRA's magnitudes at their start, in float32: PEFT rounds them to a half-precision base's own, and the adapter
+    would not start from the base.
+    """
+    for layer in peft.modules():
+        if isinstance(layer, LoraLayer) and name in layer.lora_magnitude_vector and name in layer.lora_A:
+            magnitudes: Any = layer.lora_magnitude_vector[name]
+            trainable = magnitudes.weight.requires_grad
+            magnitudes.update_layer(
+                base_layer=layer.get_base_layer(),
+                lora_A=layer.lora_A[name].weight,
+                lora_B=layer.lora_B[name].weight,
+                scaling=layer.scaling[name],
+            )
+            magnitudes.weight.requires_grad_(trainable)
+
+
 def _is_wrapped(module: nn.Module) -> bool:
     return any(name for name, _ in module.named_children())
 
@@ -254,19 +257,21 @@ def adapter_tensors(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
-    """The state dictionary, in host memory, of the base with the policy's adapter merged into it.
+    """The state dictionary, in host memory and at least float32, of the base with the policy's adapter merged into it.
 
-    One layer is merged at a time and put back as it was, to the last bit.
+    One layer is merged at a time and put back as it was, to the last bit. Half precision would round small updates
+    away.
     """
     merged: dict[str, Tensor] = {}
     model = adapters.model
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     for name, layer in layers.items():
         base: Any = layer.get_base_layer()
-        kept = base.weight.detach().clone()
+        kept = base.weight.data
+        base.weight.data = kept.to(_at_least_float32(kept), copy=True)
         layer.merge(adapter_names=[POLICY])
-        merged[f"{name}.weight"] = base.weight.detach().cpu().clone()
-        base.weight.copy_(kept)
+        merged[f"{name}.weight"] = base.weight.detach().cpu()
+        base.weight.data = kept
         layer.merged_adapters.clear()
     for key, tensor in model.state_dict().items():
         parts = key.split(".")
@@ -274,5 +279,9 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
             continue
         plain = key.replace(".base_layer", "").replace(f".modules_to_save.{POLICY}", "")
         if "modules_to_save" not in plain and plain not in merged:
-            merged[plain] = tensor.detach().cpu()
+            merged[plain] = tensor.detach().to("cpu", _at_least_float32(tensor))
     return merged
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype

@@ -14,7 +14,8 @@ from peft import PeftConfig, PeftModel, TaskType
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from alpaca_ppo.models.adapters import AdapterSet, adapter_tensors, is_adapter_folder, lora_config
+from alpaca_ppo.models.adapter_folders import is_adapter, lora_config
+from alpaca_ppo.models.adapters import AdapterSet, adapter_tensors
 from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.critic_heads import CriticHead, make_head
 from alpaca_ppo.models.policy import disable_dropout
@@ -75,7 +76,7 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
     head = make_head(**settings)
     head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
     how = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    if is_adapter_folder(folder):
+    if is_adapter(folder):
         base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
         backbone: Any = PeftModel.from_pretrained(base, folder).merge_and_unload().base_model
     else:

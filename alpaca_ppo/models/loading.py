@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.adapters import POLICY, VALUE, AdapterSet, lora_config
+from alpaca_ppo.models.adapter_folders import lora_config
+from alpaca_ppo.models.adapters import POLICY, VALUE, AdapterSet
 from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.critic_heads import CriticHead, make_head
 from alpaca_ppo.models.policy import Policy, disable_dropout

@@ -17,7 +17,7 @@ class AdapterClassifier(nn.Module):
 
     Args:
         adapters: of the policy.
-        folder: of the adapter, as `examples/train_reward_model.py --use_peft` writes it.
+        folder: of the adapter, or its hub id, as `examples/train_reward_model.py --use_peft` writes it.
 
     Raises:
         ValueError: when the folder has no score head, or an adapter of another base.
@@ -25,15 +25,9 @@ class AdapterClassifier(nn.Module):
 
     def __init__(self, adapters: AdapterSet, folder: str) -> None:
         super().__init__()
-        heads = adapters.load(REWARD, folder)
-        weights = [value for key, value in heads.items() if key.split(".")[-1] == "weight"]
-        if len(weights) != 1 or weights[0].size(0) != 1:
-            raise ValueError(
-                f"reward_adapter {folder} has no score head of one label (it holds {sorted(heads)}); train it with "
-                "examples/train_reward_model.py --use_peft"
-            )
+        weight = adapters.load_reward(REWARD, folder)
         self.adapters = adapters
-        self.score = nn.Parameter(weights[0].to(torch.float32), requires_grad=False)
+        self.score = nn.Parameter(weight.to(torch.float32), requires_grad=False)
         self.config: Any = adapters.model.config.__class__(**{**adapters.model.config.to_dict(), "num_labels": 1})
         self.config.name_or_path = folder
 

@@ -1,0 +1,187 @@
+"""The cells of the table of memory (`memory_table`): a model of random weights, its batch and a layout, planned and,
+where there is room, run.
+"""
+
+import gc
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.fake_models import Models
+from alpaca_ppo.live_bytes import LiveBytes
+from alpaca_ppo.memory_model import Sharding, predict
+from alpaca_ppo.plan import GIB, RESERVE_GIB
+
+LARGE = 10**9
+"""Weights from which a model is not run on a CPU."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+FAMILIES = {
+    "llama-112m": ("llama", (768, 2048, 12, 12, 4, 24000)),
+    "llama-7b": ("llama", (4096, 11008, 32, 32, 32, 32000)),
+    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
+}
+_SMALL = {"rows": 4, "micro_rows": 2, "query_len": 64, "response_len": 64}
+_LARGE = {"rows": 16, "micro_rows": 2, "query_len": 256, "response_len": 256}
+_HALF = {"dtype": "bfloat16", "gradient_checkpointing": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-112m": {"family": "llama-112m", **_SMALL, "dtype": "float32", "gradient_checkpointing": False},
+    "llama-112m-bf16": {"family": "llama-112m", **_SMALL, **_HALF},
+    "llama-7b": {"family": "llama-7b", **_LARGE, **_HALF},
+    "qwen2.5-7b": {"family": "qwen2.5-7b", **_LARGE, **_HALF},
+}
+"""The columns. In bfloat16 a run that trains all weights keeps them in float32 and makes its passes in bfloat16."""
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("all weights train; separate critic, copied reference", {"reference": "copy"}),
+    "separate": ("LoRA; separate critic, reference: adapter off", {"reference": "adapter_off"}),
+    "shared": ("LoRA; shared critic, adapter off", {"critic_layout": "shared", "reference": "adapter_off"}),
+    "adapter": ("LoRA; critic adapter, adapter off", {"critic_layout": "adapter", "reference": "adapter_off"}),
+    "reward": (
+        "LoRA; critic adapter, adapter off, reward adapter: four roles on one base",
+        {"critic_layout": "adapter", "reference": "adapter_off"},
+    ),
+}
+Cell = dict[str, float | None]
+
+
+def model_config(column: dict[str, Any]) -> Any:
+    """The configuration of policy, critic, reference and reward model."""
+    sizes = {name: column[name] for name in SIZES}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
+    return AutoConfig.for_model(FAMILIES[column["family"]][0], **sizes, **special, tie_word_embeddings=False)
+
+
+def count_weights(column: dict[str, Any]) -> int:
+    """Of the policy."""
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(model_config(column)).num_parameters())
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each of a hundred ids: the text does not matter here."""
+    words = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{n}" for n in range(96))])}
+    model = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def adapter(column: dict[str, Any], task_type: str | None) -> LoraConfig:
+    """LoRA on every linear layer of the decoder."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(r=column["lora_rank"], target_modules=names, task_type=task_type)
+
+
+def save_reward_adapter(column: dict[str, Any], folder: str) -> None:
+    """A reward adapter with random weights, in the form that train_reward_model.py --use_peft writes."""
+    with torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(model_config(column))
+        peft = get_peft_model(classifier, adapter(column, "SEQ_CLS"))
+    shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(peft).items()}
+    peft.peft_config["default"].save_pretrained(folder)
+    tensors = {name: torch.randn(shape) / 50 for name, shape in shapes.items()}
+    save_file(tensors, f"{folder}/adapter_model.safetensors", metadata={"format": "pt"})
+    tokenizer().save_pretrained(folder)
+
+
+def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool) -> PPOConfig:
+    """The configuration of a cell: two steps of one optimizer step each."""
+    rows, half = column["rows"], column["dtype"] == "bfloat16"
+    fields_of_it: dict[str, Any] = {
+        "query_len": column["query_len"],
+        "response_len": column["response_len"],
+        "rollout_batch_size": rows,
+        "rollout_per_device_batch_size": rows,
+        "step_batch_size": rows,
+        "step_per_device_batch_size": column["micro_rows"],
+        "gradient_checkpointing": column["gradient_checkpointing"],
+        "dtype": "float32" if layout == "full" else column["dtype"],
+        "bf16": layout == "full" and half,
+        "reward_adapter": f"{folder}/reward" if layout == "reward" else None,
+    }
+    quiet: dict[str, Any] = {"output_dir": f"{folder}/run", "report_to": ["none"], "num_logged_rollouts": 0}
+    return PPOConfig(
+        **fields_of_it, **quiet, **LAYOUTS[layout][1], ppo_epochs=1, total_episodes=2 * rows, use_cpu=use_cpu
+    )
+
+
+def planned(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
+    """Bytes of a cell's highest moment, by `alpaca_ppo.plan`'s arithmetic."""
+    config = model_config(column)
+    models = Models(
+        config,
+        lora=None if layout == "full" else adapter(column, "CAUSAL_LM"),
+        rewards=() if layout == "reward" else (config,),
+        reward_lora=adapter(column, None) if layout == "reward" else None,
+    )
+    return max(moment.total for moment in predict(models, args, Sharding()))
+
+
+def measured(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
+    """Bytes of the second step's highest moment."""
+    torch.manual_seed(0)
+    config, dtype = model_config(column), getattr(torch, args.dtype)
+    if args.reward_adapter is not None:
+        save_reward_adapter(column, args.reward_adapter)
+    with torch.device("cpu" if args.use_cpu else "cuda"):
+        policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        sources = [] if layout == "reward" else [AutoModelForSequenceClassification.from_config(config, dtype=dtype)]
+    prompt = " ".join(f"w{i % 96}" for i in range(args.query_len))
+    trainer = PPOTrainer(
+        model=policy,
+        reward_funcs=sources,
+        reward_processing_classes=[tokenizer() for _ in sources],
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": prompt}] * (2 * args.rollout_batch_size)),
+        processing_class=tokenizer(),
+        peft_config=None if layout == "full" else adapter(column, "CAUSAL_LM"),
+    )
+    del policy, sources
+    # The optimizer's state is made in the first step and there from the start in the second.
+    trainer.step(trainer.prompt_batches(0))
+    return float(_step_peak(trainer))
+
+
+def _step_peak(trainer: PPOTrainer) -> int:
+    gc.collect()
+    if trainer.accelerator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        trainer.step(trainer.prompt_batches(1))
+        return torch.cuda.max_memory_allocated()
+    live = LiveBytes()
+    live.see_all()
+    live.restart()
+    with live:
+        trainer.step(trainer.prompt_batches(1))
+    return live.peak
+
+
+def run_cell(column: dict[str, Any], layout: str) -> Cell:
+    """`planned` and, where there is room, `measured` bytes; else None."""
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        runs_on_cpu = not on_gpu and count_weights(column) < LARGE
+        args = settings(column, layout, folder, use_cpu=runs_on_cpu)
+        plan = planned(column, layout, args)
+        room = torch.cuda.get_device_properties(0).total_memory - RESERVE_GIB * GIB if on_gpu else 0.0
+        runs = runs_on_cpu or plan < room
+        return {"planned": plan, "measured": measured(column, layout, args) if runs else None}
