@@ -157,11 +157,12 @@ class PPOTrainer(RunKeeping):
         Where a resumed run stands within the step's update, its rollouts are there already.
         """
         self.timers = metrics.Timers()
-        if self.resume_point.update is None:
+        update = self.resume_point.take_resumed()
+        if update is None:
             rollouts = self._estimated_rollouts(prompt_batches)
             self._reach(update=UpdateProgress(rollouts, self.timers.seconds))
         else:
-            rollouts, self.timers.seconds = self.resume_point.update.rollouts, self.resume_point.update.seconds
+            rollouts, self.timers.seconds = update.rollouts, update.seconds
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
