@@ -87,6 +87,8 @@ class ResumePoint:
     """Whether that step was evaluated and written down."""
     update: UpdateProgress | None = None
     """Of the next step, where its rollouts are there."""
+    resumed: bool = False
+    """Whether `update` comes from a checkpoint and no step has gone on with it yet."""
     saved: bool = False
     """Whether a checkpoint in the output folder holds this point."""
     random: dict[str, Any] = field(default_factory=random_states)
@@ -98,6 +100,11 @@ class ResumePoint:
             setattr(self, name, value)
         self.stats = {name: float(value) for name, value in self.stats.items()}
         self.saved, self.random = False, random_states()
+
+    def take_resumed(self) -> UpdateProgress | None:
+        """The update that the next step goes on with: once, so that steps made one by one each have their rollouts."""
+        update, self.resumed = self.update if self.resumed else None, False
+        return update
 
     @property
     def at_start(self) -> bool:

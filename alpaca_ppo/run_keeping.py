@@ -214,7 +214,7 @@ class RunKeeping:
         self.updater.learning_rate = extra["learning_rate"]
         ranks = {"rank": self.accelerator.process_index, "num_ranks": self.accelerator.num_processes}
         update = UpdateProgress.from_state(extra["update"], **ranks) if extra["update"] else None
-        self._reach(stats=extra["stats"], step_ended=extra["step_ended"], update=update)
+        self._reach(stats=extra["stats"], step_ended=extra["step_ended"], update=update, resumed=True)
         self.resume_point.saved = folder.resolve() == self._checkpoint_folder.resolve()
 
     def _identity(self) -> dict[str, Any]:

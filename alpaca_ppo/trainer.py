@@ -157,13 +157,12 @@ class PPOTrainer(RunKeeping):
         Where a resumed run stands within the step's update, its rollouts are there already.
         """
         self.timers = metrics.Timers()
-        point = self.resume_point
-        # In a loop of one's own nobody moves the point on after a step.
-        if point.update is None or point.step != self.state.global_step:
+        update = self.resume_point.take_resumed()
+        if update is None:
             rollouts = self._estimated_rollouts(prompt_batches)
             self._reach(update=UpdateProgress(rollouts, self.timers.seconds))
         else:
-            rollouts, self.timers.seconds = point.update.rollouts, point.update.seconds
+            rollouts, self.timers.seconds = update.rollouts, update.seconds
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)

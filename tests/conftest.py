@@ -1,6 +1,7 @@
 """Settings of every test run: libraries offline, and a complete run reaches every `raise` of the package."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,16 @@ raise_record.install()
 
 _deselected: list[pytest.Item] = []
 _unreached: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """A test may limit how large a file this process writes; pytest's own report must not meet that limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        return (yield)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def pytest_deselected(items):

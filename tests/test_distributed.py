@@ -55,3 +55,8 @@ def test_ranks_that_disagree_on_a_shape_are_told_so(monkeypatch):
     monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator: parts)
     with pytest.raises(ValueError, match=r"rewards differs in shape between processes: \(2,\), \(2, 5\)"):
         distributed.gather_rows(parts[0], Rank(0, 2), samples_per_prompt=1)
+
+
+def test_rows_that_one_rank_has_given_up_are_none_on_all(monkeypatch):
+    monkeypatch.setattr(distributed, "gather_list", lambda item, accelerator: [{"a": torch.zeros(2)}, None])
+    assert distributed.gather_rows({"a": torch.zeros(2)}, Rank(0, 2), samples_per_prompt=1) is None

@@ -4,7 +4,14 @@ import shutil
 import pytest
 
 from alpaca_ppo import folders
-from alpaca_ppo.folders import clean_leftovers, remove_folder, write_folder_atomically, write_text_atomically
+from alpaca_ppo.folders import (
+    clean_leftovers,
+    kept_folders,
+    remove_folder,
+    where_kept,
+    write_folder_atomically,
+    write_text_atomically,
+)
 
 
 def names(folder):
@@ -118,3 +125,16 @@ def test_a_text_file_is_replaced_in_one_step(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_text_atomically(path, "new")
     assert path.read_bytes().startswith(b"old")
+
+
+def test_a_folder_that_a_killed_process_was_about_to_replace_is_still_one_of_those_kept(tmp_path):
+    (tmp_path / ".checkpoint-3.replaced").mkdir()
+    for name in ("checkpoint-2", "checkpoint-10", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-4").write_text("no folder")
+    found = kept_folders(tmp_path, "checkpoint-*")
+    assert [path.name for path in found] == ["checkpoint-10", "checkpoint-2", "checkpoint-3"]
+    assert where_kept(tmp_path / "checkpoint-3").name == ".checkpoint-3.replaced"
+    assert where_kept(tmp_path / "checkpoint-2").name == "checkpoint-2"
+    clean_leftovers(tmp_path)
+    assert where_kept(tmp_path / "checkpoint-3").name == "checkpoint-3"

@@ -13,15 +13,8 @@ from tests.test_tracking import make_log
 from tests.tiny_runs import LargestFile, metric_lines, tiny_trainer
 
 
-@pytest.fixture(autouse=True)
-def restored_limit():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.fixture
-def largest_file(restored_limit):
+def largest_file():
     def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from transformers import TrainerCallback
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint_folders import newest_checkpoint
 from alpaca_ppo.interruption import Interrupted, Interruption, SamplingStopped
+from alpaca_ppo.preflight import check_start
+from tests.integration.run_killed import at_the
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
 RUN = {
@@ -158,7 +161,7 @@ def test_a_checkpoint_that_holds_this_very_point_is_not_written_again(tmp_path, 
     written = []
     save = PPOTrainer.save_checkpoint
     monkeypatch.setattr(
-        PPOTrainer, "save_checkpoint", lambda self: (written.append(self.state.global_step), save(self))
+        PPOTrainer, "save_checkpoint", lambda self, *stats: (written.append(self.state.global_step), save(self))
     )
     interrupted_run(tmp_path, "on_save", step=2)
     assert written == [2]
@@ -271,9 +274,41 @@ def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is
     assert "SIGTERM: saving, then ending" in done.stderr
 
 
+def load_extra(folder):
+    """What a checkpoint holds besides weights, optimizer and schedule."""
+    entries = json.loads((folder / "state.json").read_text())["__dict__"]
+    return dict(dict(entries)["extra"]["__dict__"])
+
+
 class Failing(TrainerCallback):
     def on_log(self, args, state, control, **context):
         raise RuntimeError("killed here")
+
+
+def test_a_run_killed_as_it_replaces_its_only_checkpoint_is_found_and_goes_on(tmp_path):
+    trainer, _ = interrupted_run(tmp_path, "on_step_begin", step=1)
+    folder = tmp_path / "checkpoint-1"
+    folder.rename(tmp_path / ".checkpoint-1.replaced")
+    check_start(trainer.args, True)
+    tiny_trainer(tmp_path, **RUN).train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_the_best_checkpoint_keeps_the_weights_that_were_measured(tmp_path, monkeypatch):
+    run = {**RUN, "save_steps": 1, "metric_for_best_model": "objective/scores"}
+    whole = tiny_trainer(tmp_path / "whole", **run)
+    whole.train()
+    parts = tmp_path / "parts"
+    trainer = tiny_trainer(parts, **run)
+    # The update of the second step: the first step's checkpoint is the best there is.
+    trainer.updater._loss = at_the(15, "SIGTERM", trainer.updater._loss)
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert trainer.state.best_model_checkpoint == str(parts / "checkpoint-1")
+    update = load_extra(parts / "checkpoint-1")["update"]
+    assert update is None
+    tiny_trainer(parts, **run).train(resume_from_checkpoint=True)
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
 
 
 def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_the_run_is_resumed(tmp_path):

@@ -26,7 +26,7 @@ from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines
 
 SCRIPT = Path(__file__).parent / "integration/run_killed.py"
-INTERRUPTED = "SIGTERM@update:9"
+INTERRUPTED = "SIGTERM@update:15"
 """In the second step: the checkpoint of the first is replaced."""
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp_cpu.yaml"
+LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp.yaml"
 LAUNCHERS = {
     "accelerate": ("-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_CONFIG), "--main_process_port", "0"),
     "torchrun": ("-m", "torch.distributed.run", "--standalone"),

@@ -88,6 +88,7 @@ def prepare(trainer: PPOTrainer, what: str, where: str, number: str) -> None:
 
 def tell_phase(output_dir: str, name: str) -> None:
     """Notes what the run is about to do, and which process does it, for whoever means to kill it."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
     file = os.open(Path(output_dir) / f"phase{os.environ.get('RANK', 0)}.txt", os.O_WRONLY | os.O_CREAT)
     # One write of one length: whoever reads finds the old text or the new one.
     os.pwrite(file, f"{os.getpid()} {name}".ljust(60).encode(), 0)
