@@ -2,6 +2,7 @@
 a table to RESULTS.md that sets them beside full fine-tuning.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -56,13 +57,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     text = (
         f"Written by `make lora`: LoRA of rank {LORA['lora_r']} on every linear layer, the supervised model as the "
         f"frozen base and, with its adapter off, as the reference; {len(seeds)} seeds each; mean ± standard deviation. "
-        "The last line's reward model is an adapter on the same base, trained on the same pairs."
+        "The last line's reward model is an adapter on the same base, trained on the same pairs: it agrees with the "
+        f"gold score on {_agreement(lab.reward_adapter)} of the held-out ones, the other lines' reward model on "
+        f"{_agreement(lab.reward_model)}. Its seeds share one adapter; how adapters differ is not in the spread."
         f"\n\n{table(outcomes)}\n\n"
         f"{reading(outcomes)}\n\nMade on {machine()}."
     )
     write_section(Path(arguments.report), SECTIONS[3], text)
     print(f"\n{text}\n\nWritten: {arguments.report}")
     return outcomes
+
+
+def _agreement(reward_model: Path) -> str:
+    measured = json.loads((reward_model / "agreement.json").read_text(encoding="utf-8"))
+    return f"{100 * measured['reward_model_agrees_with_gold']:.1f} %"
 
 
 def _run(lab: Lab, name: str, seed: int) -> Path:

@@ -125,7 +125,10 @@ def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp
     assert list(layouts) == [compare.BASELINE, f"LoRA, {lora.REWARD_ADAPTER}"]
     assert layouts[compare.BASELINE] == outcomes[compare.BASELINE]
     assert (root / "lora_adapter_reward_adapter_too_seed_1/final/policy/adapter_model.safetensors").is_file()
+    judged = json.loads((root / "reward_adapter" / "agreement.json").read_text())
+    assert judged["pairs"] <= 8 and 0 <= judged["reward_model_agrees_with_gold"] <= 1
     text = report.read_text()
+    assert f"score on {100 * judged['reward_model_agrees_with_gold']:.1f} % of the held-out ones" in text
     assert "| RLOO | " in text and "no critic" in text and "points of win-rate, " in text
 
 
