@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 from alpaca_ppo.arguments import LoraArguments, parse_args
@@ -118,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     training.remove_unused_columns = False
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # Head and adapter start at random, before the trainer seeds.
+    set_seed(training.seed)
     model = AutoModelForSequenceClassification.from_pretrained(
         arguments.model_name_or_path, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
     )
@@ -133,15 +136,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments) if split else None
         for split in (arguments.dataset_train_split, arguments.dataset_test_split)
     )
-    trainer = RewardTrainer(
-        model=model,
-        args=training,
-        train_dataset=train,
-        eval_dataset=test,
-        data_collator=collate,
-        processing_class=tokenizer,
-        compute_metrics=accuracy,
-    )
+    data: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "data_collator": collate}
+    trainer = RewardTrainer(model, training, **data, processing_class=tokenizer, compute_metrics=accuracy)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
 

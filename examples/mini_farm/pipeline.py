@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peft import AutoPeftModelForSequenceClassification
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer
 
 from alpaca_ppo.folders import write_text_atomically
 from examples import train_reward_model, train_sft
@@ -170,9 +170,6 @@ class Lab:
         settings |= {"use_peft": "true", "learning_rate": 2e-3}
 
         def fill(folder: Path) -> None:
-            # The script draws head and adapter before its trainer seeds: without this they depend on which stages ran
-            # before in this process, and the agreement with gold moves by two points from one start to the next.
-            set_seed(self.arguments.data_seed)
             train_reward_model.main(_argv(preset, self.sft, self.pairs / "train.jsonl", folder, settings))
             self._write_agreement(folder, _merge_reward_adapter(folder, folder / "merged"))
 
@@ -180,8 +177,7 @@ class Lab:
             self.root / "reward_adapter",
             "reward adapter",
             fill,
-            # An adapter that an earlier version trained from an unseeded start is trained again.
-            settings={**settings, "start_seed": self.arguments.data_seed},
+            settings=settings,
             parents=[self.sft, self.pairs],
             sources=[preset, EXAMPLES / "train_reward_model.py"],
         )

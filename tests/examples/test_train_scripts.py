@@ -168,3 +168,17 @@ def test_reward_training_writes_a_classifier_that_scores_as_the_trainer_will_ask
         for side in ("chosen", "rejected")
     )
     assert bool((good > bad).all())
+
+
+@pytest.mark.parametrize("flags", [[], ["--use_peft"]])
+def test_a_reward_model_depends_on_its_seed_alone(flags, model_folder, tmp_path):
+    data = write(tmp_path / "pairs.jsonl", pairs(tiny_tokenizer(), 8))
+    found = []
+    for run, seed in enumerate((3, 3, 4)):
+        torch.rand(run)  # What ran before in this process.
+        out = tmp_path / str(run)
+        names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
+        train_reward_model.main([*names, *QUICK, *flags, "--num_train_epochs", "1", "--seed", str(seed)])
+        (weights,) = out.glob("*.safetensors")
+        found.append(weights.read_bytes())
+    assert found[0] == found[1] != found[2]
