@@ -127,7 +127,9 @@ class Engine(WholeState):
         return norm
 
     def shard(self, model: nn.Module, *, offload: bool = False) -> None:
-        """Spreads a frozen model over the ranks in place, where the engine does so with what trains."""
+        """Spreads a frozen model over the ranks in place, and gives a reference the policy's precision, where the
+        engine does so with what trains.
+        """
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:

@@ -130,6 +130,10 @@ class ZeroEngine(Engine):
         return torch.as_tensor(float(self.model.get_global_grad_norm()))
 
     def shard(self, model: nn.Module, *, offload: bool = False) -> None:
+        if isinstance(model, Policy) and self.config["bf16"]["enabled"]:
+            # As DeepSpeed casts the policy: parameters, not buffers. Of another precision, KL would not start at 0.
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data
         if self.stage != 3:
             return
         import deepspeed

@@ -1,7 +1,8 @@
 """Critics' heads: what reads from each hidden state a value, or the law of the return.
 
-Heads compute in float32 at least, whatever the backbone's dtype, and start at the value 0, so that the first advantages
-are the returns themselves. Their losses are in `functional` (`value_loss`, `c51_loss`, `quantile_huber_loss`).
+Heads compute in float32 at least, whatever the dtype of the backbone and of their own weights (in a bfloat16 run
+DeepSpeed makes those bfloat16), and start at the value 0, so that the first advantages are the returns themselves.
+Their losses are in `functional` (`value_loss`, `c51_loss`, `quantile_huber_loss`).
 """
 
 import math
@@ -51,7 +52,7 @@ class CriticHead(nn.Module, ABC):
 
     @abstractmethod
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
-        """`HeadOutputs` of `states` (N, H), already in the head's dtype; `taus` as in `forward`."""
+        """`HeadOutputs` of `states` (N, H), already in the dtype to compute in; `taus` as in `forward`."""
 
     def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
         """What the head says of `states` (N, H), in any dtype.
@@ -62,7 +63,15 @@ class CriticHead(nn.Module, ABC):
                 depend on them.
         """
         with torch.autocast(states.device.type, enabled=False):
-            return self.read(states.to(next(self.parameters()).dtype), taus)
+            return self.read(states.to(_at_least_float32(next(self.parameters()).dtype)), taus)
+
+
+class HeadLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input, whatever that of its weights."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., outputs) of `inputs` (..., inputs)."""
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype), self.bias.to(inputs.dtype))
 
 
 class ScalarHead(CriticHead):
@@ -83,7 +92,7 @@ class ScalarHead(CriticHead):
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """The linear map, three times."""
-        values = nn.functional.linear(states, self.weight).squeeze(-1)
+        values = nn.functional.linear(states, self.weight.to(states.dtype)).squeeze(-1)
         return HeadOutputs(values, values, values)
 
 
@@ -202,7 +211,7 @@ class IQNHead(CriticHead):
         super().__init__(hidden_size, risk_level=risk_level)
         self.num_quantiles, self.embedding_dim = num_quantiles, embedding_dim
         dtype = _at_least_float32(dtype)
-        self.embedding = nn.Linear(embedding_dim, hidden_size, dtype=dtype)
+        self.embedding = HeadLinear(embedding_dim, hidden_size, dtype=dtype)
         self.bias = _zero_linear(embedding_dim, 1, dtype)
         self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
 
@@ -215,7 +224,7 @@ class IQNHead(CriticHead):
         order = torch.arange(self.embedding_dim, device=states.device, dtype=states.dtype)
         cosines = torch.cos(math.pi * order * taus.to(states.dtype).unsqueeze(1))
         phi = torch.relu(self.embedding(cosines))
-        quantiles: Tensor = (states * self.weight) @ phi.t() + self.bias(cosines).squeeze(-1)
+        quantiles: Tensor = (states * self.weight.to(states.dtype)) @ phi.t() + self.bias(cosines).squeeze(-1)
         return quantiles
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
@@ -258,7 +267,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _zero_linear(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, dtype=_at_least_float32(dtype))
+    linear = HeadLinear(inputs, outputs, dtype=_at_least_float32(dtype))
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear

@@ -57,6 +57,17 @@ def test_a_new_head_values_every_state_at_zero(kind):
         assert bool((outputs.predictions == 0).all())
 
 
+@EACH_KIND
+def test_a_head_whose_weights_were_made_bfloat16_computes_in_float32(kind):
+    # What DeepSpeed does to them; outputs are those of a float32 head with the rounded weights.
+    head, rounded = random_head(kind).bfloat16(), random_head(kind)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    taus = TAUS.float() if kind == "iqn" else None
+    for ours, theirs in zip(head(some_states(), taus), rounded(some_states(), taus), strict=True):
+        assert_close(ours, theirs, rtol=0, atol=0)
+
+
 @EACH_LAYOUT
 @EACH_KIND
 @pytest.mark.parametrize("autocast", [False, True])
