@@ -1,0 +1,131 @@
+"""DeepSpeed before there is an engine: what of its configuration a run fills in, and what it refuses by name."""
+
+import json
+
+import pytest
+import torch
+from accelerate.utils import DeepSpeedPlugin
+
+from alpaca_ppo import construction, deepspeed_setup
+from alpaca_ppo.deepspeed_setup import deepspeed_plugin, filled, wants_deepspeed
+from tests.tiny_runs import tiny_config
+
+RUN = {
+    "hidden_size": 32,
+    "bf16": False,
+    "max_grad_norm": 0.5,
+    "micro_batches": 3,
+    "step_per_device_batch_size": 2,
+    "world": 4,
+}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A writer of configuration files, in a process that a launcher seems to have started."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def write(text: str) -> str:
+        (tmp_path / "zero.json").write_text(text)
+        return str(tmp_path / "zero.json")
+
+    return write
+
+
+def test_what_is_auto_or_absent_is_filled_from_the_run():
+    config = filled(AUTO, **RUN)
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert config["train_batch_size"] == 24, "2 rows * 3 micro-batches * 4 processes"
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"] == {"enabled": False, "check_grad_overflow": False}
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3 and zero["reduce_bucket_size"] == 1024
+    assert zero["stage3_prefetch_bucket_size"] == 921 and zero["stage3_param_persistence_threshold"] == 320
+    absent = filled({"zero_optimization": {"stage": 3}}, **RUN)
+    assert absent["gradient_clipping"] == 0.5 and absent["zero_optimization"] == {"stage": 3}
+    # What was filled in once agrees with itself.
+    assert filled(config, **RUN) == config
+
+
+def test_sizes_that_the_file_names_are_kept():
+    config = filled({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, **RUN)
+    assert config["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "has 'optimizer'; learning_rate, lr_scheduler_type and the adam_"),
+        ({"scheduler": {"type": "WarmupLR"}}, "has 'scheduler'; learning_rate"),
+        ({"gradient_clipping": 1.0}, "has gradient_clipping 1.0, but the run's configuration makes it 0.5"),
+        ({"gradient_accumulation_steps": 1}, "has gradient_accumulation_steps 1, .* makes it 3"),
+        ({"train_micro_batch_size_per_gpu": 8}, "has train_micro_batch_size_per_gpu 8, .* makes it 2"),
+        ({"train_batch_size": 12}, "has train_batch_size 12, .* makes it 24"),
+        ({"bf16": {"enabled": True}}, r"has bf16.enabled True, .* makes it False; write \"auto\""),
+    ],
+)
+def test_an_entry_that_contradicts_the_run_is_refused(entries, message):
+    with pytest.raises(ValueError, match=message):
+        filled({**AUTO, **entries}, **RUN)
+
+
+@pytest.mark.parametrize("stage", [0, 4])
+def test_another_stage_is_refused(stage, file):
+    path = file(json.dumps({"zero_optimization": {"stage": stage}}))
+    with pytest.raises(ValueError, match=f"has ZeRO stage {stage}; set zero_optimization.stage to 1, 2 or 3"):
+        deepspeed_plugin(path)
+
+
+def test_a_plugin_of_the_named_file_loads_models_whole(file):
+    plugin = deepspeed_plugin(file(json.dumps({"zero_optimization": {"stage": 2}})))
+    assert isinstance(plugin, DeepSpeedPlugin) and plugin.zero_stage == 2 and not plugin.zero3_init_flag
+
+
+@pytest.mark.parametrize("text", [None, "{", "\udcff"])
+def test_a_file_that_is_missing_or_no_json_is_refused(text, file, tmp_path):
+    if text == "\udcff":
+        (tmp_path / "zero.json").write_bytes(b"\xff")
+    elif text is not None:
+        file(text)
+    with pytest.raises(ValueError, match="zero.json', which is no readable JSON file"):
+        deepspeed_plugin(str(tmp_path / "zero.json"))
+
+
+def test_a_process_that_no_launcher_started_is_refused(file, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="was not started by a launcher; use accelerate launch"):
+        deepspeed_plugin(file("{}"))
+
+
+def test_a_missing_deepspeed_is_named_with_the_remedy(file, monkeypatch):
+    monkeypatch.setattr(deepspeed_setup, "is_deepspeed_available", lambda: False)
+    with pytest.raises(ValueError, match=r"not installed; pip install 'alpaca_ppo\[deepspeed\]'"):
+        deepspeed_plugin(file("{}"))
+
+
+def test_deepspeed_is_wanted_by_the_run_or_by_the_launcher(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+    assert not wants_deepspeed(None) and wants_deepspeed("zero.json")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert wants_deepspeed(None)
+
+
+def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path = file(json.dumps({"zero_optimization": {"stage": 2}}))
+    with pytest.raises(ValueError, match="use_cpu is True and DeepSpeed is on, .* CUDA_VISIBLE_DEVICES= "):
+        construction.make_accelerator(tiny_config(tmp_path / "run", deepspeed=path))
