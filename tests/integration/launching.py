@@ -1,6 +1,8 @@
-"""A tiny run as users have it, folders and a run.yaml, and the environment in which its processes start."""
+"""A tiny run as users have it, folders and a run.yaml, and how its processes and those of `run_tiny.py` start."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -39,3 +41,20 @@ def write_run(folder: Path) -> Path:
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     return folder / "run.yaml"
+
+
+def start_tiny(config: str, *runs: tuple[Path | str, ...]) -> str:
+    """Makes `runs` (output folder, field=value, ...) one after the other in the processes of the launch configuration
+    `config`, which must succeed; returns what they print.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"examples/accelerate_configs/{config}.yaml"]
+    command += [] if config == "single" else ["--main_process_port", "0"]
+    command.append("tests/integration/run_tiny.py")
+    for number, run in enumerate(runs):
+        command += [*(["then"] if number else []), *map(str, run)]
+    outcome = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    count = 1 if config == "single" else 2
+    assert outcome.stdout.count(f"each of {count} processes") == len(runs), outcome.stdout
+    return outcome.stdout + outcome.stderr

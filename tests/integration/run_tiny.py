@@ -1,38 +1,121 @@
-"""A tiny float64 run for `accelerate launch`: trains, and the main process saves the final weights.
+"""A tiny run, or several one after the other, for `accelerate launch`; the main process saves the final weights.
 
-Usage: run_tiny.py OUTPUT_DIR [field=value ...]; values are YAML. `lora=true` trains adapters;
-`poison=[[step, update], ...]` makes the loss of one row NaN there;
-`resume=true` resumes; `largest_file=[step, bytes]` limits files from the end of that step on.
+Usage: run_tiny.py OUTPUT_DIR [field=value ...] [then OUTPUT_DIR [field=value ...]] ...; values are YAML. Besides
+fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`. DeepSpeed takes float32 alone.
 """
 
+import itertools
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.tiny_runs import LargestFile, poisoned, tiny_trainer, weights  # noqa: E402
+from alpaca_ppo import PPOTrainer  # noqa: E402
+from alpaca_ppo.distributed import settle  # noqa: E402
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
+from tests.tiny_runs import LargestFile, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-def main(output_dir: str, *settings: str) -> None:
+class StopAfter(TrainerCallback):
+    """Ends training after `step`, as a person would who interrupts the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> Any:
+        control.should_training_stop = state.global_step >= self.step
+        return control
+
+
+def made_trainer(
+    output_dir: Path | str,
+    *,
+    dtype: str = "float64",
+    arch: str = "llama",
+    lora: bool = False,
+    reward_model: bool = False,
+    eval_prompts: int = 0,
+    poison: Any = (),
+    largest_file: Any = (),
+    stop_after: int = 0,
+    **overrides: Any,
+) -> PPOTrainer:
+    """A `tiny_trainer` of a model of `arch`.
+
+    Args:
+        output_dir: of the run.
+        dtype: of the model.
+        arch: one of `tiny_models.ARCHITECTURES`.
+        lora: train adapters.
+        reward_model: score with a random sequence classifier too.
+        eval_prompts: prompts to evaluate on; 0 for none.
+        poison: [[step, update], ...] in which the loss of one row is NaN.
+        largest_file: [step, bytes], the limit of files from the end of that step on.
+        stop_after: step after which the run ends; 0 for its last.
+        overrides: fields of PPOConfig.
+    """
+    arguments: dict[str, Any] = {"peft_config": LoraConfig(**LORA)} if lora else {}
+    if reward_model:
+        arguments["reward_funcs"] = [count_even, tiny_sequence_classifier("llama", seed=1)]
+        arguments["reward_processing_classes"] = [None, tiny_tokenizer()]
+    elif "reward_adapter" in overrides:
+        arguments["reward_funcs"] = [count_even]
+    if eval_prompts:
+        arguments["eval_dataset"] = prompts(eval_prompts)
+    arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []
+    arguments["callbacks"] += [LargestFile(*largest_file)] if largest_file else []
+    if poison:
+        overrides["trainer_class"] = poisoned(*map(tuple, poison))
+    model = tiny_causal_lm(arch, dtype=getattr(torch, dtype))
+    return tiny_trainer(output_dir, model=model, trainer_arguments=arguments, **overrides)
+
+
+def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
+    """Of the policy and of each frozen model, the share of its weights that lies on this rank between passes."""
+    models = {"policy": trainer.actor_critic.policy}
+    if hasattr(trainer.collector.reference, "offloaded"):
+        models["reference"] = trainer.collector.reference.policy
+    models |= {f"reward {i}": s.model for i, s in enumerate(trainer.collector.scorer.sources) if hasattr(s, "model")}
+    shares = {}
+    for name, model in models.items():
+        sizes = [(p.numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
+        shares[name] = sum(here for here, _ in sizes) / sum(whole for _, whole in sizes)
+    return shares
+
+
+def run(output_dir: str, *settings: str) -> None:
+    """One run; leaves weights.pt and resident.json in its folder."""
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
     resume = overrides.pop("resume", None)
-    torch.set_num_threads(1)
-    arguments = {}
-    if overrides.pop("lora", False):
-        arguments["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    if largest := overrides.pop("largest_file", None):
-        arguments["callbacks"] = [LargestFile(*largest)]
-    if poison := overrides.pop("poison", None):
-        overrides["trainer_class"] = poisoned(*map(tuple, poison))
-    trainer = tiny_trainer(output_dir, dtype=torch.float64, trainer_arguments=arguments, **overrides)
+    # Of an earlier run in this process; the group of processes stays.
+    AcceleratorState._reset_state()
+    trainer = made_trainer(output_dir, **overrides)
     trainer.train(resume_from_checkpoint=resume)
+    weights = trainer.updater.engine.weights()
     if trainer.accelerator.is_main_process:
-        torch.save(weights(trainer), Path(output_dir) / "weights.pt")
-    trainer.accelerator.end_training()
+        torch.save(weights, Path(output_dir) / "weights.pt")
+        (Path(output_dir) / "resident.json").write_text(json.dumps(resident_shares(trainer)))
+    settle(trainer.accelerator)
+
+
+def main(*arguments: str) -> None:
+    """The runs that `then` separates."""
+    torch.set_num_threads(1)
+    for separator, group in itertools.groupby(arguments, lambda argument: argument == "then"):
+        if not separator:
+            run(*group)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
