@@ -13,7 +13,7 @@ ifeq ($(usable),)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: quickstart results overopt compare lora memory-table torture test check
+.PHONY: quickstart results overopt compare lora memory-table same-run torture test check
 
 quickstart results overopt compare lora: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -24,6 +24,9 @@ memory-table: $(STAMP)
 # Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
 torture: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture
+
+same-run: $(STAMP)
+	$(BIN)/python -m examples.same_run
 
 test: check
 	$(BIN)/python -m pytest

@@ -1,0 +1,234 @@
+"""The same run on one process and on two, under DDP and DeepSpeed ZeRO 1, 2 and 3, in micro-batches of 1, 2 and 4:
+`python -m examples.same_run`, or `make same-run`.
+
+Six steps of PPO on a small random Llama, all weights training (separate critic, copied reference) and LoRA (critic
+adapter, reference: adapter off), each started as users start it, with `accelerate launch --config_file`, on the CPU.
+Every run is compared with that of one process and micro-batches of 4. Writes `examples/same_run.md`, and ends with an
+error where a run is another one: other tokens in the first step, a metric of it beyond 1e-5, final weights beyond 1e-4.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import yaml
+
+from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.validation import argument
+from examples.mini_farm.base import write_base
+
+ROOT = Path(__file__).parents[1]
+REPORT = Path(__file__).with_suffix(".md")
+PROCESSES = {
+    # Name of the launch configuration, label
+    "single": "1 process",
+    "ddp": "2 processes, DDP",
+    "zero1": "2 processes, ZeRO 1",
+    "zero2": "2 processes, ZeRO 2",
+    "zero3": "2 processes, ZeRO 3",
+}
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("all weights", {"critic_layout": "separate", "reference": "copy"}),
+    "lora": ("LoRA", {"use_peft": True, "lora_r": 4, "critic_layout": "adapter", "reference": "adapter_off"}),
+}
+MICRO_BATCHES = (1, 2, 4)
+METRIC_BOUND, WEIGHT_BOUND = 1e-5, 1e-4
+STEPS, ROWS = 6, 16
+# What the clock, the memory and the layout of micro-batches decide.
+NOT_COMPARED = ("time/", "memory/", "tokens/per_second", "tokens/sampled_per_second", "ppo/padding")
+# The last two where there is a GPU: DeepSpeed takes what it finds.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+}
+
+
+@dataclass(frozen=True)
+class SameRunArguments:
+    """Where the table goes."""
+
+    report: str = argument(str(REPORT), "File to write.")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a run from the one it is compared with."""
+
+    tokens: int
+    """Responses of the first step that differ in any token."""
+    metric: float
+    """The largest of the first step, relative where the metric is beyond 1."""
+    metric_name: str
+    weights: float
+    """Norm of the difference over the norm, of the worst tensor of final policy and critic."""
+
+    @property
+    def within_bounds(self) -> bool:
+        """Whether the two are the same run."""
+        return self.tokens == 0 and self.metric <= METRIC_BOUND and self.weights <= WEIGHT_BOUND
+
+
+def write_run(folder: Path) -> None:
+    """Writes model, prompts, reward and run.yaml into the existing `folder`."""
+    words = [f"{first}{second}" for first in "bdgklmnprst" for second in "aeiou"]
+    texts = [" ".join(words[(7 * i + 3 * j) % len(words)] for j in range(2 + i % 5)) for i in range(ROWS * 4)]
+    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_length": 64}
+    write_base(folder / "model", texts, vocab_size=40, seed=0, **shape)
+    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, completion_ids, **columns):\n"
+        "    return [sum(token % 2 == 0 for token in ids) / 4 for ids in completion_ids]\n"
+    )
+    settings = {
+        "model_name_or_path": str(folder / "model"),
+        "reward_funcs": f"{folder / 'rewards.py'}:even",
+        "dataset_name": str(folder / "train.jsonl"),
+        "query_len": 32,
+        "response_len": 12,
+        "rollout_batch_size": ROWS,
+        "rollout_per_device_batch_size": 8,
+        "step_batch_size": 8,
+        "total_episodes": STEPS * ROWS,
+        "learning_rate": 1e-3,
+        "num_logged_rollouts": ROWS,
+        "save_steps": 0,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+
+
+def launch(folder: Path, processes: str, trained: str, micro_batch: int, **settings: Any) -> Path:
+    """Starts a run on what `write_run` wrote, with further flags of train_ppo.py; returns its output folder.
+
+    Raises:
+        RuntimeError: when it fails.
+    """
+    output = folder / f"{processes}-{trained}-{micro_batch}"
+    given = {"output_dir": output, "step_per_device_batch_size": micro_batch, **TRAINED[trained][1], **settings}
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"examples/accelerate_configs/{processes}.yaml"]
+    # Any free port, so that two tables can be made at once.
+    command += [] if processes == "single" else ["--main_process_port", "0"]
+    command += ["examples/train_ppo.py", "--config", str(folder / "run.yaml")]
+    command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    environment = {**os.environ, **ENVIRONMENT}
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    count = 1 if processes == "single" else 2
+    if outcome.returncode or f"each of {count} processes" not in outcome.stdout:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{outcome.stdout[-2000:]}{outcome.stderr[-6000:]}")
+    return output
+
+
+def first_responses(output: Path) -> list[tuple[int, list[int]]]:
+    """Prompt and token ids of every response of the first step."""
+    lines = (output / "rollouts/step_000001.jsonl").read_text().splitlines()
+    assert len(lines) == ROWS
+    rows = [json.loads(line) for line in lines]
+    return [(row["prompt_id"], [token["id"] for token in row["tokens"]]) for row in rows]
+
+
+def metric_lines(output: Path) -> list[dict[str, float]]:
+    """What every run must have alike of each step."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]
+
+
+def compare(output: Path, reference: Path) -> Difference:
+    """What tells the run in `output` from that in `reference`."""
+    tokens = sum(a != b for a, b in zip(first_responses(output), first_responses(reference), strict=True))
+    ours, theirs = metric_lines(output), metric_lines(reference)
+    assert len(ours) == len(theirs)
+    assert ours[0].keys() == theirs[0].keys()
+    metrics = {name: abs(ours[0][name] - value) / max(1.0, abs(value)) for name, value in theirs[0].items()}
+    worst = max(metrics, key=lambda name: metrics[name])
+    return Difference(tokens, metrics[worst], worst, weight_difference(output / "final", reference / "final"))
+
+
+def weight_difference(folder: Path, reference: Path) -> float:
+    """Norm of the difference over the norm, of the worst tensor of policy/ and value/."""
+    worst = 0.0
+    for part in ("policy", "value"):
+        ours, theirs = (_tensors(where / part) for where in (folder, reference))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            size = float(tensor.norm())
+            gap = float((ours[name] - tensor).norm())
+            worst = max(worst, gap / size if size else gap)
+    return worst
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= safetensors.torch.load_file(path)
+    assert tensors, f"{folder} holds no weights"
+    return tensors
+
+
+Rows = Mapping[tuple[str, str, int], tuple[Difference, float]]
+
+
+def report(rows: Rows, kl: Mapping[str, float]) -> str:
+    """The Markdown table of every run's difference and seconds; `kl` in nats, of the last step of each reference."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
+    moved = ", ".join(f"{TRAINED[trained][0]} {value:.2f}" for trained, value in kl.items())
+    lines = [
+        f"{STEPS} steps of {ROWS} prompts on a small random Llama in float32, each run compared with that of one "
+        f"process and micro-batches of {MICRO_BATCHES[-1]}. Metrics: the largest difference of any in the first step, "
+        "relative where the metric is beyond 1. Weights: norm of the difference over the norm, of the worst tensor of "
+        f"final policy and critic. At the end the policy is some way from where it began: {moved} nats a response. "
+        f"Seconds with the start of the program, on {os.cpu_count()} CPU cores, one thread a process; {packages}; "
+        "`python -m examples.same_run`.",
+        "",
+        "| trained | processes | micro-batch | other tokens | metrics | weights | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (trained, processes, micro_batch), (difference, seconds) in rows.items():
+        figures = f"{difference.tokens} | {difference.metric:.1e} | {difference.weights:.1e} | {seconds:.0f}"
+        lines.append(f"| {TRAINED[trained][0]} | {PROCESSES[processes]} | {micro_batch} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def measure(folder: Path) -> tuple[dict[tuple[str, str, int], tuple[Difference, float]], dict[str, float]]:
+    """Every run of the table, on what `write_run` wrote into `folder`, and the reference runs' last KL."""
+    rows, kl = {}, {}
+    for trained in TRAINED:
+        reference = folder / f"single-{trained}-{MICRO_BATCHES[-1]}"
+        for processes in PROCESSES:
+            for micro_batch in reversed(MICRO_BATCHES):
+                start = time.monotonic()
+                output = launch(folder, processes, trained, micro_batch)
+                rows[trained, processes, micro_batch] = compare(output, reference), time.monotonic() - start
+                print(trained, processes, micro_batch, asdict(rows[trained, processes, micro_batch][0]), flush=True)
+        kl[trained] = metric_lines(reference)[-1]["objective/kl_sum_seq"]
+    return rows, kl
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Makes every run, prints the table and writes it to `report`; exits with 1 where a run is another one."""
+    (arguments,) = parse_args([SameRunArguments], argv)
+    with tempfile.TemporaryDirectory() as folder:
+        write_run(Path(folder))
+        rows, kl = measure(Path(folder))
+    text = report(rows, kl)
+    print(text)
+    Path(arguments.report).write_text(text, encoding="utf-8")
+    broken = [f"{key}: {difference}" for key, (difference, _) in rows.items() if not difference.within_bounds]
+    if broken:
+        sys.exit("\n".join(["not the same run:", *broken]))
+
+
+if __name__ == "__main__":
+    main()
