@@ -170,8 +170,15 @@ class ZeroEngine(Engine):
         if self.stage != 3:
             yield
             return
+        self._call_off_fetching()
         with deepspeed.zero.GatheredParameters([p for module in modules for p in module.parameters()]):
             yield
+
+    def _call_off_fetching(self) -> None:
+        """Ends what stage 3 fetches ahead, for a pass that did not come (a pass without the critic, an evaluation):
+        gathering leaves out what is under way already, and it would lie there empty.
+        """
+        self._zero.empty_partition_cache()
 
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -192,6 +199,8 @@ class ZeroEngine(Engine):
 
         parameters = dict(self.actor_critic.named_parameters())
         buffers = dict(self.actor_critic.named_buffers())
+        if self.stage == 3:
+            self._call_off_fetching()
         for name, tensor in weights.items():
             if name in buffers:
                 buffers[name].copy_(tensor)
