@@ -6,13 +6,19 @@ fields of PPOConfig, and `resume` for what `train` is given, those of `made_trai
 
 import itertools
 import json
+import os
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -37,6 +43,12 @@ class StopAfter(TrainerCallback):
         return control
 
 
+def noisy_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """`count_even` with a little of each random number generator of this process: a judge that is not sure."""
+    scores = count_even([], [], completion_ids)
+    return [score + random.random() + numpy.random.rand() + float(torch.rand(())) for score in scores]
+
+
 def made_trainer(
     output_dir: Path | str,
     *,
@@ -44,6 +56,7 @@ def made_trainer(
     arch: str = "llama",
     lora: bool = False,
     reward_model: bool = False,
+    noisy: bool = False,
     eval_prompts: int = 0,
     poison: Any = (),
     largest_file: Any = (),
@@ -58,6 +71,7 @@ def made_trainer(
         arch: one of `tiny_models.ARCHITECTURES`.
         lora: train adapters.
         reward_model: score with a random sequence classifier too.
+        noisy: score with `noisy_reward`.
         eval_prompts: prompts to evaluate on; 0 for none.
         poison: [[step, update], ...] in which the loss of one row is NaN.
         largest_file: [step, bytes], the limit of files from the end of that step on.
@@ -70,6 +84,8 @@ def made_trainer(
         arguments["reward_processing_classes"] = [None, tiny_tokenizer()]
     elif "reward_adapter" in overrides:
         arguments["reward_funcs"] = [count_even]
+    if noisy:
+        arguments["reward_funcs"] = noisy_reward
     if eval_prompts:
         arguments["eval_dataset"] = prompts(eval_prompts)
     arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []
@@ -93,14 +109,27 @@ def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
     return shares
 
 
+def to_no_file(pickling: Callable[..., Any]) -> Callable[..., Any]:
+    """`pickling` that refuses paths; ranks pickle what they tell one another."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        assert not any(isinstance(argument, str | Path) for argument in args), args
+        return pickling(*args, **kwargs)
+
+    return guarded
+
+
 def run(output_dir: str, *settings: str) -> None:
-    """One run; leaves weights.pt and resident.json in its folder."""
+    """One run, in which nothing is pickled to a file or from one; leaves weights.pt and resident.json in its folder."""
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
     resume = overrides.pop("resume", None)
     # Of an earlier run in this process; the group of processes stays.
     AcceleratorState._reset_state()
+    # Each rank has its own random numbers, and a run that is resumed begins with others.
+    set_seed(int(os.environ.get("RANK", 0)) + (100 if resume else 0))
     trainer = made_trainer(output_dir, **overrides)
-    trainer.train(resume_from_checkpoint=resume)
+    with mock.patch("torch.load", to_no_file(torch.load)), mock.patch("torch.save", to_no_file(torch.save)):
+        trainer.train(resume_from_checkpoint=resume)
     weights = trainer.updater.engine.weights()
     if trainer.accelerator.is_main_process:
         torch.save(weights, Path(output_dir) / "weights.pt")

@@ -1,0 +1,79 @@
+"""A part of the table of `examples/same_run.py`, by its own functions: one run under DDP and every ZeRO stage."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from examples import same_run
+from examples.same_run import Difference, compare, launch, write_run
+
+PART = [
+    ("ddp", "full", 1),
+    ("zero1", "lora", 2),
+    ("zero2", "full", 2),
+    ("zero3", "full", 1),
+    ("zero3", "lora", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run as users have it, made on one process with all weights training and with LoRA."""
+    folder = tmp_path_factory.mktemp("same")
+    write_run(folder)
+    for trained in same_run.TRAINED:
+        launch(folder, "single", trained, 4)
+    return folder
+
+
+@pytest.mark.parametrize(("processes", "trained", "micro_batch"), PART)
+def test_processes_stage_and_micro_batches_do_not_change_the_run(processes, trained, micro_batch, folder):
+    difference = compare(launch(folder, processes, trained, micro_batch), folder / f"single-{trained}-4")
+    assert difference.within_bounds, difference
+
+
+def test_a_difference_in_tokens_metrics_or_weights_is_found(folder, tmp_path):
+    reference = folder / "single-full-4"
+    for name in ("tokens", "metric", "weights"):
+        shutil.copytree(reference, tmp_path / name)
+    path = tmp_path / "tokens/rollouts/step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[3]["tokens"][0]["id"] += 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "metric/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["objective/entropies"] *= 1.001
+    lines[1]["objective/scores"] += 1.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = tmp_path / "weights/final/value/model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors["score.weight"] *= 1.01
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    tokens, metric, weights = (compare(tmp_path / name, reference) for name in ("tokens", "metric", "weights"))
+    assert (tokens.tokens, tokens.metric, tokens.weights) == (1, 0.0, 0.0)
+    assert metric.metric_name == "objective/entropies" and metric.metric == pytest.approx(1e-3, rel=1e-3)
+    assert weights.weights == pytest.approx(0.01, rel=1e-3)
+    assert not any(difference.within_bounds for difference in (tokens, metric, weights))
+    assert compare(reference, reference).within_bounds
+
+
+def test_the_command_writes_the_table_and_fails_where_a_run_is_another_one(tmp_path, monkeypatch, capsys):
+    differences = {"ddp": Difference(0, 2e-7, "ppo/loss/total", 3e-6), "zero3": Difference(0, 2e-7, "x", 2e-4)}
+    rows = {("lora", name, 2): (difference, 7.4) for name, difference in differences.items()}
+    monkeypatch.setattr(same_run, "measure", lambda folder: (rows, {"lora": 0.5}))
+    with pytest.raises(SystemExit, match=r"not the same run:\n\('lora', 'zero3', 2\)"):
+        same_run.main(["--report", str(tmp_path / "table.md")])
+    text = (tmp_path / "table.md").read_text()
+    assert "| LoRA | 2 processes, DDP | 2 | 0 | 2.0e-07 | 3.0e-06 | 7 |" in text
+    assert "LoRA 0.50 nats a response" in text and text in capsys.readouterr().out
+    del rows["lora", "zero3", 2]
+    same_run.main(["--report", str(tmp_path / "table.md")])
+
+
+def test_a_run_that_fails_says_why(tmp_path):
+    write_run(tmp_path)
+    with pytest.raises(RuntimeError, match="reward_funcs"):
+        launch(tmp_path, "single", "full", 4, reward_funcs="no.such:function")

@@ -1,0 +1,171 @@
+"""DeepSpeed ZeRO with two processes trains what one process without it trains, and shares what it says it shares.
+
+The runs of one stage are made one after the other in the same two processes, whose start takes longer than a run.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.integration.launching import start_tiny
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import metric_lines
+
+ADAPTERS = {"lora": True, "critic_layout": "adapter"}
+RUNS: dict[str, dict[str, Any]] = {
+    "adapters": {
+        **ADAPTERS,
+        "gradient_checkpointing": True,
+        "critic_warmup_steps": 1,
+        "weight_decay": 0.1,
+        "merge_on_save": True,
+    },
+    # Prompts at 10 a step: one for the last step, and one rank without; odd numbers of rows to evaluate.
+    "layer_by_layer": {
+        "ds3_gather_for_generation": False,
+        "total_episodes": 11,
+        "num_return_sequences": 2,
+        "eval_prompts": 3,
+    },
+    "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
+    "offloaded": {"reference": "copy_offloaded"},
+    "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
+    "tied": {"arch": "gpt2", "critic_layout": "shared"},
+    "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 5]], "max_skipped_updates": 3},
+    "skipped_adapters": {**ADAPTERS, "total_episodes": 30, "poison": [[0, 1]], "max_skipped_updates": 3},
+    "half": {"bf16": True, "critic": "c51"},
+    "half_adapters": {**ADAPTERS, "bf16": True},
+}
+STAGES = {
+    "single": list(RUNS),
+    "zero1": ["adapters"],
+    "zero2": ["skipped", "skipped_adapters", "half"],
+    "zero3": list(RUNS),
+}
+EXACT = [
+    (stage, name)
+    for stage, names in STAGES.items()
+    for name in names
+    if stage != "single" and not name.startswith("half")
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with the runs of every stage, and of one process (`single`), in folders such as zero3/tied."""
+    folder = tmp_path_factory.mktemp("zero")
+    write_reward_adapter(folder / "reward")
+    for stage, names in STAGES.items():
+        said = start_tiny(stage, *((folder / stage / name, *flags(folder, name)) for name in names))
+        (folder / stage / "said.txt").write_text(said)
+    return folder
+
+
+def write_reward_adapter(folder: Path) -> None:
+    """A reward adapter on the base of the runs, as train_reward_model.py --use_peft writes it."""
+    classifier = tiny_sequence_classifier("llama")
+    classifier.base_model.load_state_dict(tiny_causal_lm("llama").base_model.state_dict())
+    peft = get_peft_model(classifier, LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS"))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
+    peft.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def flags(folder: Path, name: str) -> list[str]:
+    settings = {"dtype": "float32", **RUNS[name]}
+    if "reward_adapter" in settings:
+        settings["reward_adapter"] = str(folder / settings["reward_adapter"])
+    return [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1e9).splitlines()[0]}"
+        for key, value in settings.items()
+    ]
+
+
+def assert_same_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert theirs and ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        gap = float((ours[name] - tensor).norm()) / max(float(tensor.norm()), 1e-6)
+        assert gap < 3e-5, f"{name}: {gap}"
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Every tensor under final/, by file and name."""
+    files = sorted(folder.glob("final/*/*.safetensors"))
+    return {f"{path.parent.name} {name}": tensor for path in files for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize(("stage", "name"), EXACT)
+def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
+    two, one = runs / stage / name, runs / "single" / name
+    assert_same_tensors(*(torch.load(folder / "weights.pt", weights_only=True) for folder in (two, one)))
+    for ours, theirs in zip(metric_lines(two), metric_lines(one), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            if "padding" not in key:
+                assert ours[key] == pytest.approx(value, rel=5e-5, abs=1e-5), f"step {ours['step']}: {key}"
+
+
+@pytest.mark.parametrize(("stage", "name"), EXACT)
+def test_the_final_folders_are_whole_and_those_of_one_process(stage, name, runs):
+    # Of parameters that lie in parts, a careless save writes empty ones.
+    assert_same_tensors(saved(runs / stage / name), saved(runs / "single" / name))
+
+
+def test_the_final_folders_load(runs):
+    tied = AutoModelForCausalLM.from_pretrained(runs / "zero3/tied/final/policy")
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    one = AutoModelForCausalLM.from_pretrained(runs / "single/tied/final/policy")
+    assert_same_tensors(tied.state_dict(), one.state_dict())
+    assert not torch.allclose(tied.lm_head.weight, tiny_causal_lm("gpt2").lm_head.weight, atol=1e-4), "it moved"
+    folder = runs / "zero3/adapters/final"
+    ids = torch.tensor([[5, 6, 7]])
+    adapted = PeftModel.from_pretrained(tiny_causal_lm("llama"), folder / "policy")
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    assert torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-4)
+    assert not torch.allclose(tiny_causal_lm("llama")(ids).logits, merged(ids).logits, atol=1e-3)
+    assert {path.name for path in (folder / "value").glob("adapter_*")} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_stage_3_holds_a_part_of_every_model_and_the_others_all_of_it(runs):
+    shares = {name: json.loads((runs / "zero3" / name / "resident.json").read_text()) for name in RUNS}
+    assert shares["reward_model"].keys() == {"policy", "reference", "reward 1"}
+    # Between passes nothing is there but the small tensors that DeepSpeed leaves whole.
+    assert all(share < 0.05 for models in shares.values() for name, share in models.items() if "reward" not in name)
+    assert shares["reward_model"]["reward 1"] < 0.05
+    assert shares["offloaded"].keys() == {"policy", "reference"}
+    whole = json.loads((runs / "zero2/skipped/resident.json").read_text())
+    assert whole == {"policy": 1.0, "reference": 1.0}
+
+
+@pytest.mark.parametrize(("stage", "name"), [("zero2", "skipped"), ("zero3", "skipped"), ("zero3", "skipped_adapters")])
+def test_an_update_that_is_nan_on_one_rank_is_skipped_on_both(stage, name, runs):
+    records = [json.loads(line) for line in (runs / stage / name / "skipped_updates.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == ([1, 2, 3] if name == "skipped" else [1])
+    assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
+
+
+@pytest.mark.parametrize(("stage", "name"), [("zero2", "half"), ("zero3", "half"), ("zero3", "half_adapters")])
+def test_a_bfloat16_run_starts_where_its_reference_is(stage, name, runs):
+    first, second = metric_lines(runs / stage / name)
+    assert abs(first["objective/kl_sum_seq"]) < 1e-5 and abs(second["objective/kl_sum_seq"]) > 1e-4
+    # The passes of sampler, trainer and update are those of one precision, and the critic's start is exactly 0.
+    assert first["ppo/policy/first_ratio_error_max"] < 1e-4 and abs(first["ppo/val/mean"]) < 1e-6
+    exact = metric_lines(runs / "single" / name)[0]
+    assert first["objective/entropies"] == pytest.approx(exact["objective/entropies"], rel=0.02)
+    assert "before any update the policy's ratio" not in (runs / stage / "said.txt").read_text()
+    weights = torch.load(runs / stage / name / "weights.pt", weights_only=True)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}, "what a checkpoint holds is not rounded"
