@@ -214,6 +214,7 @@ class ZeroEngine(Engine):
     def optimizer_state(self) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        self._link_state()
         state, groups, count = {}, [], 0
         for i, parameters in enumerate(self._groups):
             flat = self._flat_parts(i)[0]
@@ -254,7 +255,13 @@ class ZeroEngine(Engine):
             }
             if not saved:
                 del self.optimizer.state[flat]
-        if saved and self.stage != 3:
+        self._link_state()
+
+    def _link_state(self) -> None:
+        """Tells parameters where their state lies: stages 1 and 2 do so after the first group's first step, when the
+        others have none yet (DeepSpeed 0.19.8, `_optimizer_step`).
+        """
+        if self.stage != 3:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 

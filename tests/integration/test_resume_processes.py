@@ -1,0 +1,103 @@
+"""A run of one or two processes that was stopped and resumed is the run that was never stopped: to the last bit where
+it goes on as it began, within rounding where it goes on under another number of processes or ZeRO stage.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.launching import start_tiny
+from tests.tiny_runs import metric_lines
+
+COMMON = (
+    "dtype=float32",
+    "total_episodes=30",
+    "save_steps=1",
+    "eval_prompts=3",
+    "eval_steps=2",
+    "kl_controller=proportional",
+    "target_kl=0.1",
+    "lr_scheduler_type=cosine",
+    "warmup_steps=3",
+)
+KINDS = {
+    "full": (*COMMON, "critic_warmup_steps=1", "weight_decay=0.1"),
+    "lora": (*COMMON, "lora=true", "critic_layout=adapter", "noisy=true", "save_total_limit=2"),
+}
+# Where each setting resumes runs of settings that come before it.
+FROM_OTHERS = {"ddp": [], "zero3": [], "zero2": ["ddp"], "single": ["zero3", "ddp"], "zero1": ["single"]}
+SETTINGS = list(FROM_OTHERS)
+MOVES = [(before, after) for after, others in FROM_OTHERS.items() for before in others]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with SETTING/KIND/whole, SETTING/KIND/parts and SETTING/from_OTHER."""
+    folder = tmp_path_factory.mktemp("resume")
+    for setting, others in FROM_OTHERS.items():
+        wanted: list[tuple[Any, ...]] = []
+        for kind, settings in KINDS.items():
+            parts = folder / setting / kind / "parts"
+            wanted.append((folder / setting / kind / "whole", *settings))
+            wanted.append((parts, *settings, "stop_after=2"))
+            wanted.append((parts, *settings, "resume=true"))
+        for other in others:
+            moved = folder / setting / f"from_{other}"
+            shutil.copytree(folder / other / "full/whole", moved)
+            wanted.append((moved, *KINDS["full"], f"resume={moved / 'checkpoint-2'}"))
+        start_tiny(setting, *wanted)
+    return folder
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(setting, kind, runs):
+    whole, parts = (runs / setting / kind / name for name in ("whole", "parts"))
+    assert [line["step"] for line in metric_lines(whole)] == [0, 1, 2, 3]
+    assert metric_lines(parts) == metric_lines(whole)
+    ours, theirs = final_weights(parts), final_weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_checkpoint_resumes_under_another_setting(before, after, runs):
+    moved, whole = runs / after / f"from_{before}", runs / before / "full/whole"
+    for ours, theirs in zip(metric_lines(moved), metric_lines(whole), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if "padding" not in name:
+                assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-5), f"step {ours['step']}: {name}"
+    weights = final_weights(moved)
+    for name, tensor in final_weights(whole).items():
+        assert float((weights[name] - tensor).norm()) <= 1e-4 * float(tensor.norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_newest_checkpoints_are_kept_and_hold_no_pickle(setting, runs):
+    kept = sorted(path.name for path in (runs / setting / "lora/parts").glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-3"]
+    files = {path.suffix for path in (runs / setting).glob("*/parts/checkpoint-*/*")}
+    assert files == {".safetensors", ".json"}
+
+
+def test_a_checkpoint_holds_the_same_tensors_whatever_the_setting(runs):
+    for kind in KINDS:
+        shapes = []
+        for setting in SETTINGS:
+            found = (runs / setting / kind / "whole/checkpoint-3").glob("*.safetensors")
+            tensors = {f"{path.stem} {name}": tensor for path in found for name, tensor in load_file(path).items()}
+            # The random states of every rank are there beside.
+            ranks = {name for name in tensors if "/rng/" in name}
+            assert len(ranks) == (1 if setting == "single" else 2)
+            shapes.append({name: (t.dtype, t.shape) for name, t in tensors.items() if name not in ranks})
+        assert all(found == shapes[0] for found in shapes)
