@@ -13,6 +13,7 @@ from alpaca_ppo.failures import is_consequence, told_to_launcher
 from tests.integration.commands import command, environment
 from tests.torture import check_outcome, check_promises, outcome
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("run_killed.py")
 SOON = 60
 """Seconds for a whole run, its start included."""
@@ -66,6 +67,19 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
     assert "checkpoint-3 holds where the run stands" in said
     assert said.rstrip().endswith("got signal: 15")
     assert launch(parts).returncode == 0
+    check_outcome(parts, outcome(tmp_path / "whole"))
+
+
+def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_end(tmp_path):
+    zero = (f"deepspeed={ROOT / 'examples/deepspeed_configs/zero3.json'}", "use_cpu=false")
+    assert launch(tmp_path / "whole", *zero).returncode == 0
+    parts = tmp_path / "parts"
+    # Rank 1 in an update, then rank 0 while its responses are scored.
+    for where, rank in (("update:3", 1), ("reward:2", 0)):
+        ended = launch(parts, *zero, f"trouble=SIGTERM@{where}", f"rank={rank}")
+        assert "go on with resume_from_checkpoint: true" in ended.stdout, ended.stderr
+        check_promises(parts)
+    assert launch(parts, *zero).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
 
 
