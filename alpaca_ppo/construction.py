@@ -82,6 +82,11 @@ def _checked(accelerator: Accelerator, args: PPOConfig) -> Accelerator:
             f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} but its trackers "
             "were not started; call accelerator.init_trackers(...) first, or name them in report_to instead"
         )
+    if args.deepspeed is not None:
+        raise ValueError(
+            f"deepspeed is {args.deepspeed!r}, but the accelerator is your own; give it a DeepSpeedPlugin of that file "
+            "and leave deepspeed out, or leave accelerator out"
+        )
     load_whole()
     return accelerator
 

@@ -26,8 +26,8 @@ def deepspeed_plugin(file: str | None) -> DeepSpeedPlugin:
         raise ValueError("DeepSpeed is asked for but not installed; pip install 'alpaca_ppo[deepspeed]'")
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(
-            f"deepspeed is {file!r}, but this process was not started by a launcher; use accelerate launch "
-            "--config_file examples/accelerate_configs/ddp.yaml, or torchrun"
+            f"DeepSpeed is asked for (deepspeed: {file}), but this process was not started by a launcher; use "
+            "accelerate launch --config_file examples/accelerate_configs/ddp.yaml, or torchrun"
         )
     if file is not None:
         try:
@@ -93,6 +93,8 @@ def filled(
         _agree(name, config.get(name, "auto"), value)
     zero, half = dict(config.get("zero_optimization", {})), dict(config.get("bf16", {}))
     _agree("bf16.enabled", half.get("enabled", "auto"), bf16)
+    # bf16 or float32: the run has no name for fp16.
+    _agree("fp16.enabled", config.get("fp16", {}).get("enabled", "auto"), False)
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -49,6 +49,8 @@ class Interruption:
         self._accelerator = accelerator
         self._signum = 0
         self._listening = self._sampling = self._raise_at_once = False
+        self.in_step = False
+        """Whether ranks keep in step in a rollout that may be stopped."""
         self._asked_at = 0.0
         self._pid = os.getpid()
 
@@ -94,12 +96,25 @@ class Interruption:
     @contextmanager
     def among_strangers(self) -> Iterator[None]:
         """Inside, where a reward function may take minutes, a signal stops the sampling at once, as Ctrl-C would."""
-        self._raise_at_once = self._sampling
-        try:
-            self.check_here()
+        with self.alone() if self.in_step else nullcontext():
+            self._raise_at_once = self._sampling
+            try:
+                self.check_here()
+                yield
+            finally:
+                self._raise_at_once = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around a part that this rank does without the others, where ranks keep in step otherwise: it may be stopped
+        alone, and at the end all of them agree.
+
+        Raises:
+            Interrupted: on every rank, where any was asked to end.
+        """
+        with self.sampling():
             yield
-        finally:
-            self._raise_at_once = False
+        self.check_together()
 
     def check_together(self) -> None:
         """Called by every rank at the same point; raises Interrupted on all of them where any was asked to end."""

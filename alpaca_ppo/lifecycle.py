@@ -4,10 +4,13 @@ transformers' own CallbackHandler is not used: it expects TrainingArguments and 
 evaluate and save.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
+
+FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
+"""What a callback may ask for."""
 
 
 class Lifecycle:
@@ -27,6 +30,17 @@ class Lifecycle:
     def begin_step(self) -> None:
         """Clears the flags, each of which asks for one action."""
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
+
+    def agree(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
+        """Raises every flag that a callback raised on any rank; ranks would wait for one another otherwise.
+
+        Args:
+            gather: what each rank passed, in rank order.
+        """
+        if self.callbacks:
+            everywhere = zip(*gather([getattr(self.control, flag) for flag in FLAGS]), strict=True)
+            for flag, raised in zip(FLAGS, everywhere, strict=True):
+                setattr(self.control, flag, any(raised))
 
     def stop_beyond(self, stats: Mapping[str, float], *, max_kl_to_ref: float | None) -> str | None:
         """Asks for a checkpoint and the end of the run where the policy has left the reference too far behind.

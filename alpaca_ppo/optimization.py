@@ -73,6 +73,7 @@ def make_updater(
         for step in range(schedule.num_steps)
     )
     optimizer = optimizer or make_optimizer(actor_critic, args)
+    _drop_frozen(optimizer)
     _check_cover(optimizer, actor_critic)
     scheduler = scheduler or make_scheduler(optimizer, args, total)
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
@@ -92,6 +93,8 @@ def make_engine(
     how: dict[str, Any] = {"max_grad_norm": args.max_grad_norm}
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return Engine(accelerator, actor_critic, optimizer, **how)
+    if args.critic_warmup_steps:
+        _check_groups(optimizer, actor_critic, args.critic_warmup_steps)
     how |= {"micro_batches": micro_batches, "step_per_device_batch_size": args.step_per_device_batch_size}
     return ZeroEngine(accelerator, actor_critic, optimizer, **how, gather_for_generation=args.ds3_gather_for_generation)
 
@@ -104,3 +107,26 @@ def _check_cover(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) ->
             f"the optimizer leaves out {len(missing)} parameters that train, {missing[0]} first; build it over "
             "build_actor_critic(...).parameters() and pass that ActorCritic as the model"
         )
+
+
+def _drop_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Takes parameters that do not train out of the groups: DeepSpeed has no state for them."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, critic_warmup_steps: int) -> None:
+    """DeepSpeed makes one flat tensor of a group's parameters, all of which move or stand still.
+
+    Raises:
+        ValueError: for a group with parameters of both policy and critic.
+    """
+    policy = {id(parameter) for parameter in actor_critic.policy_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        if len({id(parameter) in policy for parameter in group["params"]}) > 1:
+            raise ValueError(
+                f"critic_warmup_steps is {critic_warmup_steps}, and group {number} of the optimizer has parameters of "
+                "policy and critic: DeepSpeed cannot hold one of them still; give it two groups, of "
+                "policy_parameters() and of critic_parameters(), or set critic_warmup_steps to 0"
+            )

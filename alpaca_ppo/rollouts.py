@@ -5,6 +5,7 @@ training and for evaluation.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from transformers import PreTrainedModel
 from alpaca_ppo.batching import chunks_by_length
 from alpaca_ppo.engines import Engine
 from alpaca_ppo.generation import generate
+from alpaca_ppo.interruption import Interruption
 from alpaca_ppo.metrics import Timers, sequence_scores
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.rewards import ModelReward, RewardScorer
+from alpaca_ppo.scoring import score_responses
 from alpaca_ppo.types import PromptBatch
 
 
@@ -108,45 +111,6 @@ def _flat_rows(out: dict[str, Tensor], prompts: PromptBatch, n: int) -> dict[str
     return flat
 
 
-def score_responses(
-    scorer: RewardScorer,
-    processing_class: Any,
-    samples: dict[str, Tensor],
-    rows: list[dict[str, Any]],
-    *,
-    penalty: float | None,
-) -> dict[str, Tensor]:
-    """`scores` (B,), `rewards` (B,) or (B, R), and `scores_by_source` (B, sources) of sampled responses.
-
-    Args:
-        scorer: the reward sources.
-        processing_class: the policy's tokenizer; special tokens do not reach the sources' text.
-        samples: what `sample_responses` returned.
-        rows: the dataset row of each of the B responses.
-        penalty: takes the place of the score of a response that did not stop; None = keep the score.
-    """
-    mask = samples["response_mask"]
-    ids = [row[keep].tolist() for row, keep in zip(samples["responses"], mask, strict=True)]
-    texts = processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    result = scorer(prompts=[row["prompt"] for row in rows], completions=texts, completion_ids=ids, rows=rows)
-    rewards = result.rewards
-    if rewards.dim() == 2:
-        rewards = torch.nn.functional.pad(rewards, (0, mask.size(1) - rewards.size(1)))
-    scores = sequence_scores(rewards)
-    if penalty is not None:
-        rewards = _penalise(rewards, mask, ~samples["stopped"], penalty)
-    by_source = torch.stack(list(result.by_source.values()), dim=1)
-    return {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
-
-
-def _penalise(rewards: Tensor, mask: Tensor, unstopped: Tensor, penalty: float) -> Tensor:
-    if rewards.dim() == 1:
-        return torch.where(unstopped, penalty, rewards)
-    last = mask.size(1) - 1 - mask.flip(1).long().argmax(dim=1)
-    whole = torch.zeros_like(rewards).scatter_(1, last.unsqueeze(1), penalty)
-    return torch.where(unstopped.unsqueeze(1), whole, rewards)
-
-
 @torch.no_grad()
 def evaluate_responses(
     model: ActorCritic | Policy,
@@ -218,7 +182,7 @@ class RolloutCollector:
         step: int,
         timers: Timers,
         on_chunk: Callable[[int], Any],
-        check: Callable[[], Any] = lambda: None,
+        interruption: Interruption | None = None,
         with_policy: bool = True,
         with_critic: bool = True,
         greedy_baseline: bool = False,
@@ -228,13 +192,17 @@ class RolloutCollector:
         Where ranks must keep in step (`engine.in_step`), all of them pass the same number of prompts. Seconds go to
         `timers` as rollout, score and logprobs; `on_chunk` is told how many responses each sampled chunk has. Without
         `with_policy` the sampler's log-probs stand for the policy's, and its pass is spared; without `with_critic`
-        there are no values; `greedy_baseline` adds `baseline_scores`. `check` is called often, on ranks in step as
-        often on each; what it raises ends the collection.
+        there are no values; `greedy_baseline` adds `baseline_scores`. `interruption` is asked often whether to end, by
+        ranks in step together.
         """
         if not batches:
             return {}
         prompts = merge_prompt_batches(batches)
+        check: Callable[[], Any] = _nothing
+        if interruption is not None:
+            check = interruption.check_together if engine.in_step else interruption.check_here
         how: dict[str, Any] = {"seed": seed, "step": step, "timers": timers, "check": check}
+        how["interruption"] = interruption
         local = self._answer(engine, prompts, sampling, **how, on_chunk=on_chunk)
         if greedy_baseline:
             greedy = replace(sampling, do_sample=False, num_return_sequences=1)
@@ -284,17 +252,26 @@ class RolloutCollector:
         timers: Timers,
         on_chunk: Callable[[int], Any],
         check: Callable[[], Any],
+        interruption: Interruption | None,
     ) -> dict[str, Tensor]:
         """Responses and their scores."""
         how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step, "on_chunk": on_chunk}
-        size = self.per_device_batch_size
+        how["per_device_batch_size"] = self.per_device_batch_size
+        alone: AbstractContextManager[Any] = nullcontext()
         with timers.measure("rollout"), self.accelerator.autocast(), engine.sampling() as (model, any_rank):
-            # Ranks that must keep in step may ask together only where they choose as many tokens each.
-            if any_rank or not engine.in_step:
+            if not engine.in_step or (any_rank and sampling.backend == "decode"):
                 how["before_token"] = check
-            local = sample_responses(model, prompts, **how, per_device_batch_size=size, any_rank=any_rank)
+            elif interruption is not None and any_rank is None:
+                # The policy is whole on every rank, and each samples by itself for a while.
+                alone, how["before_token"] = interruption.alone(), interruption.check_here
+            with alone:
+                local = sample_responses(model, prompts, **how, any_rank=any_rank)
         check()
         with timers.measure("score"):
             rows = [row for row in prompts["rows"] for _ in range(sampling.num_return_sequences)]
             local |= score_responses(self.scorer, self.processing_class, local, rows, penalty=self.penalty)
         return local
+
+
+def _nothing() -> None:
+    """Where nobody asks whether to end."""

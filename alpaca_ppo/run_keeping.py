@@ -7,6 +7,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,4 @@ class RunKeeping:
         context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}
         context |= {"optimizer": self.updater.optimizer, "lr_scheduler": self.updater.scheduler}
         self.lifecycle.notify(event, self.args, **context)
+        self.lifecycle.agree(partial(distributed.gather_list, accelerator=self.accelerator))

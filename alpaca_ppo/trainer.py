@@ -336,7 +336,8 @@ class PPOTrainer(RunKeeping):
         local = None
         with self._log.progress(real * n, "rollout", leave=False) as progress:
             how |= {"timers": self.timers, "on_chunk": progress.update}
-            how["check"] = self._check if in_step else self.interruption.check_here
+            self.interruption.in_step = in_step and stoppable
+            how["interruption"] = self.interruption if stoppable else None
             # A rank that leaves this block early tells the others in the gathering.
             with self.interruption.sampling() if stoppable and not in_step else nullcontext():
                 found = self.collector.collect(self.updater.engine, batches, sampling, **how)

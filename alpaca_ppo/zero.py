@@ -20,6 +20,7 @@ from alpaca_ppo.deepspeed_setup import filled
 from alpaca_ppo.distributed import any_rank
 from alpaca_ppo.engines import Engine, saved_names
 from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.sharding import empty_shell, uses_head
 
 
 class ZeroEngine(Engine):
@@ -69,15 +70,15 @@ class ZeroEngine(Engine):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._names = {id(parameter): name for name, parameter in actor_critic.named_parameters()}
         gathered = self.in_step and gather_for_generation
-        self._shell = _shell(actor_critic.policy.model, accelerator.device) if gathered else None
+        self._shell = empty_shell(actor_critic.policy.model, accelerator.device) if gathered else None
         super().__init__(accelerator, actor_critic, optimizer, max_grad_norm=max_grad_norm)
 
     def _wrap(self) -> Any:
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
         self._zero = engine.optimizer
         if self.in_step:
-            _use_head(self.actor_critic, self.actor_critic.policy)
-            _use_head(self.actor_critic.policy, self.actor_critic.policy)
+            uses_head(self.actor_critic, self.actor_critic.policy)
+            uses_head(self.actor_critic.policy, self.actor_critic.policy)
         return engine
 
     def begin(self) -> None:
@@ -145,7 +146,7 @@ class ZeroEngine(Engine):
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": half}}
         deepspeed.initialize(model=model, config=config)
         if isinstance(model, Policy):
-            _use_head(model, model)
+            uses_head(model, model)
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
@@ -186,12 +187,16 @@ class ZeroEngine(Engine):
         names = saved_names(self.actor_critic)
         parameters = dict(self.actor_critic.named_parameters())
         buffers = dict(self.actor_critic.named_buffers())
-        # One after the other: the ranks gather each together, and one rank keeps it in host memory.
+        # One after the other: the ranks gather each together.
         return {
-            name: safe_get_full_fp32_param(parameters[name]).cpu() if name in parameters else buffers[name]
+            name: self._kept(safe_get_full_fp32_param(parameters[name])) if name in parameters else buffers[name]
             for name in self.actor_critic.state_dict()
             if name in names
         }
+
+    def _kept(self, whole: Tensor) -> Tensor:
+        """On the main process in host memory; of the others' copies, nothing but shape and dtype."""
+        return whole.to("cpu" if self.accelerator.is_main_process else "meta")
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         import deepspeed
@@ -222,7 +227,9 @@ class ZeroEngine(Engine):
             for parameter in parameters:
                 if kept:
                     state[count] = {
-                        key: safe_get_full_optimizer_state(parameter, key).cpu() if _elementwise(value, flat) else value
+                        key: self._kept(safe_get_full_optimizer_state(parameter, key))
+                        if _elementwise(value, flat)
+                        else value
                         for key, value in kept.items()
                     }
                 count += 1
@@ -274,25 +281,6 @@ class ZeroEngine(Engine):
             return [self._zero.single_partition_of_fp32_groups[group]]
         owners = self._zero.sub_group_to_group_id
         return [flat for i, flat in enumerate(self._zero.fp32_partitioned_groups_flat) if owners[i] == group]
-
-
-def _shell(policy: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A model of the same modules as `policy`, without memory for weights."""
-    memo: dict[int, Any] = {}
-    for parameter in policy.parameters():
-        empty = torch.empty(0, dtype=parameter.dtype, device=device)
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-    shell = copy.deepcopy(policy, memo)
-    torch.nn.Module.to(shell, device)
-    return shell
-
-
-def _use_head(module: nn.Module, policy: Policy) -> None:
-    """Tells DeepSpeed that the forward pass of `module` reads the head's parameters, whose own it does not call."""
-    import deepspeed
-
-    for parameter in policy.head.parameters():
-        deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def _elementwise(value: Any, flat: Tensor) -> bool:

@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
+from peft import LoraConfig
 
-from alpaca_ppo import construction, deepspeed_setup
+from alpaca_ppo import construction, deepspeed_setup, optimization
 from alpaca_ppo.deepspeed_setup import deepspeed_plugin, filled, wants_deepspeed
-from tests.tiny_runs import tiny_config
+from alpaca_ppo.models import attach, build_actor_critic
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import tiny_config, tiny_trainer
 
 RUN = {
     "hidden_size": 32,
@@ -129,3 +133,35 @@ def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, 
     path = file(json.dumps({"zero_optimization": {"stage": 2}}))
     with pytest.raises(ValueError, match="use_cpu is True and DeepSpeed is on, .* CUDA_VISIBLE_DEVICES= "):
         construction.make_accelerator(tiny_config(tmp_path / "run", deepspeed=path))
+
+
+def test_half_precision_that_the_run_has_no_name_for_is_refused():
+    with pytest.raises(ValueError, match=r"fp16.enabled True, but the run's configuration makes it False"):
+        filled({**AUTO, "fp16": {"enabled": True}}, **RUN)
+
+
+def test_a_file_beside_an_accelerator_of_one_s_own_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="deepspeed is 'zero.json', but the accelerator is your own; give it a Deep"):
+        construction.make_accelerator(tiny_config(tmp_path, deepspeed="zero.json"), Accelerator(cpu=True))
+
+
+def test_a_group_of_both_cannot_stand_still_in_part(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    both = torch.optim.AdamW(trainer.actor_critic.parameters())
+    with pytest.raises(ValueError, match="critic_warmup_steps is 2, and group 0 of the optimizer has parameters of"):
+        optimization._check_groups(both, trainer.actor_critic, 2)
+    optimization._check_groups(trainer.updater.optimizer, trainer.actor_critic, 2)
+
+
+def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = attach(tiny_causal_lm("llama"), lora)
+    model = build_actor_critic(adapters, critic_layout="adapter", value_model=None, head={"kind": "scalar"})
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if not p.requires_grad]}, {"params": list(model.parameters())}]
+    )
+    trainer = tiny_trainer(
+        tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, critic_layout="adapter"
+    )
+    (group,) = trainer.updater.optimizer.param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters() if p.requires_grad}

@@ -6,7 +6,8 @@ from torch.testing import assert_close
 
 from alpaca_ppo.inspection import evaluation_rows, rollout_rows
 from alpaca_ppo.rewards import build_reward
-from alpaca_ppo.rollouts import merge_prompt_batches, score_responses
+from alpaca_ppo.rollouts import merge_prompt_batches
+from alpaca_ppo.scoring import score_responses
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import prompts, tiny_trainer
 

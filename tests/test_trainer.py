@@ -9,6 +9,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from alpaca_ppo import ActorCritic, PPOTrainer
 from alpaca_ppo.functional import gae, masked_whiten
+from alpaca_ppo.lifecycle import FLAGS
 from alpaca_ppo.models import Critic, Policy, build_actor_critic, make_head
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
@@ -380,3 +381,13 @@ def test_a_callback_made_for_another_trainer_is_named(tmp_path):
     trainer = tiny_trainer(tmp_path / "own", trainer_arguments={"callbacks": [Own]})
     with pytest.raises(AttributeError, match="not of the arguments"):
         trainer.train()
+
+
+def test_what_a_callback_asks_for_on_one_rank_is_asked_for_on_all(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [TrainerCallback]})
+    # This rank asks for a checkpoint, the other for the end.
+    trainer.lifecycle.control.should_save = True
+    trainer.lifecycle.agree(lambda mine: [mine, [flag == "should_training_stop" for flag in FLAGS]])
+    control = trainer.lifecycle.control
+    assert (control.should_save, control.should_training_stop) == (True, True)
+    assert not control.should_evaluate and not control.should_log

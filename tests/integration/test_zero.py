@@ -36,6 +36,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "num_return_sequences": 2,
         "eval_prompts": 3,
     },
+    # transformers' loop, which skips its processors on a rank that has done.
+    "generate": {
+        "ds3_gather_for_generation": False,
+        "generation_backend": "generate",
+        "rollout_per_device_batch_size": 1,
+        "response_len": 12,
+    },
+    # The policy whole on every rank while it samples, and one rank without a prompt.
+    "ragged": {"total_episodes": 11},
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
     "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
