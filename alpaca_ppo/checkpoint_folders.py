@@ -5,6 +5,7 @@ What is in a checkpoint is in `checkpointing`.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Collection
@@ -55,6 +56,19 @@ def refuse_finished_run(output_dir: StrPath) -> None:
                 f"output_dir ({output_dir}) already holds {found.name} of another run; set resume_from_checkpoint to "
                 "continue that run, choose another output_dir, or move the old one away"
             )
+
+
+def set_aside_later(folder: Path) -> list[Path]:
+    """Renames the checkpoints beside `folder` that have more steps to `abandoned-...`, and returns what they are now: a
+    run that goes on from `folder` leaves that branch, and would take them for its own newest ones.
+    """
+    found = [path.resolve() for path in _checkpoints(folder.parent)]
+    later = found[found.index(folder.resolve()) + 1 :] if folder.resolve() in found else []
+    moved = []
+    for path in later:
+        numbered = (path.with_name(f"abandoned-{path.name}{f'-{i}' if i else ''}") for i in itertools.count())
+        moved.append(path.rename(next(name for name in numbered if not name.exists())))
+    return moved
 
 
 def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Collection[Path] = ()) -> None:

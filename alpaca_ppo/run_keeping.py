@@ -217,6 +217,10 @@ class RunKeeping:
         update = UpdateProgress.from_state(extra["update"], **ranks) if extra["update"] else None
         self._reach(stats=extra["stats"], step_ended=extra["step_ended"], update=update, resumed=True)
         self.resume_point.saved = folder.resolve() == self._checkpoint_folder.resolve()
+        # Every rank has read what it resumes from.
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process and (moved := checkpoint_folders.set_aside_later(folder)):
+            print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)

@@ -8,6 +8,7 @@ error where a run is another one: other tokens in the first step, a metric of it
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -165,7 +166,8 @@ def weight_difference(folder: Path, reference: Path) -> float:
         for name, tensor in theirs.items():
             size = float(tensor.norm())
             gap = float((ours[name] - tensor).norm())
-            worst = max(worst, gap / size if size else gap)
+            # No number is larger than NaN, which max would pass over.
+            worst = max(worst, gap / size if size else gap) if math.isfinite(gap) else math.inf
     return worst
 
 

@@ -7,6 +7,7 @@ from alpaca_ppo.checkpoint_folders import (
     refuse_finished_run,
     resolve_checkpoint,
     rotate_checkpoints,
+    set_aside_later,
     verify_files,
     write_manifest,
 )
@@ -87,3 +88,13 @@ def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep,
     make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")
     rotate_checkpoints(tmp_path, limit, keep=[tmp_path / f"checkpoint-{n}" for n in keep])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])
+
+
+def test_checkpoints_of_a_branch_that_is_left_are_set_aside_and_not_lost(tmp_path):
+    for step in (2, 3, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "abandoned-checkpoint-10").mkdir()
+    moved = set_aside_later(tmp_path / "checkpoint-2")
+    assert [path.name for path in moved] == ["abandoned-checkpoint-3", "abandoned-checkpoint-10-1"]
+    assert newest_checkpoint(tmp_path).name == "checkpoint-2" and all(path.is_dir() for path in moved)
+    assert set_aside_later(tmp_path / "checkpoint-2") == set_aside_later(tmp_path / "elsewhere") == []

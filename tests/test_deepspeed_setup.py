@@ -157,9 +157,8 @@ def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     adapters = attach(tiny_causal_lm("llama"), lora)
     model = build_actor_critic(adapters, critic_layout="adapter", value_model=None, head={"kind": "scalar"})
-    optimizer = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if not p.requires_grad]}, {"params": list(model.parameters())}]
-    )
+    frozen, *others = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
+    optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": others}])
     trainer = tiny_trainer(
         tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, critic_layout="adapter"
     )

@@ -112,3 +112,15 @@ def test_rollouts_on_disk_carry_text_and_numbers_of_every_token(tmp_path):
         assert row["score"] == sum(token["id"] % 2 == 0 for token in row["tokens"])
         for token in row["tokens"]:
             assert token["kl"] == pytest.approx(token["logprobs"] - token["ref_logprobs"], abs=1e-5)
+
+
+def test_a_run_resumed_from_an_older_checkpoint_goes_its_own_way_and_resumes_from_that(tmp_path):
+    settings = {"total_episodes": 50, "save_steps": 1}
+    tiny_trainer(tmp_path, **{**settings, "total_episodes": 40}).train()
+    whole = metric_lines(tmp_path)
+    trainer = tiny_trainer(tmp_path, **settings)
+    trainer._begin(str(tmp_path / "checkpoint-2"))
+    trainer._end_step(trainer.step(trainer.prompt_batches(2)))
+    tiny_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+    assert metric_lines(tmp_path)[:4] == whole[:4]
+    assert {path.name for path in tmp_path.glob("*checkpoint-*")} >= {"abandoned-checkpoint-3", "checkpoint-5"}
