@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, ArrowConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -165,11 +166,30 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
         (lora(init_lora_weights=False), "init_lora_weights False"),
         (lora(lora_bias=True), "lora_bias True, which is no part of an adapter that can be switched off"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices"),
+        (lora(layer_replication=[(0, 2)]), "layer_replication"),
+        (lora(kasa_config=KasaConfig()), r"kasa_config KasaConfig\(.*leave it out, at its default None"),
+        (lora(alora_invocation_tokens=[5, 6]), r"alora_invocation_tokens \[5, 6\], which is no part of an adapter"),
+        (lora(monteclora_config=MontecloraConfig()), "monteclora_config"),
+        (lora(velora_config=VeloraConfig()), "velora_config"),
+        (lora(arrow_config=ArrowConfig()), "arrow_config"),
+        (lora(use_bdlora=BdLoraConfig()), "use_bdlora"),
+        (lora(target_parameters=["q_proj.weight"]), "target_parameters"),
+        (lora(use_qalora=True), "use_qalora True"),
+        (AdaLoraConfig(r=4, total_step=9, target_modules=["q_proj"]), "peft_config is a AdaLoraConfig; only LoRA"),
     ],
 )
 def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         attach(tiny_causal_lm("llama", tie_word_embeddings=False), config)
+
+
+def test_every_plain_field_of_a_lora_configuration_is_taken():
+    settings = {"lora_dropout": 0.1, "exclude_modules": ["up_proj"], "rank_pattern": {"q_proj": 2}, "revision": "main"}
+    layers = {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": ["q_proj", "k_proj"]}
+    # Earlier versions of PEFT wrote null where an empty table is the default now.
+    for config in (lora(**settings, alpha_pattern={"q_proj": 4}), lora(**layers), lora(loftq_config=None)):
+        adapters = attach(tiny_causal_lm("llama"), config)
+        assert adapters.parameters_of(POLICY)
 
 
 def test_what_trains_beside_adapters_is_not_in_half_precision():
