@@ -3,6 +3,7 @@ loaded.
 """
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs
+from alpaca_ppo.models.adapter_checks import put_adapter
 from alpaca_ppo.models.adapter_folders import (
     check_fit,
     check_reward_adapter,
@@ -61,6 +62,7 @@ __all__ = [
     "load_sequence_classifier",
     "make_head",
     "merged_weights",
+    "put_adapter",
     "read_policy_adapter",
     "read_reward_adapter",
     "without_adapters",

@@ -182,3 +182,20 @@ def test_a_reward_model_depends_on_its_seed_alone(flags, model_folder, tmp_path)
         (weights,) = out.glob("*.safetensors")
         found.append(weights.read_bytes())
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--lora_target_modules", "nosuch"],
+            r"--lora_target_modules\) is \['nosuch'\], which fits no layers of Llama",
+        ),
+        (["--lora_modules_to_save", "embed_tokns"], r"has no layers \['embed_tokns'\], which would stay frozen"),
+    ],
+)
+def test_a_reward_adapter_on_layers_that_are_not_there_is_refused(flags, message, model_folder, tmp_path):
+    names = ["--dataset_name", write(tmp_path / "pairs.jsonl", pairs(tiny_tokenizer(), 4))]
+    names += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", str(model_folder)]
+    with pytest.raises(ValueError, match=message):
+        train_reward_model.main([*names, *QUICK, "--use_peft", *flags, "--num_train_epochs", "1"])
