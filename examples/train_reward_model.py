@@ -31,7 +31,7 @@ from transformers import (
 
 from alpaca_ppo.arguments import LoraArguments, parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
-from alpaca_ppo.models import put_adapter
+from alpaca_ppo.models import check_whole_model, put_adapter
 
 PAIR = ("chosen", "rejected")
 
@@ -117,6 +117,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` (the command line by default) says and writes the reward model to its `output_dir`."""
     arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
+    check_whole_model("model_name_or_path", arguments.model_name_or_path)
     training.remove_unused_columns = False
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

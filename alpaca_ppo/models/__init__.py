@@ -7,6 +7,7 @@ from alpaca_ppo.models.adapter_checks import put_adapter
 from alpaca_ppo.models.adapter_folders import (
     check_fit,
     check_reward_adapter,
+    check_whole_model,
     is_adapter,
     read_policy_adapter,
     read_reward_adapter,
@@ -52,6 +53,7 @@ __all__ = [
     "build_actor_critic",
     "check_fit",
     "check_reward_adapter",
+    "check_whole_model",
     "disable_dropout",
     "frozen_copy",
     "is_adapter",

@@ -44,6 +44,21 @@ def is_adapter(name: str) -> bool:
     return True
 
 
+def check_whole_model(field: str, name: str) -> None:
+    """Checks that `name`, the value of `field`, is no adapter: transformers would put it on its base, and a new adapter
+    would take its place, or its base would be trained and not be saved.
+
+    Raises:
+        ValueError: when it is one.
+    """
+    if is_adapter(name):
+        raise ValueError(
+            f"{field} {name!r} is an adapter, which this script cannot start from: merge it first "
+            "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and its "
+            "tokenizer), and give that folder"
+        )
+
+
 def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     """`config`, if it is one that this package can handle; `field` says in errors where it is from.
 
