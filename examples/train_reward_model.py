@@ -31,6 +31,7 @@ from transformers import (
 
 from alpaca_ppo.arguments import LoraArguments, parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+from alpaca_ppo.models import check_whole_model, put_adapter
 
 PAIR = ("chosen", "rejected")
 
@@ -116,6 +117,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` (the command line by default) says and writes the reward model to its `output_dir`."""
     arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
+    check_whole_model("model_name_or_path", arguments.model_name_or_path)
     training.remove_unused_columns = False
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.model_name_or_path, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
     )
     if config := lora.peft_config("SEQ_CLS"):
-        model = get_peft_model(model, config)
+        model = put_adapter(get_peft_model, model, config)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         sequences = [row[column] for column in PAIR for row in rows]

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokeni
 
 from alpaca_ppo.arguments import parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
-from alpaca_ppo.models.loading import load_causal_lm
+from alpaca_ppo.models import check_whole_model, load_causal_lm
 
 IGNORED = -100
 
@@ -81,6 +81,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` (the command line by default) says and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv)
+    check_whole_model("model_name_or_path", arguments.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}

@@ -3,9 +3,11 @@ loaded.
 """
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs
+from alpaca_ppo.models.adapter_checks import put_adapter
 from alpaca_ppo.models.adapter_folders import (
     check_fit,
     check_reward_adapter,
+    check_whole_model,
     is_adapter,
     read_policy_adapter,
     read_reward_adapter,
@@ -51,6 +53,7 @@ __all__ = [
     "build_actor_critic",
     "check_fit",
     "check_reward_adapter",
+    "check_whole_model",
     "disable_dropout",
     "frozen_copy",
     "is_adapter",
@@ -61,6 +64,7 @@ __all__ = [
     "load_sequence_classifier",
     "make_head",
     "merged_weights",
+    "put_adapter",
     "read_policy_adapter",
     "read_reward_adapter",
     "without_adapters",

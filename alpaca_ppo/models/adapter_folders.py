@@ -4,12 +4,13 @@ loaded.
 Reads `adapter_config.json` and the header of the safetensors file; a file of another format is never opened.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
@@ -19,6 +20,14 @@ from transformers.pytorch_utils import Conv1D
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEADS = {"score", "classifier"}
 """What PEFT saves whole beside an adapter of a sequence classifier."""
+_PLAIN_FIELDS = set(
+    "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern "
+    "alpha_pattern use_rslora use_dora modules_to_save fan_in_fan_out init_lora_weights bias task_type inference_mode "
+    "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
+)
+"""Fields of a LoraConfig that may have other values than PEFT's defaults; two of them are checked by themselves. Every
+other one is of a variant of LoRA: some rewrite the base, some depend on the tokens.
+"""
 
 
 def is_adapter(name: str) -> bool:
@@ -35,13 +44,29 @@ def is_adapter(name: str) -> bool:
     return True
 
 
+def check_whole_model(field: str, name: str) -> None:
+    """Checks that `name`, the value of `field`, is no adapter: transformers would put it on its base, and a new adapter
+    would take its place, or its base would be trained and not be saved.
+
+    Raises:
+        ValueError: when it is one.
+    """
+    if is_adapter(name):
+        raise ValueError(
+            f"{field} {name!r} is an adapter, which this script cannot start from: merge it first "
+            "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and its "
+            "tokenizer), and give that folder"
+        )
+
+
 def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     """`config`, if it is one that this package can handle; `field` says in errors where it is from.
 
     Raises:
-        ValueError: for another method than LoRA, and for trained biases.
+        ValueError: for another method than LoRA or a variant of it, and for trained biases.
     """
-    if not isinstance(config, LoraConfig):
+    # AdaLoRA's configuration is a LoraConfig too.
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(
             f"{field} is a {type(config).__name__}; only LoRA (with DoRA and rsLoRA) can be switched off and "
             "joined by other adapters: give a peft.LoraConfig"
@@ -51,11 +76,14 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
             f"{field} has init_lora_weights {config.init_lora_weights!r}: the policy would not start from the base "
             "or would change it, so switching the adapter off would give no reference; set it to True or 'gaussian'"
         )
-    for name in ("lora_bias", "trainable_token_indices", "layer_replication"):
-        if getattr(config, name):
+    plain = LoraConfig()
+    for name in sorted({entry.name for entry in dataclasses.fields(config)} - _PLAIN_FIELDS):
+        value, default = getattr(config, name), getattr(plain, name, None)
+        # Earlier versions of PEFT wrote null where an empty table is the default now.
+        if value is not None and value != default:
             raise ValueError(
-                f"{field} has {name} {getattr(config, name)!r}, which is no part of an adapter that can be "
-                "switched off, merged and exported here; leave it out"
+                f"{field} has {name} {value!r}, which is no part of an adapter that can be switched off, merged and "
+                f"exported here; leave it out, at its default {default!r}"
             )
     if config.bias != "none":
         raise ValueError(

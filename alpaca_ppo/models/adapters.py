@@ -18,6 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alpaca_ppo.models.adapter_checks import (
+    belongs_to,
+    check_head,
+    check_names_are_free,
+    put_adapter,
+    raise_precision,
+)
 from alpaca_ppo.models.adapter_folders import (
     check_fit,
     check_reward_adapter,
@@ -138,12 +145,7 @@ class AdapterSet:
 
     def parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter `name`."""
-        marks = (f".{name}.", f".{name}")
-        return [
-            parameter
-            for key, parameter in self.peft.named_parameters()
-            if ("lora_" in key or "modules_to_save" in key) and (marks[0] in key or key.endswith(marks[1]))
-        ]
+        return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
 
     def copy(self, source: str, name: str, *, trainable: bool = False) -> None:
         """A new adapter `name` with the weights that the adapter `source` has now."""
@@ -160,12 +162,13 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
         config: a `peft.LoraConfig`.
 
     Raises:
-        ValueError: for a configuration that cannot be switched off without a trace, or that wraps the output head.
+        ValueError: for a configuration that cannot be switched off without a trace, that wraps the output head, or
+            whose names fit no layer.
     """
     config = lora_config(config)
-    adapters = AdapterSet(PeftModel(model, config, adapter_name=POLICY))
-    _check_head(adapters.model, config)
-    _check_precision(adapters)
+    adapters = AdapterSet(put_adapter(PeftModel, model, config))
+    check_head(adapters.model, config)
+    raise_precision(adapters.peft)
     _start_magnitudes(adapters.peft, POLICY)
     return adapters
 
@@ -185,42 +188,23 @@ def adapters_in(peft: PeftModel) -> AdapterSet:
     """The adapters of a model that has a policy's already, with a frozen copy of it as the reference.
 
     Raises:
-        ValueError: for adapters that this package cannot handle, or without one that trains.
+        ValueError: for adapters that this package cannot handle or whose names it needs, or without one that trains.
     """
     if POLICY not in peft.peft_config:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
     config = lora_config(peft.peft_config[POLICY])
+    check_names_are_free((VALUE, REWARD), peft)
     adapters = AdapterSet(peft)
-    _check_head(adapters.model, config)
+    check_head(adapters.model, config)
     if not any(parameter.requires_grad for parameter in adapters.parameters_of(POLICY)):
         raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
-    _check_precision(adapters)
+    raise_precision(peft)
     if REFERENCE in peft.peft_config:
         # Of an earlier trainer on the same model: this one starts from what that one left.
         peft.delete_adapter(REFERENCE)
     # Switched off, it would leave the raw base, not the model that training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
-
-
-def _check_head(model: PreTrainedModel, config: LoraConfig) -> None:
-    if not isinstance(model.get_output_embeddings(), nn.Linear) or _is_wrapped(model.get_output_embeddings()):
-        raise ValueError(
-            f"the adapter acts on the language-model head (target_modules {config.target_modules}, modules_to_save "
-            f"{config.modules_to_save}), whose logits are computed in chunks of its weight; leave the head out"
-        )
-
-
-def _check_precision(adapters: AdapterSet) -> None:
-    """Small updates vanish in half precision: adapters are raised to float32, what else trains is refused."""
-    for name, parameter in adapters.peft.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            if "lora_" not in name:
-                raise ValueError(
-                    f"{name} would train in {parameter.dtype}, where small updates are rounded away; leave it out of "
-                    "modules_to_save, or load the base with dtype: float32"
-                )
-            parameter.data = parameter.data.float()
 
 
 def _start_magnitudes(peft: PeftModel, name: str) -> None:
@@ -238,10 +222,6 @@ def _start_magnitudes(peft: PeftModel, name: str) -> None:
                 scaling=layer.scaling[name],
             )
             magnitudes.weight.requires_grad_(trainable)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    return any(name for name, _ in module.named_children())
 
 
 def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:

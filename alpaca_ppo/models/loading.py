@@ -55,7 +55,8 @@ def _four_bit() -> BitsAndBytesConfig:
     missing = [] if torch.cuda.is_available() else ["a CUDA device"]
     missing += [] if find_spec("bitsandbytes") else ["the package bitsandbytes"]
     if missing:
-        raise ValueError(f"load_in_4bit is True but {' and '.join(missing)} is missing; use dtype: bfloat16 instead")
+        are = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"load_in_4bit is True but {' and '.join(missing)} {are} missing; use dtype: bfloat16 instead")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alpaca_ppo.rewards import build_reward
 from examples import train_reward_model, train_sft
+from tests.models.test_adapter_folders import save_policy
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 
 QUICK = "--use_cpu --report_to none --save_strategy no --disable_tqdm true --learning_rate 1e-2".split()
@@ -182,3 +183,34 @@ def test_a_reward_model_depends_on_its_seed_alone(flags, model_folder, tmp_path)
         (weights,) = out.glob("*.safetensors")
         found.append(weights.read_bytes())
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"), [(train_sft, []), (train_reward_model, []), (train_reward_model, ["--use_peft"])]
+)
+def test_training_does_not_start_from_an_adapter(script, flags, model_folder, tmp_path):
+    adapter = save_policy(tmp_path / "sft", str(model_folder))
+    tiny_tokenizer().save_pretrained(adapter)
+    row = {"prompt": "w10 w11", "completion": "w12", "chosen": " w20", "rejected": " w30"}
+    names = ["--dataset_name", write(tmp_path / "data.jsonl", [row] * 4), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(
+        ValueError, match=r"model_name_or_path '.*sft' is an adapter, .*merge it first .*merge_and_unlo"
+    ):
+        script.main(["--model_name_or_path", adapter, *names, *QUICK, *flags, "--num_train_epochs", "1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--lora_target_modules", "nosuch"],
+            r"--lora_target_modules\) is \['nosuch'\], which fits no layers of Llama",
+        ),
+        (["--lora_modules_to_save", "embed_tokns"], r"has no layers \['embed_tokns'\], which would stay frozen"),
+    ],
+)
+def test_a_reward_adapter_on_layers_that_are_not_there_is_refused(flags, message, model_folder, tmp_path):
+    names = ["--dataset_name", write(tmp_path / "pairs.jsonl", pairs(tiny_tokenizer(), 4))]
+    names += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", str(model_folder)]
+    with pytest.raises(ValueError, match=message):
+        train_reward_model.main([*names, *QUICK, "--use_peft", *flags, "--num_train_epochs", "1"])

@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, ArrowConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -20,6 +21,7 @@ from alpaca_ppo.models import (
     build_actor_critic,
     load_adapters,
     load_causal_lm,
+    loading,
     merged_weights,
     without_adapters,
 )
@@ -165,11 +167,87 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
         (lora(init_lora_weights=False), "init_lora_weights False"),
         (lora(lora_bias=True), "lora_bias True, which is no part of an adapter that can be switched off"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices"),
+        (lora(layer_replication=[(0, 2)]), "layer_replication"),
+        (lora(kasa_config=KasaConfig()), r"kasa_config KasaConfig\(.*leave it out, at its default None"),
+        (lora(alora_invocation_tokens=[5, 6]), r"alora_invocation_tokens \[5, 6\], which is no part of an adapter"),
+        (lora(monteclora_config=MontecloraConfig()), "monteclora_config"),
+        (lora(velora_config=VeloraConfig()), "velora_config"),
+        (lora(arrow_config=ArrowConfig()), "arrow_config"),
+        (lora(use_bdlora=BdLoraConfig()), "use_bdlora"),
+        (lora(target_parameters=["q_proj.weight"]), "target_parameters"),
+        (lora(use_qalora=True), "use_qalora True"),
+        (AdaLoraConfig(r=4, total_step=9, target_modules=["q_proj"]), "peft_config is a AdaLoraConfig; only LoRA"),
     ],
 )
 def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         attach(tiny_causal_lm("llama", tie_word_embeddings=False), config)
+
+
+def test_every_plain_field_of_a_lora_configuration_is_taken():
+    settings = {"lora_dropout": 0.1, "exclude_modules": ["up_proj"], "rank_pattern": {"q_proj": 2}, "revision": "main"}
+    layers = {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": ["q_proj", "k_proj"]}
+    # Earlier versions of PEFT wrote null where an empty table is the default now.
+    for config in (lora(**settings, alpha_pattern={"q_proj": 4}), lora(**layers), lora(loftq_config=None)):
+        adapters = attach(tiny_causal_lm("llama"), config)
+        assert adapters.parameters_of(POLICY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"target_modules": ["nosuch"]},
+            r"target_modules \(--lora_target_modules\) is \['nosuch'\], which fits no .*'q_p",
+        ),
+        ({"target_modules": "nosuch"}, "is nosuch, which fits no layers .* or leave it out for every linear layer"),
+        ({"target_modules": ["input_layernorm"]}, "LlamaRMSNorm.* is not supported.* or leave it out for every linear"),
+        (
+            {"target_modules": ["q_proj", "v_prj"]},
+            r"is \['q_proj', 'v_prj'\], but LlamaForCausalLM has no layers \['v_prj'\] .*'v_proj'",
+        ),
+        (
+            {"modules_to_save": ["embed_tokens", "nrom"]},
+            r"modules_to_save .* is \['embed_tokens', 'nrom'\], but LlamaForCausalLM has no layers \['nrom'\], ",
+        ),
+    ],
+)
+def test_a_name_that_fits_no_layer_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        attach(tiny_causal_lm("llama", tie_word_embeddings=False), lora(**settings))
+
+
+def test_an_adapter_s_name_is_not_that_of_a_layer():
+    base = tiny_causal_lm("llama")
+    attention = base.base_model.layers[0].self_attn
+    attention.value = torch.nn.Linear(4, 4)
+    adapters = attach(base, lora())
+    assert adapters.parameters_of(VALUE) == []
+    adapters.add(VALUE, lora(), trainable=True)
+    names = {id(parameter): key for key, parameter in adapters.peft.named_parameters()}
+    found = {name: {names[id(p)] for p in adapters.parameters_of(name)} for name in (POLICY, VALUE)}
+    assert not found[POLICY] & found[VALUE] and len(found[POLICY]) == len(found[VALUE])
+    assert any("value.lora_A.default" in key for key in found[POLICY])
+
+
+@pytest.mark.parametrize("name", ["value", "reward"])
+def test_an_adapter_may_not_have_the_name_of_a_run_s_own(name):
+    peft = get_peft_model(tiny_causal_lm("llama"), lora())
+    peft.add_adapter(name, lora())
+    with pytest.raises(ValueError, match=rf"an adapter named '{name}' already .*delete_adapter\('{name}'\)"):
+        adapters_in(peft)
+    peft.delete_adapter(name)
+    assert adapters_in(peft).starting_point == REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("there", "are"), [(None, "a CUDA device and the package bitsandbytes are"), ("here", "a CUDA device is")]
+)
+def test_what_4_bits_need_and_is_not_there_is_named(there, are, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loading, "find_spec", lambda name: there)
+    with pytest.raises(ValueError, match=f"load_in_4bit is True but .*{are} missing; use dtype: bfloat16"):
+        load_causal_lm("somewhere", load_in_4bit=True)
 
 
 def test_what_trains_beside_adapters_is_not_in_half_precision():
