@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from peft import LoraConfig
 from transformers import AutoConfig
 
 from alpaca_ppo.arguments import LoraArguments, ScriptArguments, parse_args
@@ -69,7 +70,7 @@ class Planner:
     def __init__(self, script: PlanArguments, args: PPOConfig, *, lora: bool) -> None:
         trust = args.trust_remote_code
         name = script.model_name_or_path
-        self._starting_adapter = None
+        self._starting_adapter: LoraConfig | None = None
         if is_adapter(name):
             self._starting_adapter = read_policy_adapter(name)
             name = self._starting_adapter.base_model_name_or_path or ""
@@ -95,6 +96,11 @@ class Planner:
         )
         self._measured: dict[str, Figures] = {}
 
+    @property
+    def starts_from_adapter(self) -> bool:
+        """Whether the policy is an adapter that training goes on from."""
+        return self._starting_adapter is not None
+
     def figures(self, settings: Settings) -> Figures:
         """What `fake_passes.measure` says of the run; the ZeRO stage does not matter."""
         args = settings.args
@@ -102,7 +108,7 @@ class Planner:
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
             sizes = sizes_of(args, settings.sharding.processes)
-            models = replace(self._models, lora=lora, starts_from_adapter=self._starting_adapter is not None)
+            models = replace(self._models, lora=lora, starts_from_adapter=self.starts_from_adapter)
             self._measured[key] = measure(models, args, sizes)
         return self._measured[key]
 
@@ -155,7 +161,8 @@ def plan(script: PlanArguments, lora: LoraArguments, args: PPOConfig) -> dict[st
         ValueError: for models that cannot be read or do not go together with the settings.
     """
     planner = Planner(script, args, lora=lora.use_peft)
-    settings = Settings(args, lora, Sharding(script.num_processes, script.zero_stage))
+    sharding = Sharding(script.num_processes, script.zero_stage)
+    settings = Settings(args, lora, sharding, planner.starts_from_adapter)
     moments = planner.moments(settings)
     peak = max(moments, key=lambda moment: moment.total)
     result: dict[str, Any] = {

@@ -378,6 +378,66 @@ def test_options_of_lora_come_with_it():
     ]
 
 
+def test_lora_brings_no_copy_of_the_reference():
+    """Offloading is tried before LoRA, which makes the copy idle; kept, it would weigh on the pass that it visits."""
+
+    def fits(s: Settings) -> bool:
+        return s.lora.use_peft and not s.args.reference.startswith("copy") and s.args.gradient_checkpointing
+
+    with_checkpointing = "gradient_checkpointing: true"
+    assert cheapest(settings(), fits) == [with_checkpointing, "use_peft: true"]
+    assert cheapest(settings(reference="copy"), fits) == [
+        with_checkpointing,
+        "use_peft: true, reference: adapter_off",
+    ]
+
+
+def test_the_way_from_the_defaults_to_lora_without_a_copy_is_found(folder, monkeypatch):
+    # Small passes: the weights decide, and a copy of 4 MiB beside them would not fit.
+    small = ("--rollout_per_device_batch_size=1", "--step_per_device_batch_size=1", "--logprob_chunk_size=128")
+    lean = ("--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--gradient_checkpointing=true")
+    least = planned("--model_name_or_path", folder, *FLAGS, *small, *lean)["peak"] / 2**20
+    result = advised(monkeypatch, folder, least + 0.2, *small)
+    assert not result["fits"] and result["advice"]["peak"] <= result["limit"]
+    changes = " ".join(result["advice"]["changes"])
+    assert "use_peft" in changes and "copy" not in changes
+
+
+def test_a_policy_that_is_an_adapter_is_advised_as_one(folder, tmp_path, monkeypatch):
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
+    config.save_pretrained(str(tmp_path / "adapter"))
+    before = planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS)["peak"]
+    advice = advised(monkeypatch, str(tmp_path / "adapter"), before / 2**20 / 2.5)["advice"]
+    assert "critic_layout: adapter" in advice["changes"]
+    assert not any("use_peft" in change for change in advice["changes"])
+
+
+def test_a_starting_adapter_has_the_options_of_lora():
+    def options(**overrides: Any) -> Settings:
+        return Settings(settings(**overrides), LoraArguments(), Sharding(), starts_from_adapter=True)
+
+    def labels(before: Settings, fits: Any) -> list[str] | None:
+        found = fitting_changes(before, fits)
+        return None if found is None else found[0]
+
+    for copied in ("copy", "copy_offloaded"):
+        assert labels(options(reference=copied), lambda s: s.args.reference == "adapter_off") == [
+            "reference: adapter_off"
+        ]
+    assert labels(options(), lambda s: s.args.reference == "copy_offloaded") is None
+    assert labels(options(), lambda s: s.args.dtype == "bfloat16") == ["dtype: bfloat16"]
+    assert labels(options(), lambda s: s.lora.use_peft) is None
+    assert labels(options(use_cpu=False), lambda s: s.args.load_in_4bit) == [
+        "critic_layout: adapter",
+        "load_in_4bit: true",
+    ]
+
+
+def test_four_bits_are_not_offered_to_a_run_that_merges():
+    before = settings(use_cpu=False, critic_layout="adapter", merge_on_save=True)
+    assert cheapest(before, lambda s: s.args.load_in_4bit, use_peft=True) is None
+
+
 def test_four_bits_are_offered_on_a_device_and_without_a_critic_of_its_own():
     labels = cheapest(settings(use_cpu=False), lambda s: s.args.load_in_4bit, use_peft=True)
     assert labels == ["critic_layout: adapter", "load_in_4bit: true"]
