@@ -9,6 +9,14 @@ from alpaca_ppo.arguments import LoraArguments
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.memory_model import Sharding
 
+PASS_SETTINGS = (
+    "gradient_checkpointing",
+    "step_per_device_batch_size",
+    "rollout_per_device_batch_size",
+    "logprob_chunk_size",
+)
+"""What changes the passes alone: weights, gradients and the optimizer's state stay as they are."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -108,8 +116,9 @@ def _adapters(settings: Settings) -> Iterator[Option]:
         labels.append("use_peft: true")
         settings = replace(settings, lora=LoraArguments(use_peft=True))
         # With LoRA a copy of the base is idle, also where `_reference` has just asked for it.
-        for label, settings in _reference(settings):
+        for label, without_copy in _reference(settings):
             labels.append(label)
+            settings = without_copy
         yield ", ".join(labels), settings
     if settings.args.dtype == "float32":
         yield ", ".join([*labels, "dtype: bfloat16"]), _with(settings, dtype="bfloat16")

@@ -123,7 +123,7 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
     peft_config = lora(use_dora=with_lora == "dora") if with_lora else None
     moments = {m.phase: m.total for m in predict(Models(llama(), peft_config), args, Sharding())}
     predicted = {
-        "rollout": max(moments[phase] for phase in ("rollout", "score", "log-probs")),
+        "rollout": max(moments[phase] for phase in ("prefill", "sampling", "score", "log-probs")),
         "update": max(moments[phase] for phase in ("backward", "optimizer step")),
     }
     measured = measured_peaks(args, peft_config)
@@ -272,6 +272,14 @@ def test_zero_shares_out_moments_then_gradients_then_weights(processes, stage, e
     args = settings(step_batch_size=32, rollout_batch_size=32, step_per_device_batch_size=1)
     moments = spread(figures_of_one_gib(), args, Sharding(processes, stage))
     assert moments[PHASES.index("optimizer step")].total == expected
+
+
+def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
+    found = figures_of_one_gib(**{"policy/prefill": 9.0, "policy/kv_cache": 2.0, "policy/choose": 3.0})
+    moments = {m.phase: m for m in spread(found, settings(), Sharding())}
+    assert (moments["prefill"].activations, moments["prefill"].kv_cache) == (9.0, 0.0)
+    assert (moments["sampling"].kv_cache, moments["sampling"].logits) == (2.0, 3.0)
+    assert moments["prefill"].total > moments["sampling"].total
 
 
 def test_an_offloaded_reference_is_there_in_its_own_pass_alone():
@@ -449,6 +457,21 @@ def test_zero_is_offered_to_several_processes():
     assert cheapest(settings(), lambda s: s.sharding.stage >= 2) is None
 
 
+def test_passes_that_cannot_help_are_not_run(folder, monkeypatch):
+    """Where weights, gradients and the optimizer's state are too much alone, smaller passes are no way out."""
+    runs = []
+
+    def noted(models: Models, args: PPOConfig, sizes: Any) -> Any:
+        runs.append((models.lora is None, args.reference, args.critic_layout, args.bf16))
+        return measure(models, args, sizes)
+
+    monkeypatch.setattr("alpaca_ppo.plan.measure", noted)
+    result = advised(monkeypatch, folder, 30)
+    assert any("use_peft" in change for change in result["advice"]["changes"])
+    all_train = [run for run in runs if run[0]]
+    assert len(all_train) == len(set(all_train))
+
+
 def test_what_nothing_fits_is_said_so(folder, monkeypatch):
     monkeypatch.setattr("alpaca_ppo.plan.fitting_changes", lambda *_: None)
     result = advised(monkeypatch, folder, 1.5)
@@ -487,6 +510,12 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
     config.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match="is an adapter and use_peft asks for another"):
         planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
+
+
+def test_a_merge_without_an_adapter_is_refused_as_by_the_run(folder):
+    with pytest.raises(ValueError, match="merge_on_save is True, but the policy has no adapter to merge"):
+        planned("--model_name_or_path", folder, *FLAGS, "--merge_on_save")
+    assert planned("--model_name_or_path", folder, *FLAGS, "--merge_on_save", "--use_peft")["peak"] > 0
 
 
 def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(folder, tmp_path):
