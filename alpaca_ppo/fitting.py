@@ -9,6 +9,14 @@ from alpaca_ppo.arguments import LoraArguments
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.memory_model import Sharding
 
+PASS_SETTINGS = (
+    "gradient_checkpointing",
+    "step_per_device_batch_size",
+    "rollout_per_device_batch_size",
+    "logprob_chunk_size",
+)
+"""What changes the passes alone: weights, gradients and the optimizer's state stay as they are."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -17,6 +25,13 @@ class Settings:
     args: PPOConfig
     lora: LoraArguments
     sharding: Sharding
+    starts_from_adapter: bool = False
+    """Whether the policy is an adapter that training goes on from."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the policy's base is frozen."""
+        return self.lora.use_peft or self.starts_from_adapter
 
 
 Option = tuple[str, Settings]
@@ -82,10 +97,11 @@ def _halved(name: str, least: Callable[[PPOConfig], int] = lambda args: 1) -> Ca
 
 
 def _reference(settings: Settings) -> Iterator[Option]:
-    choice, lora = settings.args.reference, settings.lora.use_peft
-    if choice == "copy" and lora:
-        yield "reference: adapter_off", _with(settings, reference="adapter_off")
-    elif choice == "copy" or (choice == "auto" and not lora):
+    choice = settings.args.reference
+    if settings.has_adapters:
+        if choice.startswith("copy"):
+            yield "reference: adapter_off", _with(settings, reference="adapter_off")
+    elif choice in ("auto", "copy"):
         yield "reference: copy_offloaded", _with(settings, reference="copy_offloaded")
 
 
@@ -95,13 +111,17 @@ def _bf16(settings: Settings) -> Iterator[Option]:
 
 
 def _adapters(settings: Settings) -> Iterator[Option]:
-    label = ""
-    if not settings.lora.use_peft:
-        label = "use_peft: true"
+    labels = []
+    if not settings.has_adapters:
+        labels.append("use_peft: true")
         settings = replace(settings, lora=LoraArguments(use_peft=True))
-        yield label, settings
+        # With LoRA a copy of the base is idle, also where `_reference` has just asked for it.
+        for label, without_copy in _reference(settings):
+            labels.append(label)
+            settings = without_copy
+        yield ", ".join(labels), settings
     if settings.args.dtype == "float32":
-        yield f"{label}{', ' if label else ''}dtype: bfloat16", _with(settings, dtype="bfloat16")
+        yield ", ".join([*labels, "dtype: bfloat16"]), _with(settings, dtype="bfloat16")
 
 
 def _layout(settings: Settings) -> Iterator[Option]:
@@ -111,14 +131,15 @@ def _layout(settings: Settings) -> Iterator[Option]:
         or settings.args.init_value_with_reward
     ):
         return
-    for layout in ("adapter", "shared") if settings.lora.use_peft else ("shared",):
+    for layout in ("adapter", "shared") if settings.has_adapters else ("shared",):
         yield f"critic_layout: {layout}", _with(settings, critic_layout=layout)
 
 
 def _four_bit(settings: Settings) -> Iterator[Option]:
     args = settings.args
     copied = args.reference.startswith("copy") or (args.uses_critic and args.critic_layout == "separate")
-    if settings.lora.use_peft and not (copied or args.load_in_4bit or args.use_cpu):
+    refused = copied or args.merge_on_save or args.use_cpu
+    if settings.has_adapters and not (refused or args.load_in_4bit):
         yield "load_in_4bit: true", _with(settings, load_in_4bit=True)
 
 

@@ -13,8 +13,8 @@ from alpaca_ppo.fake_models import Figures, Models
 from alpaca_ppo.fake_passes import Sizes, measure
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache", "logits")
-PHASES = ("load", "rollout", "score", "log-probs", "backward", "optimizer step")
-"""The update is the last two."""
+PHASES = ("load", "prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
+"""The rollout is the four from `prefill`, which reads the prompts, to `log-probs`; the update is the last two."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class _Step:
         gathered = figures["policy/weights"] - figures["policy/weights"] * self._shard / self._trained
         held = {"weights": self._weights + gathered + cast, "optimizer": self._optimizer}
         unpacked = figures["policy/unpacked"]
-        yield Moment("rollout", **held, activations=figures["policy/prefill"] - cast + unpacked)
+        yield Moment("prefill", **held, activations=figures["policy/prefill"] - cast + unpacked)
         cache = figures["policy/kv_cache"]
         step = max(figures["policy/decode"], figures["policy/kv_layer"])
-        yield Moment("rollout", **held, kv_cache=cache, activations=step + unpacked)
-        yield Moment("rollout", **held, kv_cache=cache, logits=figures["policy/choose"])
+        yield Moment("sampling", **held, kv_cache=cache, activations=step + unpacked)
+        yield Moment("sampling", **held, kv_cache=cache, logits=figures["policy/choose"])
 
     def _score(self) -> Iterator[Moment]:
         held = {"weights": self._weights, "optimizer": self._optimizer}

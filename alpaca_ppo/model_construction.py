@@ -116,11 +116,7 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
         has_adapters, base = True, model.get_base_model()
     elif isinstance(model, str) and is_adapter(model):
         has_adapters, base = True, read_policy_adapter(model).base_model_name_or_path
-    if args.merge_on_save and not has_adapters:
-        raise ValueError(
-            "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave it "
-            "out: final/policy is a whole model"
-        )
+    check_merge(args, has_adapters=has_adapters)
     if args.reward_adapter is None:
         return
     if not has_adapters:
@@ -131,6 +127,19 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
     skeleton = _skeleton(base, args) if isinstance(base, str) else base
     if skeleton is not None:
         check_fit("reward_adapter", args.reward_adapter, skeleton)
+
+
+def check_merge(args: PPOConfig, *, has_adapters: bool) -> None:
+    """Checks that there is something to merge where `args` ask for it.
+
+    Raises:
+        ValueError: when the policy has no adapters.
+    """
+    if args.merge_on_save and not has_adapters:
+        raise ValueError(
+            "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave it "
+            "out: final/policy is a whole model"
+        )
 
 
 def _skeleton(name: str, args: PPOConfig) -> Any:

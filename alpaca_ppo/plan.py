@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from peft import LoraConfig
 from transformers import AutoConfig
 
 from alpaca_ppo.arguments import LoraArguments, ScriptArguments, parse_args
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.fake_models import Figures, Models
 from alpaca_ppo.fake_passes import measure
-from alpaca_ppo.fitting import Settings, fitting_changes
+from alpaca_ppo.fitting import PASS_SETTINGS, Settings, fitting_changes
 from alpaca_ppo.memory_model import CAUSES, Moment, Sharding, sizes_of, spread
+from alpaca_ppo.model_construction import check_merge
 from alpaca_ppo.models import is_adapter, read_policy_adapter, read_reward_adapter
 from alpaca_ppo.validation import REFERENCES, argument, check_types
 
@@ -69,11 +71,12 @@ class Planner:
     def __init__(self, script: PlanArguments, args: PPOConfig, *, lora: bool) -> None:
         trust = args.trust_remote_code
         name = script.model_name_or_path
-        self._starting_adapter = None
+        self._starting_adapter: LoraConfig | None = None
         if is_adapter(name):
             self._starting_adapter = read_policy_adapter(name)
             name = self._starting_adapter.base_model_name_or_path or ""
-        if args.reward_adapter is not None and not (lora or self._starting_adapter):
+        check_merge(args, has_adapters=lora or self.starts_from_adapter)
+        if args.reward_adapter is not None and not (lora or self.starts_from_adapter):
             raise ValueError(
                 f"reward_adapter is {args.reward_adapter!r} but the policy has no adapters; set use_peft, or give a "
                 "whole reward model in reward_model_name_or_path"
@@ -95,6 +98,11 @@ class Planner:
         )
         self._measured: dict[str, Figures] = {}
 
+    @property
+    def starts_from_adapter(self) -> bool:
+        """Whether the policy is an adapter that training goes on from."""
+        return self._starting_adapter is not None
+
     def figures(self, settings: Settings) -> Figures:
         """What `fake_passes.measure` says of the run; the ZeRO stage does not matter."""
         args = settings.args
@@ -102,7 +110,7 @@ class Planner:
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
             sizes = sizes_of(args, settings.sharding.processes)
-            models = replace(self._models, lora=lora, starts_from_adapter=self._starting_adapter is not None)
+            models = replace(self._models, lora=lora, starts_from_adapter=self.starts_from_adapter)
             self._measured[key] = measure(models, args, sizes)
         return self._measured[key]
 
@@ -119,18 +127,36 @@ class Planner:
         None where no changes are enough.
         """
 
+        too_heavy: set[str] = set()
+
         def fits(changed: Settings) -> bool:
+            kept = _without_passes(changed)
+            if kept in too_heavy:
+                return False
             try:
-                return self.peak(changed) <= limit
+                moments = self.moments(changed)
             except ValueError:
                 # A run would refuse these settings together.
                 return False
+            # What the optimizer steps over is the same however small the passes are; they take seconds to run.
+            if moments[-1].total > limit:
+                too_heavy.add(kept)
+            return max(moment.total for moment in moments) <= limit
+
+        # Says at once whether smaller passes can help.
+        fits(settings)
 
         found = fitting_changes(settings, fits)
         if found is None:
             return None
         peak = self.peak(found[1])
         return {"changes": found[0], "peak": peak, "saves": self.peak(settings) - peak}
+
+
+def _without_passes(settings: Settings) -> str:
+    """The settings that decide about weights, gradients and the optimizer's state, as a key."""
+    args = {name: value for name, value in vars(settings.args).items() if name not in PASS_SETTINGS}
+    return repr((args, settings.lora, settings.sharding))
 
 
 def read_config(field: str, name: str, trust_remote_code: bool) -> Any:
@@ -155,7 +181,8 @@ def plan(script: PlanArguments, lora: LoraArguments, args: PPOConfig) -> dict[st
         ValueError: for models that cannot be read or do not go together with the settings.
     """
     planner = Planner(script, args, lora=lora.use_peft)
-    settings = Settings(args, lora, Sharding(script.num_processes, script.zero_stage))
+    sharding = Sharding(script.num_processes, script.zero_stage)
+    settings = Settings(args, lora, sharding, planner.starts_from_adapter)
     moments = planner.moments(settings)
     peak = max(moments, key=lambda moment: moment.total)
     result: dict[str, Any] = {

@@ -123,7 +123,7 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
     peft_config = lora(use_dora=with_lora == "dora") if with_lora else None
     moments = {m.phase: m.total for m in predict(Models(llama(), peft_config), args, Sharding())}
     predicted = {
-        "rollout": max(moments[phase] for phase in ("rollout", "score", "log-probs")),
+        "rollout": max(moments[phase] for phase in ("prefill", "sampling", "score", "log-probs")),
         "update": max(moments[phase] for phase in ("backward", "optimizer step")),
     }
     measured = measured_peaks(args, peft_config)
@@ -274,6 +274,14 @@ def test_zero_shares_out_moments_then_gradients_then_weights(processes, stage, e
     assert moments[PHASES.index("optimizer step")].total == expected
 
 
+def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
+    found = figures_of_one_gib(**{"policy/prefill": 9.0, "policy/kv_cache": 2.0, "policy/choose": 3.0})
+    moments = {m.phase: m for m in spread(found, settings(), Sharding())}
+    assert (moments["prefill"].activations, moments["prefill"].kv_cache) == (9.0, 0.0)
+    assert (moments["sampling"].kv_cache, moments["sampling"].logits) == (2.0, 3.0)
+    assert moments["prefill"].total > moments["sampling"].total
+
+
 def test_an_offloaded_reference_is_there_in_its_own_pass_alone():
     args = settings(reference="copy_offloaded")
     found = figures_of_one_gib() | {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
@@ -378,6 +386,66 @@ def test_options_of_lora_come_with_it():
     ]
 
 
+def test_lora_brings_no_copy_of_the_reference():
+    """Offloading is tried before LoRA, which makes the copy idle; kept, it would weigh on the pass that it visits."""
+
+    def fits(s: Settings) -> bool:
+        return s.lora.use_peft and not s.args.reference.startswith("copy") and s.args.gradient_checkpointing
+
+    with_checkpointing = "gradient_checkpointing: true"
+    assert cheapest(settings(), fits) == [with_checkpointing, "use_peft: true"]
+    assert cheapest(settings(reference="copy"), fits) == [
+        with_checkpointing,
+        "use_peft: true, reference: adapter_off",
+    ]
+
+
+def test_the_way_from_the_defaults_to_lora_without_a_copy_is_found(folder, monkeypatch):
+    # Small passes: the weights decide, and a copy of 4 MiB beside them would not fit.
+    small = ("--rollout_per_device_batch_size=1", "--step_per_device_batch_size=1", "--logprob_chunk_size=128")
+    lean = ("--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--gradient_checkpointing=true")
+    least = planned("--model_name_or_path", folder, *FLAGS, *small, *lean)["peak"] / 2**20
+    result = advised(monkeypatch, folder, least + 0.2, *small)
+    assert not result["fits"] and result["advice"]["peak"] <= result["limit"]
+    changes = " ".join(result["advice"]["changes"])
+    assert "use_peft" in changes and "copy" not in changes
+
+
+def test_a_policy_that_is_an_adapter_is_advised_as_one(folder, tmp_path, monkeypatch):
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
+    config.save_pretrained(str(tmp_path / "adapter"))
+    before = planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS)["peak"]
+    advice = advised(monkeypatch, str(tmp_path / "adapter"), before / 2**20 / 2.5)["advice"]
+    assert "critic_layout: adapter" in advice["changes"]
+    assert not any("use_peft" in change for change in advice["changes"])
+
+
+def test_a_starting_adapter_has_the_options_of_lora():
+    def options(**overrides: Any) -> Settings:
+        return Settings(settings(**overrides), LoraArguments(), Sharding(), starts_from_adapter=True)
+
+    def labels(before: Settings, fits: Any) -> list[str] | None:
+        found = fitting_changes(before, fits)
+        return None if found is None else found[0]
+
+    for copied in ("copy", "copy_offloaded"):
+        assert labels(options(reference=copied), lambda s: s.args.reference == "adapter_off") == [
+            "reference: adapter_off"
+        ]
+    assert labels(options(), lambda s: s.args.reference == "copy_offloaded") is None
+    assert labels(options(), lambda s: s.args.dtype == "bfloat16") == ["dtype: bfloat16"]
+    assert labels(options(), lambda s: s.lora.use_peft) is None
+    assert labels(options(use_cpu=False), lambda s: s.args.load_in_4bit) == [
+        "critic_layout: adapter",
+        "load_in_4bit: true",
+    ]
+
+
+def test_four_bits_are_not_offered_to_a_run_that_merges():
+    before = settings(use_cpu=False, critic_layout="adapter", merge_on_save=True)
+    assert cheapest(before, lambda s: s.args.load_in_4bit, use_peft=True) is None
+
+
 def test_four_bits_are_offered_on_a_device_and_without_a_critic_of_its_own():
     labels = cheapest(settings(use_cpu=False), lambda s: s.args.load_in_4bit, use_peft=True)
     assert labels == ["critic_layout: adapter", "load_in_4bit: true"]
@@ -387,6 +455,21 @@ def test_four_bits_are_offered_on_a_device_and_without_a_critic_of_its_own():
 def test_zero_is_offered_to_several_processes():
     assert cheapest(settings(), lambda s: s.sharding.stage >= 2, processes=2) == ["ZeRO stage 2"]
     assert cheapest(settings(), lambda s: s.sharding.stage >= 2) is None
+
+
+def test_passes_that_cannot_help_are_not_run(folder, monkeypatch):
+    """Where weights, gradients and the optimizer's state are too much alone, smaller passes are no way out."""
+    runs = []
+
+    def noted(models: Models, args: PPOConfig, sizes: Any) -> Any:
+        runs.append((models.lora is None, args.reference, args.critic_layout, args.bf16))
+        return measure(models, args, sizes)
+
+    monkeypatch.setattr("alpaca_ppo.plan.measure", noted)
+    result = advised(monkeypatch, folder, 30)
+    assert any("use_peft" in change for change in result["advice"]["changes"])
+    all_train = [run for run in runs if run[0]]
+    assert len(all_train) == len(set(all_train))
 
 
 def test_what_nothing_fits_is_said_so(folder, monkeypatch):
@@ -427,6 +510,12 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
     config.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match="is an adapter and use_peft asks for another"):
         planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
+
+
+def test_a_merge_without_an_adapter_is_refused_as_by_the_run(folder):
+    with pytest.raises(ValueError, match="merge_on_save is True, but the policy has no adapter to merge"):
+        planned("--model_name_or_path", folder, *FLAGS, "--merge_on_save")
+    assert planned("--model_name_or_path", folder, *FLAGS, "--merge_on_save", "--use_peft")["peak"] > 0
 
 
 def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(folder, tmp_path):
