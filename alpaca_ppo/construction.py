@@ -45,11 +45,8 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         return _checked(accelerator, args)
     plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
     on_cpu = args.use_cpu or not torch.cuda.is_available()
-    if plugin is not None and args.use_cpu and torch.cuda.is_available():
-        raise ValueError(
-            "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
-            "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
-        )
+    if plugin is not None:
+        _check_deepspeed(plugin.zero_stage, args)
     # With DeepSpeed and without a GPU, Accelerate finds no backend, and every process believes it is alone.
     backend: dict[str, Any] = {"backend": "gloo"} if plugin is not None and on_cpu else {}
     try:
@@ -69,6 +66,19 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             f"bf16 is {args.bf16} and use_cpu {args.use_cpu}, but this process has an Accelerator of other settings; "
             "use the same settings, or a new process"
         ) from error
+
+
+def _check_deepspeed(stage: int, args: PPOConfig) -> None:
+    if args.use_cpu and torch.cuda.is_available():
+        raise ValueError(
+            "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
+            "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
+        )
+    if args.load_in_4bit and stage == 3:
+        raise ValueError(
+            "load_in_4bit is True, but ZeRO 3 would divide the weights without their scales; use ZeRO 1 or 2, or "
+            "dtype: bfloat16"
+        )
 
 
 def _checked(accelerator: Accelerator, args: PPOConfig) -> Accelerator:

@@ -63,9 +63,12 @@ class RunKeeping:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
         with self.updater.engine.whole(self.actor_critic), distributed.together(self.accelerator):
-            self._write_models(folder, stats or {}, push=self.args.push_to_hub and output_dir is None)
+            self._write_models(folder, stats or {})
+        # The others wait at the end of the run, not in the middle of a gathering.
+        if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
+            export.push_folder(folder / "policy", str(self.args.hub_model_id))
 
-    def _write_models(self, folder: Path, stats: dict[str, float], *, push: bool) -> None:
+    def _write_models(self, folder: Path, stats: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
             about: dict[str, Any] = {
                 "figures": stats,
@@ -73,8 +76,6 @@ class RunKeeping:
                 "merged": self.args.merge_on_save,
             }
             export.save_final(folder, self.actor_critic, self.processing_class, **about)
-            if push:
-                export.push_folder(folder / "policy", str(self.args.hub_model_id))
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.

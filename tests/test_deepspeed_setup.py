@@ -135,6 +135,13 @@ def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, 
         construction.make_accelerator(tiny_config(tmp_path / "run", deepspeed=path))
 
 
+def test_4_bit_weights_are_refused_under_stage_3(tmp_path):
+    args = tiny_config(tmp_path, load_in_4bit=True)
+    construction._check_deepspeed(2, args)
+    with pytest.raises(ValueError, match="load_in_4bit is True, but ZeRO 3 would divide the weights without"):
+        construction._check_deepspeed(3, args)
+
+
 def test_half_precision_that_the_run_has_no_name_for_is_refused():
     with pytest.raises(ValueError, match=r"fp16.enabled True, but the run's configuration makes it False"):
         filled({**AUTO, "fp16": {"enabled": True}}, **RUN)
