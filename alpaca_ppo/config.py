@@ -170,9 +170,7 @@ class PPOConfig:
         0, "Optimizer steps that a run may skip because a loss or gradient is not finite; one more ends it."
     )
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass.")
-    bf16: bool = argument(
-        False, "Forward passes in bfloat16 (weights stay float32; under DeepSpeed, its float32 copies)."
-    )
+    bf16: bool = argument(False, "Forward passes in bfloat16; the optimizer keeps float32 weights.")
     use_cpu: bool = argument(False, "Stay on the CPU even where a GPU is.")
     deepspeed: str | None = argument(
         None, "DeepSpeed configuration (JSON) for a run under accelerate launch or torchrun; ZeRO stage 1, 2 or 3."

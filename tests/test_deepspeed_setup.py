@@ -136,7 +136,7 @@ def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, 
 
 
 def test_4_bit_weights_are_refused_under_stage_3(tmp_path):
-    args = tiny_config(tmp_path, load_in_4bit=True)
+    args = tiny_config(tmp_path, load_in_4bit=True, critic_layout="adapter")
     construction._check_deepspeed(2, args)
     with pytest.raises(ValueError, match="load_in_4bit is True, but ZeRO 3 would divide the weights without"):
         construction._check_deepspeed(3, args)
