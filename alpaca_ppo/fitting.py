@@ -43,20 +43,31 @@ def fitting_changes(settings: Settings, fits: Callable[[Settings], bool]) -> tup
 
     Where no single change fits, changes are added in order of their cost until the whole fits; then those that are not
     needed go again, the dearest first, and each is made as mild as it can be.
+
+    `fits` raises a ValueError for settings that a run would refuse together.
     """
     for kind in _KINDS:
         for label, changed in kind(settings):
-            if fits(changed):
+            if _accepted(changed, fits):
                 return [label], changed
     chosen: list[int | None] = []
     for kind in _KINDS:
-        reached = _apply(settings, chosen)[1]
-        chosen.append(len(list(kind(reached))) - 1)
-        if chosen[-1] == -1:
-            chosen[-1] = None
-        elif fits(_apply(settings, chosen)[1]):
+        options = list(kind(_apply(settings, chosen)[1]))
+        # One that the run refuses would have it refuse all that follow.
+        verdicts = ((index, _accepted(options[index][1], fits)) for index in reversed(range(len(options))))
+        index, enough = next((found for found in verdicts if found[1] is not None), (None, False))
+        chosen.append(index)
+        if enough:
             return _apply(settings, _milder(settings, chosen, fits))
     return None
+
+
+def _accepted(settings: Settings, fits: Callable[[Settings], bool]) -> bool | None:
+    """Whether `settings` fit; None where a run would refuse them."""
+    try:
+        return fits(settings)
+    except ValueError:
+        return None
 
 
 def _apply(settings: Settings, chosen: Sequence[int | None]) -> tuple[list[str], Settings]:
@@ -75,7 +86,7 @@ def _milder(settings: Settings, chosen: list[int | None], fits: Callable[[Settin
         strongest = chosen[place]
         for milder in (None, *range(strongest or 0)):
             tried = [*chosen[:place], milder, *chosen[place + 1 :]]
-            if strongest is not None and fits(_apply(settings, tried)[1]):
+            if strongest is not None and _accepted(_apply(settings, tried)[1], fits):
                 chosen = tried
                 break
     return chosen

@@ -133,11 +133,7 @@ class Planner:
             kept = _without_passes(changed)
             if kept in too_heavy:
                 return False
-            try:
-                moments = self.moments(changed)
-            except ValueError:
-                # A run would refuse these settings together.
-                return False
+            moments = self.moments(changed)
             # What the optimizer steps over is the same however small the passes are; they take seconds to run.
             if moments[-1].total > limit:
                 too_heavy.add(kept)

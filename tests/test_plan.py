@@ -312,6 +312,8 @@ def planned(*flags: str) -> dict[str, Any]:
 
 
 FLAGS = ("--use_cpu", "--query_len=16", "--response_len=48", "--rollout_batch_size=8", "--step_batch_size=8")
+SMALL = ("--rollout_per_device_batch_size=1", "--step_per_device_batch_size=1", "--logprob_chunk_size=128")
+"""Small passes, which leave the planner few changes to try."""
 
 
 def test_the_command_prints_each_phase_and_adds_up(folder, capsys):
@@ -386,6 +388,15 @@ def test_options_of_lora_come_with_it():
     ]
 
 
+def test_a_change_that_the_run_refuses_does_not_stand_in_the_way_of_later_ones():
+    def fits(s: Settings) -> bool:
+        if s.args.critic_layout != "separate":
+            raise ValueError("a value model is given")
+        return s.lora.use_peft and s.sharding.stage == 3
+
+    assert cheapest(settings(), fits, processes=2) == ["use_peft: true", "ZeRO stage 3"]
+
+
 def test_lora_brings_no_copy_of_the_reference():
     """Offloading is tried before LoRA, which makes the copy idle; kept, it would weigh on the pass that it visits."""
 
@@ -401,11 +412,10 @@ def test_lora_brings_no_copy_of_the_reference():
 
 
 def test_the_way_from_the_defaults_to_lora_without_a_copy_is_found(folder, monkeypatch):
-    # Small passes: the weights decide, and a copy of 4 MiB beside them would not fit.
-    small = ("--rollout_per_device_batch_size=1", "--step_per_device_batch_size=1", "--logprob_chunk_size=128")
+    # The weights decide, and a copy of 4 MiB beside them would not fit.
     lean = ("--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--gradient_checkpointing=true")
-    least = planned("--model_name_or_path", folder, *FLAGS, *small, *lean)["peak"] / 2**20
-    result = advised(monkeypatch, folder, least + 0.2, *small)
+    least = planned("--model_name_or_path", folder, *FLAGS, *SMALL, *lean)["peak"] / 2**20
+    result = advised(monkeypatch, folder, least + 0.2, *SMALL)
     assert not result["fits"] and result["advice"]["peak"] <= result["limit"]
     changes = " ".join(result["advice"]["changes"])
     assert "use_peft" in changes and "copy" not in changes
@@ -414,8 +424,8 @@ def test_the_way_from_the_defaults_to_lora_without_a_copy_is_found(folder, monke
 def test_a_policy_that_is_an_adapter_is_advised_as_one(folder, tmp_path, monkeypatch):
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
-    before = planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS)["peak"]
-    advice = advised(monkeypatch, str(tmp_path / "adapter"), before / 2**20 / 2.5)["advice"]
+    before = planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, *SMALL)["peak"]
+    advice = advised(monkeypatch, str(tmp_path / "adapter"), before / 2**20 / 2, *SMALL)["advice"]
     assert "critic_layout: adapter" in advice["changes"]
     assert not any("use_peft" in change for change in advice["changes"])
 
@@ -466,7 +476,7 @@ def test_passes_that_cannot_help_are_not_run(folder, monkeypatch):
         return measure(models, args, sizes)
 
     monkeypatch.setattr("alpaca_ppo.plan.measure", noted)
-    result = advised(monkeypatch, folder, 30)
+    result = advised(monkeypatch, folder, 30, *SMALL, "--step_per_device_batch_size=2")
     assert any("use_peft" in change for change in result["advice"]["changes"])
     all_train = [run for run in runs if run[0]]
     assert len(all_train) == len(set(all_train))
