@@ -45,8 +45,9 @@ class WholeState:
 
     def optimizer_state(self) -> dict[str, Any]:
         """The state dictionary of the optimizer over whole parameters, on every rank."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
+        state = self.optimizer.state_dict()
+        # In the order of the parameters, not of their first steps: checkpoints of every setting look the same.
+        return {**state, "state": dict(sorted(state["state"].items()))}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Puts back what `optimizer_state` gave."""
