@@ -60,9 +60,7 @@ def together(accelerator: Accelerator) -> Iterator[None]:
 
 def any_rank(flag: bool, accelerator: Accelerator) -> bool:
     """Whether `flag` is True on any rank; the same answer on every one."""
-    if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
+    return bool(largest(int(flag), accelerator))
 
 
 def largest(number: int, accelerator: Accelerator) -> int:

@@ -1,8 +1,8 @@
 """The engine for DeepSpeed ZeRO: stage 1 spreads the optimizer's state over the ranks, 2 the gradients too, 3 the
 parameters too.
 
-It reads and writes weights and optimizer state as those of whole parameters, so
-that a checkpoint does not depend on the stage or the number of ranks.
+It reads and writes weights and optimizer state as those of whole parameters, so that a checkpoint does not depend on
+the stage or the number of ranks.
 """
 
 import copy
@@ -68,7 +68,6 @@ class ZeroEngine(Engine):
             actor_critic.policy.adapters.fingerprint()
         # In the order of the optimizer's own state dictionary; DeepSpeed puts flat parts in their place.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._names = {id(parameter): name for name, parameter in actor_critic.named_parameters()}
         gathered = self.in_step and gather_for_generation
         self._shell = empty_shell(actor_critic.policy.model, accelerator.device) if gathered else None
         super().__init__(accelerator, actor_critic, optimizer, max_grad_norm=max_grad_norm)
