@@ -18,16 +18,18 @@ LORA: dict[str, Any] = {
     "use_peft": True,
     "lora_r": 16,
     "lora_alpha": 32,
-    "learning_rate": 2e-3,
-    "critic_learning_rate": 3e-4,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
     "merge_on_save": True,
 }
 REWARD_ADAPTER = "adapter, reward adapter too"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "separate": {"critic_layout": "separate"},
-    "shared": {"critic_layout": "shared", "critic_learning_rate": 2e-3},
-    "adapter": {"critic_layout": "adapter", "critic_learning_rate": 2e-3},
-    REWARD_ADAPTER: {"critic_layout": "adapter", "critic_learning_rate": 2e-3, "reward_weights": [0.0, 1.0]},
+    # A critic whose whole backbone trains, at full fine-tuning's rate.
+    "separate": {"critic_layout": "separate", "critic_learning_rate": 3e-4},
+    # Its loss pulls at the policy's own adapter.
+    "shared": {"critic_layout": "shared", "vf_coef": 0.1},
+    "adapter": {"critic_layout": "adapter"},
+    REWARD_ADAPTER: {"critic_layout": "adapter", "reward_weights": [0.0, 1.0]},
 }
 """What each line changes in the preset, beside LORA."""
 MARGIN = 5.0

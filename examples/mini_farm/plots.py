@@ -106,7 +106,7 @@ def _gold_against_kl(axis: Axes, runs: Mapping[str, Metrics], summaries: Sequenc
             label=summary.method,
         )
     axis.set(
-        title="Gold score bought with KL (points: held-out, ± 2 s.e.)",
+        title="Gold score against KL (points: held-out ± 2 s.e.)",
         xlabel="KL to the supervised model (nats per answer)",
         ylabel="score",
     )
