@@ -229,8 +229,8 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
         return
     adapters = actor_critic.policy.adapters
     assert adapters is not None, "make_actor_critic refuses a reward adapter without a policy's"
-    model: Any = AdapterClassifier(adapters, args.reward_adapter)
     tokenizer = _reward_tokenizer(args)
+    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
     source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
