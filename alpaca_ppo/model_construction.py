@@ -245,7 +245,6 @@ def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTra
 
 
 def _checkpoint_activations(args: PPOConfig, built: ActorCritic) -> None:
-    built.policy.recomputes = args.gradient_checkpointing
     backbones: list[Any] = [built.policy.model, built.critic and built.critic.backbone]
     for backbone in backbones:
         if args.gradient_checkpointing and backbone is not None:

@@ -9,6 +9,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -96,6 +97,35 @@ def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, t
             assert_close(other[name], tensor, rtol=0, atol=1e-9)
 
 
+class OneBackwardPass(PPOTrainer):
+    """With a compute_loss of its own, so that one backward pass is made for policy and critic."""
+
+    def compute_loss(self, rollouts_batch):
+        return super().compute_loss(rollouts_batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("trainer_class", [PPOTrainer, OneBackwardPass])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_that_recomputes_its_activations_already_trains_as_another(layout, trainer_class, reentrant, tmp_path):
+    """As a second trainer on one model finds it; the run's own flag is off."""
+    settings, outcomes = {"critic_layout": layout, "trainer_class": trainer_class}, []
+    for checkpointing in (False, True):
+        model = tiny_causal_lm("llama", dtype=torch.float64)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        trainer = lora_trainer(tmp_path / str(checkpointing), model=model, **settings)
+        if checkpointing and layout == "adapter" and trainer_class is OneBackwardPass:
+            with pytest.raises(ValueError, match=r"or recompute nothing: .*model.gradient_checkpointing_disable\(\)"):
+                trainer.step(trainer.prompt_batches(0))
+            return
+        for step in range(2):
+            trainer.step(trainer.prompt_batches(step))
+        outcomes.append(weights(trainer))
+    for name, tensor in outcomes[0].items():
+        assert_close(outcomes[1][name], tensor, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("layout", ["separate", "adapter"])
 def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_path):
     trainer = lora_trainer(tmp_path, critic_layout=layout)
@@ -120,12 +150,15 @@ def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_pa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputing_saves_activations_of_every_backbone(layout, tmp_path):
+@pytest.mark.parametrize("by_model", [False, True])
+def test_recomputing_saves_activations_of_every_backbone(layout, by_model, tmp_path):
     saved = {}
     for checkpointing in (False, True):
-        trainer = lora_trainer(
-            tmp_path / str(checkpointing), critic_layout=layout, gradient_checkpointing=checkpointing
-        )
+        model = tiny_causal_lm("llama")
+        if checkpointing and by_model:
+            model.gradient_checkpointing_enable()
+        settings = {"critic_layout": layout, "gradient_checkpointing": checkpointing and not by_model}
+        trainer = lora_trainer(tmp_path / str(checkpointing), model=model, **settings)
         sizes = []
 
         def pack(tensor, sizes=sizes):

@@ -347,8 +347,11 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
 
 def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
     built = build_actor_critic(attach(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
-    built.policy.recomputes = True
+    assert not built.policy.recomputes
+    built.policy.model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
         built(*BATCH, **HOW)
     with built.critic_active():
         assert built(*BATCH, **HOW, with_policy=False).values.requires_grad
+    built.policy.model.gradient_checkpointing_disable()
+    assert not built.policy.recomputes and built(*BATCH, **HOW).values.requires_grad
