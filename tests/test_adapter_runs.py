@@ -379,6 +379,31 @@ def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
             lora_trainer(tmp_path / "critic", arguments={"value_model": start})
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["layers.1.mlp.up_proj"]}])
+@pytest.mark.parametrize("reference", ["auto", "copy", "copy_offloaded"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_that_starts_from_an_adapter_starts_at_a_kl_of_exactly_0(dtype, reference, settings, tmp_path):
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(tiny_causal_lm("llama", dtype=getattr(torch, dtype)), lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+    arguments = {"model": model, "peft_config": None}
+    if settings.get("modules_to_save") and dtype == "bfloat16":
+        with pytest.raises(ValueError, match="would train in torch.bfloat16"):
+            lora_trainer(tmp_path, arguments=arguments)
+        return
+    trainer = lora_trainer(tmp_path, arguments=arguments, reference=reference, critic_layout="adapter")
+    before = [p.requires_grad for p in trainer.actor_critic.parameters()]
+    first = trainer.step(trainer.prompt_batches(0))
+    assert first["objective/kl_sum_seq"] == 0.0
+    frozen = {n: p.clone() for n, p in trainer.collector.reference.policy.named_parameters() if not p.requires_grad}
+    assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] != 0.0
+    assert [p.requires_grad for p in trainer.actor_critic.parameters()] == before
+    after = dict(trainer.collector.reference.policy.named_parameters())
+    assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_the_reference_may_be_another_adapter(in_memory, tmp_path):
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
