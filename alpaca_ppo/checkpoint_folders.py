@@ -48,10 +48,11 @@ def refuse_finished_run(output_dir: StrPath) -> None:
     """Guards a run that starts anew against writing over an older one.
 
     Raises:
-        ValueError: when `output_dir` holds a checkpoint or final models.
+        ValueError: when `output_dir` holds a checkpoint or final models, also such that a killed process was about to
+            replace.
     """
     for found in (newest_checkpoint(output_dir), Path(output_dir) / "final"):
-        if found is not None and found.exists():
+        if found is not None and where_kept(found).exists():
             raise ValueError(
                 f"output_dir ({output_dir}) already holds {found.name} of another run; set resume_from_checkpoint to "
                 "continue that run, choose another output_dir, or move the old one away"

@@ -21,7 +21,7 @@ from alpaca_ppo.deepspeed_setup import deepspeed_plugin, load_whole, wants_deeps
 from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
 from alpaca_ppo.kl_controllers import KLController, make_kl_controller
 from alpaca_ppo.models import ActorCritic, AdapterClassifier, Reference, check_reward_adapter
-from alpaca_ppo.preflight import check_places, check_positions, check_token_ids
+from alpaca_ppo.preflight import check_places, check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.rewards import ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rollouts import RolloutCollector, Sampling
 from alpaca_ppo.tracking import RunLog
@@ -223,14 +223,15 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     """Adds the reward source that `args.reward_adapter` names, on the policy's base, which will be on `device`.
 
     Raises:
-        ValueError: when the reward adapter is none, or of another base.
+        ValueError: when the reward adapter is none, of another base, or with tokens that the base has not.
     """
     if args.reward_adapter is None:
         return
     adapters = actor_critic.policy.adapters
     assert adapters is not None, "make_actor_critic refuses a reward adapter without a policy's"
-    model: Any = AdapterClassifier(adapters, args.reward_adapter)
     tokenizer = _reward_tokenizer(args)
+    check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
+    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
     source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])

@@ -20,6 +20,7 @@ from alpaca_ppo.models import (
     check_fit,
     disable_dropout,
     frozen_copy,
+    frozen_start,
     is_adapter,
     is_critic_folder,
     load_adapters,
@@ -28,7 +29,6 @@ from alpaca_ppo.models import (
     load_sequence_classifier,
     make_head,
     read_policy_adapter,
-    without_adapters,
 )
 from alpaca_ppo.validation import REFERENCES
 
@@ -245,7 +245,6 @@ def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTra
 
 
 def _checkpoint_activations(args: PPOConfig, built: ActorCritic) -> None:
-    built.policy.recomputes = args.gradient_checkpointing
     backbones: list[Any] = [built.policy.model, built.critic and built.critic.backbone]
     for backbone in backbones:
         if args.gradient_checkpointing and backbone is not None:
@@ -285,4 +284,4 @@ def make_reference(
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
     if policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
-    return CopiedReference(Policy(without_adapters(policy).eval()), offloaded=choice == "copy_offloaded")
+    return CopiedReference(frozen_start(policy), offloaded=choice == "copy_offloaded")

@@ -66,14 +66,37 @@ def check_token_ids(policy: PreTrainedModel, processing_class: Any) -> None:
     Raises:
         ValueError: with both numbers, and the first token that has none.
     """
-    rows = policy.config.get_text_config().vocab_size
-    named = {processing_class.pad_token_id, processing_class.eos_token_id, processing_class.bos_token_id}
-    added = processing_class.added_tokens_decoder
-    for token, i in processing_class.get_vocab().items():
+    if lost := _first_without_embedding(policy, processing_class):
+        raise ValueError(
+            f"the tokenizer has {len(processing_class)} tokens but the model has {_embeddings(policy)} embeddings, "
+            f"none for {lost}; give the model's own tokenizer, or call model.resize_token_embeddings first"
+        )
+
+
+def check_reward_token_ids(base: PreTrainedModel, tokenizer: Any, reward_adapter: str) -> None:
+    """Checks that `base` has an embedding for every token that a text for the reward adapter on it can hold.
+
+    Raises:
+        ValueError: with the adapter's name, both numbers, and the first token that has none.
+    """
+    if lost := _first_without_embedding(base, tokenizer):
+        raise ValueError(
+            f"reward_adapter {reward_adapter}: its tokenizer has {len(tokenizer)} tokens but the base has "
+            f"{_embeddings(base)} embeddings, none for {lost}; train it with the base's own tokenizer, or give a whole "
+            "reward model in reward_funcs (reward_model_name_or_path)"
+        )
+
+
+def _embeddings(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _first_without_embedding(model: PreTrainedModel, tokenizer: Any) -> str | None:
+    named = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    added, rows = tokenizer.added_tokens_decoder, _embeddings(model)
+    for token, i in tokenizer.get_vocab().items():
         # Gemma 3's tokenizer ends with the token of an image, which its text models have no embedding for.
         idle = i in added and added[i].special and i not in named
-        if i >= rows and not (idle and token not in str(processing_class.chat_template)):
-            raise ValueError(
-                f"the tokenizer has {len(processing_class)} tokens but the model has {rows} embeddings, none for "
-                f"{token!r} (id {i}); give the model's own tokenizer, or call model.resize_token_embeddings first"
-            )
+        if i >= rows and not (idle and token not in str(tokenizer.chat_template)):
+            return f"{token!r} (id {i})"
+    return None

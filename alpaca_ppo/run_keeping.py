@@ -166,13 +166,10 @@ class RunKeeping:
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
         self.collector.scorer.around_functions = self.interruption.among_strangers
-        if self.accelerator.is_main_process:
-            clean_leftovers(self.args.output_dir)
-        self.accelerator.wait_for_everyone()
-        if resume_from_checkpoint:
-            self._load_checkpoint(resume_from_checkpoint)
+        folder = self._refuse_or_resolve(resume_from_checkpoint)
+        if folder is not None:
+            self._load_checkpoint(folder)
         else:
-            checkpoint_folders.refuse_finished_run(self.args.output_dir)
             self._reach()
         point = self.resume_point
         # Every rank has looked at the folder before one of them writes to it.
@@ -196,8 +193,21 @@ class RunKeeping:
         if not point.step_ended:
             self._end_step(point.stats)
 
-    def _load_checkpoint(self, resume_from_checkpoint: bool | str) -> None:
-        folder = checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
+    def _refuse_or_resolve(self, resume_from_checkpoint: bool | str | None) -> Path | None:
+        """The checkpoint to go on from, or None; what killed processes left in `output_dir` is gone afterwards."""
+        folder, output_dir = None, self.args.output_dir
+        if resume_from_checkpoint:
+            folder = checkpoint_folders.resolve_checkpoint(resume_from_checkpoint, output_dir)
+        else:
+            checkpoint_folders.refuse_finished_run(output_dir)
+        # Not before every rank has seen that the folder is this run's: in another's, a live run may be writing.
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            clean_leftovers(output_dir)
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def _load_checkpoint(self, folder: Path) -> None:
         extra = checkpointing.load_checkpoint(
             folder,
             trained=self.updater.engine,

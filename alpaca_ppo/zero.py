@@ -141,7 +141,8 @@ class ZeroEngine(Engine):
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
             zero["offload_param"] = {"device": "cpu"}
-        half = next(model.parameters()).dtype == torch.bfloat16
+        # Switched on, it would round the float32 adapters on a bfloat16 base, which the policy's are not.
+        half = {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": half}}
         deepspeed.initialize(model=model, config=config)
         if isinstance(model, Policy):

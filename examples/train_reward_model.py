@@ -5,8 +5,10 @@
 The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Ouyang et al., arXiv:2203.02155, eq. 1). The output
 folder is an `AutoModelForSequenceClassification` with one label and its tokenizer, and `train_ppo.py
 --reward_model_name_or_path` scores a response exactly as it was scored here: prompt and completion as one text, or as
-messages through the chat template. Every argument of `transformers.TrainingArguments` is a flag too; with `--use_peft`
-the folder is an adapter, which `train_ppo.py --reward_adapter` puts on the policy's base.
+messages through the chat template. The score stands at the last token that is not the pad token; a tokenizer without
+one pads with eos, so that a text is scored before the eos that it ends with, here and wherever the folder is loaded.
+Every argument of `transformers.TrainingArguments` is a flag too; with `--use_peft` the folder is an adapter, which
+`train_ppo.py --reward_adapter` puts on the policy's base.
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -96,6 +97,35 @@ def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, t
             assert_close(other[name], tensor, rtol=0, atol=1e-9)
 
 
+class OneBackwardPass(PPOTrainer):
+    """With a compute_loss of its own, so that one backward pass is made for policy and critic."""
+
+    def compute_loss(self, rollouts_batch):
+        return super().compute_loss(rollouts_batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("trainer_class", [PPOTrainer, OneBackwardPass])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_that_recomputes_its_activations_already_trains_as_another(layout, trainer_class, reentrant, tmp_path):
+    """As a second trainer on one model finds it; the run's own flag is off."""
+    settings, outcomes = {"critic_layout": layout, "trainer_class": trainer_class}, []
+    for checkpointing in (False, True):
+        model = tiny_causal_lm("llama", dtype=torch.float64)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        trainer = lora_trainer(tmp_path / str(checkpointing), model=model, **settings)
+        if checkpointing and layout == "adapter" and trainer_class is OneBackwardPass:
+            with pytest.raises(ValueError, match=r"or recompute nothing: .*model.gradient_checkpointing_disable\(\)"):
+                trainer.step(trainer.prompt_batches(0))
+            return
+        for step in range(2):
+            trainer.step(trainer.prompt_batches(step))
+        outcomes.append(weights(trainer))
+    for name, tensor in outcomes[0].items():
+        assert_close(outcomes[1][name], tensor, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("layout", ["separate", "adapter"])
 def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_path):
     trainer = lora_trainer(tmp_path, critic_layout=layout)
@@ -120,12 +150,15 @@ def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_pa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputing_saves_activations_of_every_backbone(layout, tmp_path):
+@pytest.mark.parametrize("by_model", [False, True])
+def test_recomputing_saves_activations_of_every_backbone(layout, by_model, tmp_path):
     saved = {}
     for checkpointing in (False, True):
-        trainer = lora_trainer(
-            tmp_path / str(checkpointing), critic_layout=layout, gradient_checkpointing=checkpointing
-        )
+        model = tiny_causal_lm("llama")
+        if checkpointing and by_model:
+            model.gradient_checkpointing_enable()
+        settings = {"critic_layout": layout, "gradient_checkpointing": checkpointing and not by_model}
+        trainer = lora_trainer(tmp_path / str(checkpointing), model=model, **settings)
         sizes = []
 
         def pack(tensor, sizes=sizes):
@@ -344,6 +377,31 @@ def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
     for start in (folder, in_memory_adapter()):
         with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from; merge it"):
             lora_trainer(tmp_path / "critic", arguments={"value_model": start})
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["layers.1.mlp.up_proj"]}])
+@pytest.mark.parametrize("reference", ["auto", "copy", "copy_offloaded"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_that_starts_from_an_adapter_starts_at_a_kl_of_exactly_0(dtype, reference, settings, tmp_path):
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(tiny_causal_lm("llama", dtype=getattr(torch, dtype)), lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+    arguments = {"model": model, "peft_config": None}
+    if settings.get("modules_to_save") and dtype == "bfloat16":
+        with pytest.raises(ValueError, match="would train in torch.bfloat16"):
+            lora_trainer(tmp_path, arguments=arguments)
+        return
+    trainer = lora_trainer(tmp_path, arguments=arguments, reference=reference, critic_layout="adapter")
+    before = [p.requires_grad for p in trainer.actor_critic.parameters()]
+    first = trainer.step(trainer.prompt_batches(0))
+    assert first["objective/kl_sum_seq"] == 0.0
+    frozen = {n: p.clone() for n, p in trainer.collector.reference.policy.named_parameters() if not p.requires_grad}
+    assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] != 0.0
+    assert [p.requires_grad for p in trainer.actor_critic.parameters()] == before
+    after = dict(trainer.collector.reference.policy.named_parameters())
+    assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

@@ -71,6 +71,15 @@ def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
         refuse_finished_run(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
+def test_a_folder_that_a_killed_run_was_about_to_replace_is_one_of_a_run(tmp_path, name):
+    make_folders(tmp_path, f".{name}.replaced", f".{name}.incomplete")
+    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
+        refuse_finished_run(tmp_path)
+    make_folders(tmp_path, "new", "new/.final.incomplete", "new/.checkpoint-5.incomplete")
+    refuse_finished_run(tmp_path / "new")
+
+
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
     [

@@ -80,6 +80,20 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path):
     refused(tmp_path, "none for '<new>'", arguments={"processing_class": tokenizer})
 
 
+def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_is_refused(tmp_path):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
+    get_peft_model(tiny_sequence_classifier("llama"), lora).save_pretrained(tmp_path / "reward")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["w64"])
+    tokenizer.save_pretrained(tmp_path / "reward")
+    given = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), "reward_funcs": []}
+    message = (
+        r"reward_adapter .*reward: its tokenizer has 65 tokens but the base has 64 embeddings, none for 'w64' "
+        r"\(id 64\); train it with the base's own tokenizer, or give"
+    )
+    refused(tmp_path / "run", message, arguments=given, reward_adapter=str(tmp_path / "reward"))
+
+
 def test_a_special_token_that_no_text_holds_needs_no_embedding(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})

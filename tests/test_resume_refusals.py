@@ -39,6 +39,26 @@ def refuse(folder, message, *, resume=True, **changes):
     assert all(bool((start[name] == value).all()) for name, value in weights(trainer).items())
 
 
+@pytest.mark.parametrize("start", ["anew", "from elsewhere"])
+def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path):
+    resume = None if start == "anew" else str(shutil.copytree(run / "checkpoint-1", tmp_path / "checkpoint-1"))
+    (run / "final").rename(run / ".final.replaced")
+    for name in ("final", "checkpoint-3"):
+        (run / f".{name}.incomplete").mkdir()
+        (run / f".{name}.incomplete/half").write_text("written")
+    refuse(run, "already holds checkpoint-2 of another run", resume=resume)
+    for step in (1, 2):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    refuse(run, "already holds final of another run", resume=resume)
+
+
+def test_a_start_cleans_what_a_killed_run_left(run):
+    (run / ".checkpoint-3.incomplete").mkdir()
+    trainer = tiny_trainer(run, **{**RUN, "total_episodes": 20})
+    trainer.train(resume_from_checkpoint=True)
+    assert not list(run.glob(".*.incomplete"))
+
+
 def other_tokenizer(change):
     tokenizer = tiny_tokenizer(["first"] if change == "vocabulary" else None)
     if change == "special_tokens":

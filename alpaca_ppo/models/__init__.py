@@ -31,7 +31,14 @@ from alpaca_ppo.models.loading import (
     load_sequence_classifier,
 )
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.references import AdapterReference, CopiedReference, Reference, frozen_copy, without_adapters
+from alpaca_ppo.models.references import (
+    AdapterReference,
+    CopiedReference,
+    Reference,
+    frozen_copy,
+    frozen_start,
+    without_adapters,
+)
 from alpaca_ppo.models.reward_adapter import AdapterClassifier
 
 __all__ = [
@@ -56,6 +63,7 @@ __all__ = [
     "check_whole_model",
     "disable_dropout",
     "frozen_copy",
+    "frozen_start",
     "is_adapter",
     "is_critic_folder",
     "load_adapters",

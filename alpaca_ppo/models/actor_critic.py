@@ -120,7 +120,8 @@ class ActorCritic(nn.Module):
             raise ValueError(
                 "gradient_checkpointing would compute the critic's activations again with the policy's adapter; run "
                 "the critic's forward and backward pass inside critic_active(). A compute_loss of your own makes one "
-                "backward pass for both: use critic_layout: shared or separate, or gradient_checkpointing: false"
+                "backward pass for both: use critic_layout: shared or separate, or recompute nothing: "
+                "gradient_checkpointing: false, and model.gradient_checkpointing_disable() where a model came with it"
             )
         with self.critic_active():
             return self.policy.states(packed)

@@ -45,8 +45,6 @@ class Policy(nn.Module):
         self.model = model
         # No module: its parameters are those of the model's own layers.
         self.adapters = adapters
-        self.recomputes = False
-        """Whether activations are checkpointed: the backward pass runs parts of the model again."""
         self._check_logits()
 
     @property
@@ -55,6 +53,14 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are checkpointed: the backward pass runs parts of the model again.
+
+        Asked of the layers: a model in memory may come with it, or get it later.
+        """
+        return any(vars(module).get("gradient_checkpointing", False) for module in self.model.modules())
 
     def states(self, packed: PackedRows) -> Tensor:
         """Hidden states (N, H) from which the N response tokens of `packed` were chosen."""

@@ -66,6 +66,22 @@ def frozen_copy(policy: PreTrainedModel) -> Policy:
     return Policy(copy.deepcopy(policy).eval()).requires_grad_(False)
 
 
+def frozen_start(policy: Policy) -> Policy:
+    """A reference policy: a copy of what the training of `policy` starts from, with the same numbers to the last bit.
+
+    An adapter that training starts from stays one in the copy: merged, it would be rounded to the base's precision, and
+    KL would not be 0 at step 0.
+    """
+    if policy.adapters is None or policy.adapters.starting_point is None:
+        return Policy(without_adapters(policy).eval()).requires_grad_(False)
+    peft: Any = copy.deepcopy(policy.adapters.peft).eval()
+    start = policy.adapters.starting_point
+    peft.set_adapter(start)
+    for name in [name for name in peft.peft_config if name != start]:
+        peft.delete_adapter(name)
+    return Policy(peft.get_base_model()).requires_grad_(False)
+
+
 def without_adapters(policy: Policy) -> PreTrainedModel:
     """A copy of the language model that the training of `policy` starts from, without any adapter in its layers; all
     of it trainable.

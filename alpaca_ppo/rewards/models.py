@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 
@@ -113,8 +114,8 @@ def build_model_reward(
     Without `tokenizer` it is the one that lies where the model came from. The last part of that place is the name.
 
     Raises:
-        ValueError: where there is no such model, it has not exactly one label or lacks weights (a language model has no
-            trained score head), or no tokenizer is found.
+        ValueError: where there is no such model, it is an adapter, has not exactly one label or lacks weights (a
+            language model has no trained score head), or no tokenizer is found.
     """
     origin = source if isinstance(source, str) else source.config.name_or_path or ""
     name = Path(origin).name or type(source).__name__
@@ -126,6 +127,11 @@ def build_model_reward(
 
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     try:
+        if find_adapter_config_file(origin) is not None:
+            raise ValueError(
+                f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter, no whole model; "
+                "give it as reward_adapter, which puts it on the policy's base, or merge it into its base and save that"
+            )
         _check_one_label(AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code), origin)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True

@@ -5,13 +5,18 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alpaca_ppo.rewards import build_reward
+from alpaca_ppo import construction
+from alpaca_ppo.models import attach, build_actor_critic
+from alpaca_ppo.rewards import RewardScorer, build_reward
 from examples import train_reward_model, train_sft
 from tests.models.test_adapter_folders import save_policy
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import tiny_config
 
 QUICK = "--use_cpu --report_to none --save_strategy no --disable_tqdm true --learning_rate 1e-2".split()
 
@@ -169,6 +174,43 @@ def test_reward_training_writes_a_classifier_that_scores_as_the_trainer_will_ask
         for side in ("chosen", "rejected")
     )
     assert bool((good > bad).all())
+
+
+@pytest.mark.parametrize("pad_token", ["<pad>", None])
+def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, model_folder, tmp_path):
+    """Conversations end in eos, which pads too where the tokenizer has no pad token."""
+    tokenizer, messages = AutoTokenizer.from_pretrained(model_folder), [{"role": "user", "content": "w10 w14"}]
+    tokenizer.pad_token = pad_token
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}"
+    tokenizer.save_pretrained(model_folder)
+    (model := tiny_causal_lm("llama", pad_token_id=None)).save_pretrained(model_folder)
+    rows = [{**row, "prompt": messages} for row in pairs(tokenizer, 8)]
+    data, out = write(tmp_path / "pairs.jsonl", rows), str(tmp_path / "out")
+    names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", out]
+    train_reward_model.main([*names, *QUICK, "--use_peft", "--num_train_epochs", "1"])
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    pad = {"pad_token_id": tokenizer.pad_token_id}
+    classifier = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, **pad)
+    classifier = PeftModel.from_pretrained(classifier, out).merge_and_unload().eval()
+    said = [[{"role": "assistant", "content": text}] for text in ("w20", "w30 w15", "w30")]
+    sequences = [tokenizer.apply_chat_template([*messages, *text], return_dict=True)["input_ids"] for text in said]
+    assert tokenizer.pad_token_id == (0 if pad_token else 2) and all(ids[-1] == 2 for ids in sequences)
+    with torch.no_grad():
+        batch = tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt")
+        trained = classifier(**batch).logits[:, 0]
+    asked = ([messages] * 3, said, [[]] * 3, [{}] * 3)
+    whole = build_reward(classifier, reward_processing_classes=tokenizer)(*asked).rewards
+    adapters = attach(model, LoraConfig(target_modules="all-linear"))
+    scorer = RewardScorer([], [])
+    construction.add_reward_adapter(
+        scorer,
+        build_actor_critic(adapters, critic_layout=None),
+        tiny_config(tmp_path, reward_adapter=out),
+        torch.device("cpu"),
+    )
+    assert_close(whole, trained, atol=1e-6, rtol=1e-6)
+    assert_close(scorer(*asked).rewards, trained, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("flags", [[], ["--use_peft"]])

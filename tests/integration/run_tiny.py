@@ -19,7 +19,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -55,6 +55,7 @@ def made_trainer(
     dtype: str = "float64",
     arch: str = "llama",
     lora: bool = False,
+    start_adapter: bool = False,
     reward_model: bool = False,
     noisy: bool = False,
     eval_prompts: int = 0,
@@ -70,6 +71,7 @@ def made_trainer(
         dtype: of the model.
         arch: one of `tiny_models.ARCHITECTURES`.
         lora: train adapters.
+        start_adapter: train an adapter that has learned something already.
         reward_model: score with a random sequence classifier too.
         noisy: score with `noisy_reward`.
         eval_prompts: prompts to evaluate on; 0 for none.
@@ -92,7 +94,11 @@ def made_trainer(
     arguments["callbacks"] += [LargestFile(*largest_file)] if largest_file else []
     if poison:
         overrides["trainer_class"] = poisoned(*map(tuple, poison))
-    model = tiny_causal_lm(arch, dtype=getattr(torch, dtype))
+    model: Any = tiny_causal_lm(arch, dtype=getattr(torch, dtype))
+    if start_adapter:
+        model = get_peft_model(model, LoraConfig(**LORA))
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
     return tiny_trainer(output_dir, model=model, trainer_arguments=arguments, **overrides)
 
 

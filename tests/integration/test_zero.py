@@ -47,12 +47,20 @@ RUNS: dict[str, dict[str, Any]] = {
     "ragged": {"total_episodes": 11},
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
+    # The copy keeps the adapter that training starts from.
+    "copied_start": {"start_adapter": True, "critic_layout": "adapter", "reference": "copy"},
     "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
     "tied": {"arch": "gpt2", "critic_layout": "shared"},
     "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 5]], "max_skipped_updates": 3},
     "skipped_adapters": {**ADAPTERS, "total_episodes": 30, "poison": [[0, 1]], "max_skipped_updates": 3},
     "half": {"bf16": True, "critic": "c51"},
     "half_adapters": {**ADAPTERS, "bf16": True},
+    "half_copied_start": {
+        "start_adapter": True,
+        "critic_layout": "adapter",
+        "reference": "copy_offloaded",
+        "dtype": "bfloat16",
+    },
 }
 STAGES = {
     "single": list(RUNS),
@@ -153,7 +161,9 @@ def test_stage_3_holds_a_part_of_every_model_and_the_others_all_of_it(runs):
     shares = {name: json.loads((runs / "zero3" / name / "resident.json").read_text()) for name in RUNS}
     assert shares["reward_model"].keys() == {"policy", "reference", "reward 1"}
     # Between passes nothing is there but the small tensors that DeepSpeed leaves whole.
-    assert all(share < 0.05 for models in shares.values() for name, share in models.items() if "reward" not in name)
+    small = {"copied_start": 0.2, "half_copied_start": 0.2}  # The reference's adapters, beside so small a base.
+    for run, models in shares.items():
+        assert all(share < small.get(run, 0.05) for name, share in models.items() if "reward" not in name)
     assert shares["reward_model"]["reward 1"] < 0.05
     assert shares["offloaded"].keys() == {"policy", "reference"}
     whole = json.loads((runs / "zero2/skipped/resident.json").read_text())
@@ -165,6 +175,12 @@ def test_an_update_that_is_nan_on_one_rank_is_skipped_on_both(stage, name, runs)
     records = [json.loads(line) for line in (runs / stage / name / "skipped_updates.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == ([1, 2, 3] if name == "skipped" else [1])
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
+
+
+@pytest.mark.parametrize("name", ["copied_start", "half_copied_start"])
+def test_the_copy_of_an_adapters_start_has_its_numbers_to_the_last_bit(name, runs):
+    first, second = metric_lines(runs / "zero3" / name)
+    assert first["objective/kl_sum_seq"] == 0.0 and second["objective/kl_sum_seq"] != 0.0
 
 
 @pytest.mark.parametrize(("stage", "name"), [("zero2", "half"), ("zero3", "half"), ("zero3", "half_adapters")])

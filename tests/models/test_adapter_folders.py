@@ -176,7 +176,7 @@ def test_an_adapter_of_another_size_is_refused_with_both_shapes(arch, tmp_path):
     with pytest.raises(ValueError, match=message):
         check_fit("reward_adapter", folder, tiny_causal_lm(arch))
     with pytest.raises(ValueError, match=message):
-        AdapterClassifier(attach(tiny_causal_lm(arch), lora()), folder)
+        AdapterClassifier(attach(tiny_causal_lm(arch), lora()), folder, pad_token_id=None)
     check_fit("reward_adapter", folder, tiny_causal_lm(arch, **sizes))
     check_fit("reward_adapter", folder, attach(tiny_causal_lm(arch, **sizes), lora()).model)
 

@@ -25,7 +25,7 @@ from alpaca_ppo.models import (
     merged_weights,
     without_adapters,
 )
-from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_sequence_classifier
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier
 
 QUERIES = torch.tensor([[0, 5, 9], [6, 7, 8]])
 QUERY_MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -100,12 +100,50 @@ def test_a_reward_adapter_scores_as_the_classifier_that_it_was_trained_in(arch, 
     base = tiny_causal_lm(arch)
     base.base_model.load_state_dict(tiny_sequence_classifier(arch).base_model.state_dict())
     adapters = attach(base, lora())
-    model = AdapterClassifier(adapters, str(tmp_path))
+    model = AdapterClassifier(adapters, str(tmp_path), pad_token_id=PAD)
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     expected = [classifier(input_ids=row[keep.bool()].unsqueeze(0)).logits for row, keep in zip(ids, mask, strict=True)]
     assert_close(model(ids, mask).logits, torch.cat(expected), atol=1e-6, rtol=1e-6)
     assert adapters.peft.active_adapter == POLICY
     assert not any(parameter.requires_grad for parameter in adapters.parameters_of("reward"))
+
+
+ROWS = {
+    "right": [[5, 6, EOS, PAD], [9, EOS, 10, 11], [7, EOS, EOS, PAD]],
+    "left": [[PAD, 5, 6, EOS], [9, EOS, 10, 11], [PAD, 7, EOS, EOS]],
+}
+
+
+@pytest.mark.parametrize("side", ROWS)
+@pytest.mark.parametrize("pad", [PAD, EOS])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_reward_adapter_reads_its_score_where_transformers_classifier_does(arch, pad, side, tmp_path):
+    """With pad == eos that is before the eos that a text ends with: the last token that is not the pad id."""
+    classifier = get_peft_model(tiny_sequence_classifier(arch, pad_token_id=pad), lora(task_type="SEQ_CLS"))
+    classifier.eval().save_pretrained(tmp_path)
+    # The base says nothing of the pad id that the classifier was trained with, or something else.
+    base = tiny_causal_lm(arch, pad_token_id=None if pad == EOS else EOS)
+    base.base_model.load_state_dict(tiny_sequence_classifier(arch).base_model.state_dict())
+    model = AdapterClassifier(attach(base, lora()), str(tmp_path), pad_token_id=pad)
+    ids = torch.tensor([[pad if token == PAD else token for token in row] for row in ROWS[side]])
+    mask = torch.tensor([[int(token != PAD) for token in row] for row in ROWS[side]])
+    expected = classifier(input_ids=ids, attention_mask=mask).logits
+    assert_close(model(ids, mask).logits, expected, atol=1e-6, rtol=1e-6)
+    assert base.config.pad_token_id != pad
+
+
+def test_a_reward_adapters_pad_id_is_its_bases_where_its_tokenizer_has_none(tmp_path):
+    classifier = get_peft_model(tiny_sequence_classifier("llama", pad_token_id=EOS), lora(task_type="SEQ_CLS"))
+    classifier.eval().save_pretrained(tmp_path)
+    ids, mask = torch.tensor([[5, 6, EOS, EOS], [EOS] * 4]), torch.ones(2, 4, dtype=torch.long)
+    for pad, rows in ((EOS, ids), (None, ids[:1])):
+        base = tiny_causal_lm("llama", pad_token_id=pad)
+        base.base_model.load_state_dict(tiny_sequence_classifier("llama").base_model.state_dict())
+        model = AdapterClassifier(attach(base, lora()), str(tmp_path), pad_token_id=None)
+        # transformers scores a row of nothing but padding at its first token, and without a pad id one row alone.
+        classifier.get_base_model().config.pad_token_id = pad
+        expected = classifier(input_ids=rows, attention_mask=mask[: len(rows)]).logits
+        assert_close(model(rows, mask[: len(rows)]).logits, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_path):
@@ -141,7 +179,7 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path):
     base = tiny_causal_lm("llama")
     base.config.name_or_path = "our/base"
     with pytest.warns(UserWarning, match="was trained on their/base, and the base here is our/base"):
-        AdapterClassifier(attach(base, lora()), str(tmp_path))
+        AdapterClassifier(attach(base, lora()), str(tmp_path), pad_token_id=PAD)
 
 
 def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
@@ -273,7 +311,7 @@ def test_a_reward_adapter_has_no_dropout(tmp_path):
         if parameter.requires_grad:
             parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(3))
     classifier.save_pretrained(tmp_path)
-    model = AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path))
+    model = AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path), pad_token_id=PAD)
     model.adapters.peft.train()
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
     assert torch.equal(model(ids, mask).logits, model(ids, mask).logits)
@@ -291,10 +329,10 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
     get_peft_model(tiny_sequence_classifier("llama"), lora(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
     adapters = attach(tiny_causal_lm("llama"), lora())
     with pytest.raises(ValueError, match="has no score head of one label"):
-        AdapterClassifier(adapters, str(tmp_path / "a"))
+        AdapterClassifier(adapters, str(tmp_path / "a"), pad_token_id=PAD)
     get_peft_model(tiny_sequence_classifier("gpt2"), lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "b")
     with pytest.raises(ValueError, match="has weights for transformer.h.0.attn.c_attn, which LlamaForCausalLM has not"):
-        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"))
+        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"), pad_token_id=PAD)
 
 
 def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
@@ -304,13 +342,16 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, path)
     with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: they differ in .*lora_A"):
-        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path))
+        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path), pad_token_id=PAD)
 
 
 def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
     built = build_actor_critic(attach(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
-    built.policy.recomputes = True
+    assert not built.policy.recomputes
+    built.policy.model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
         built(*BATCH, **HOW)
     with built.critic_active():
         assert built(*BATCH, **HOW, with_policy=False).values.requires_grad
+    built.policy.model.gradient_checkpointing_disable()
+    assert not built.policy.recomputes and built(*BATCH, **HOW).values.requires_grad

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, BertConfig
 
@@ -251,3 +252,11 @@ def test_a_name_that_is_neither_function_nor_model_is_named_with_the_remedy(tmp_
         with pytest.raises(ValueError, match=f"no reward model can be loaded from '{name}' .* is module:function") as e:
             build_reward(name)
         assert isinstance(e.value.__cause__, OSError)
+
+
+def test_an_adapter_is_no_whole_reward_model(tmp_path):
+    peft = get_peft_model(tiny_sequence_classifier("llama"), LoraConfig(r=2, task_type="SEQ_CLS"))
+    peft.save_pretrained(tmp_path / "adapter")
+    message = r"reward_model_name_or_path \(or an entry of reward_funcs\) is '.*adapter', .*; give it as reward_adapter"
+    with pytest.raises(ValueError, match=message):
+        build_reward(str(tmp_path / "adapter"))
