@@ -1,5 +1,6 @@
 """What a new adapter is checked for, where PEFT takes a wrong setting in silence or names no field of the run's."""
 
+import copy
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 
 def put_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraConfig) -> Any:
-    """`make(model, config)`, the PEFT model that has the new adapter `default`; `model` is changed in place.
+    """`make(model, config)`, the PEFT model that has the new adapter `default`; `model` is changed in place, `config`
+    is not.
 
     Args:
         make: `peft.get_peft_model`, or a class of PEFT models.
@@ -22,19 +24,46 @@ def put_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraCo
         config: of the adapter.
 
     Raises:
-        ValueError: when a name in `target_modules` or `modules_to_save` fits no layer.
+        ValueError: when a name in `target_modules` or `modules_to_save` fits no layer, or PEFT would put adapters on
+            parameters of experts; `model` is then as it was, unless PEFT itself failed.
     """
-    # As the user gave them: PEFT puts names of its own into the configuration.
-    targets, whole = config.target_modules, sorted(config.modules_to_save or ())
-    linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
-    remedy = f"give names of its layers (the linear ones are {sorted(linear)}), or leave it out for every linear layer"
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    remedy = f"give names of its layers (the linear ones are {_linear(model)}), or leave it out for every linear layer"
     try:
-        peft = make(model, config)
+        # PEFT puts names of its own into the configuration; the user's may serve for another model.
+        peft = make(model, copy.deepcopy(config))
     except ValueError as error:
         raise ValueError(
-            f"target_modules (--lora_target_modules) is {_listed(targets)}, which fits no layers of "
+            f"target_modules (--lora_target_modules) is {_listed(config.target_modules)}, which fits no layers of "
             f"{type(model).__name__} that an adapter can act on: {error} {remedy}"
         ) from error
+    try:
+        _check_parameters(peft, model, config)
+        _check_names(peft, model, config, remedy)
+    except ValueError:
+        peft.unload()
+        for parameter, required in flags:
+            parameter.requires_grad_(required)
+        raise
+    return peft
+
+
+def _check_parameters(peft: Any, model: PreTrainedModel, config: LoraConfig) -> None:
+    # PEFT reads names that mixtures of experts had before transformers 5, and all-linear, as the experts' parameters.
+    made = peft.peft_config["default"]
+    if reached := sorted(made.target_parameters or ()):
+        wanted = config.target_modules
+        gone = set() if isinstance(wanted, str) or wanted is None else set(wanted) - set(made.target_modules)
+        names = sorted(made.target_modules) or [name for name in _linear(peft.get_base_model()) if name not in gone]
+        raise ValueError(
+            f"target_modules (--lora_target_modules) is {_listed(wanted)}, which on {type(model).__name__} reaches the "
+            f"parameters {reached} of its experts or their router; adapters there cannot be switched off, merged and "
+            f"exported: name linear layers alone, such as {names}"
+        )
+
+
+def _check_names(peft: Any, model: PreTrainedModel, config: LoraConfig, remedy: str) -> None:
+    targets, whole = config.target_modules, sorted(config.modules_to_save or ())
     adapted = _names(peft, BaseTunerLayer)
     wanted = [] if isinstance(targets, str) or targets is None else sorted(targets)
     if lost := [name for name in wanted if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
@@ -48,7 +77,13 @@ def put_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraCo
             f"modules_to_save (--lora_modules_to_save) is {whole}, but {type(model).__name__} has no layers {lost}, "
             "which would stay frozen; correct the names, or leave them out"
         )
-    return peft
+
+
+def _linear(model: PreTrainedModel) -> list[str]:
+    """Last names of the layers that an adapter can act on; the output head is none of them."""
+    head = model.get_output_embeddings()
+    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
+    return sorted({name.rpartition(".")[2] for name, part in layers if part is not head})
 
 
 def _names(model: nn.Module, kind: type) -> list[str]:

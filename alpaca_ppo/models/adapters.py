@@ -4,6 +4,7 @@ PEFT puts the adapters into the base's own layers, so a forward pass of the base
 that is, is chosen here. PEFT's own switches change which parameters require gradients: here they stay as they were.
 """
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ class AdapterSet:
             _restore(flags)
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """A new adapter `name`, at PEFT's start (its product is zero)."""
+        """A new adapter `name`, at PEFT's start (its product is zero); PEFT may write into `config`."""
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
         self.peft.set_adapter(POLICY)
@@ -110,6 +111,12 @@ class AdapterSet:
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
+        try:
+            # As PEFT reads it on this base: names of earlier versions may be the parameters of experts now.
+            lora_config(config, f"reward_adapter {folder}")
+        except ValueError:
+            self.peft.delete_adapter(name)
+            raise
         tensors = load_file(weights_file("reward_adapter", folder))
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
         given = {key: value for key, value in tensors.items() if not is_head(key)}
@@ -147,9 +154,13 @@ class AdapterSet:
         """The parameters of the adapter `name`."""
         return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
 
+    def config_of(self, name: str) -> LoraConfig:
+        """A copy of the configuration of the adapter `name`, of which another adapter can be made."""
+        return copy.deepcopy(lora_config(self.peft.peft_config[name]))
+
     def copy(self, source: str, name: str, *, trainable: bool = False) -> None:
         """A new adapter `name` with the weights that the adapter `source` has now."""
-        self.add(name, lora_config(self.peft.peft_config[source]), trainable=trainable)
+        self.add(name, self.config_of(source), trainable=trainable)
         weights = get_peft_model_state_dict(self.peft, adapter_name=source)
         set_peft_model_state_dict(self.peft, weights, adapter_name=name)
 
@@ -181,18 +192,20 @@ def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
         ValueError: when the adapter does not fit the model, and as `adapters_in`.
     """
     check_fit("model_name_or_path", folder, model)
-    return adapters_in(PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True))
+    peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True)
+    return adapters_in(peft, f"model_name_or_path {folder}")
 
 
-def adapters_in(peft: PeftModel) -> AdapterSet:
-    """The adapters of a model that has a policy's already, with a frozen copy of it as the reference.
+def adapters_in(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
+    """The adapters of a model that has a policy's already, with a frozen copy of it as the reference; `field` says in
+    errors where they are from.
 
     Raises:
         ValueError: for adapters that this package cannot handle or whose names it needs, or without one that trains.
     """
     if POLICY not in peft.peft_config:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
-    config = lora_config(peft.peft_config[POLICY])
+    config = lora_config(peft.peft_config[POLICY], field)
     check_names_are_free((VALUE, REWARD), peft)
     adapters = AdapterSet(peft)
     check_head(adapters.model, config)
