@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+_MADE = "_adapters_made_by_a_run"
+
 
 def put_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraConfig) -> Any:
     """`make(model, config)`, the PEFT model that has the new adapter `default`; `model` is changed in place, `config`
@@ -95,17 +97,64 @@ def _listed(names: Any) -> Any:
 
 
 def check_names_are_free(names: Iterable[str], peft: PeftModel) -> None:
-    """Checks that no adapter of `peft` has a name in `names`, which a run gives to adapters of its own.
+    """Checks that no adapter of `peft` has a name in `names`, which a run gives to adapters of its own; those that an
+    earlier run made (`mark_as_made`) do not count.
 
     Raises:
         ValueError: naming the adapter.
     """
-    if taken := sorted(set(names) & set(peft.peft_config)):
+    if taken := sorted(set(names) & set(peft.peft_config) - made_here(peft)):
         raise ValueError(
             f"the model has an adapter named {taken[0]!r} already (its adapters are {sorted(peft.peft_config)}), and a "
             f"run gives that name to one of its own; drop it (model.delete_adapter({taken[0]!r})), or load it under "
             "another name"
         )
+
+
+def mark_as_made(name: str, peft: PeftModel) -> None:
+    """Notes on `peft` that its adapter `name` is a run's, which a later run on the same model may replace."""
+    # The configuration too: the user may delete the adapter, and add one of the same name.
+    vars(peft).setdefault(_MADE, {})[name] = peft.peft_config[name]
+
+
+def made_here(peft: PeftModel) -> set[str]:
+    """Names of the adapters of `peft` that a run made."""
+    return {name for name, config in vars(peft).get(_MADE, {}).items() if peft.peft_config.get(name) is config}
+
+
+def check_plain(model: PreTrainedModel) -> None:
+    """Checks that no layer of `model` has an adapter: PEFT would start it anew, without a word.
+
+    Raises:
+        ValueError: naming the adapters.
+    """
+    if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
+        # PEFT leaves its table of them on the base too.
+        names = sorted(vars(model).get("peft_config", ()))
+        raise ValueError(
+            f"{type(model).__name__} has adapters {names} in its layers already, of a PeftModel or an earlier trainer "
+            "(its actor_critic.policy.adapters.peft): a new one would overwrite them. Give that PeftModel, without "
+            "peft_config, to train it on; take its adapters out (base = peft.unload()); or load the model again"
+        )
+
+
+def check_acts(name: str, peft: PeftModel) -> None:
+    """Checks that every layer of `peft` acts with the adapter `name` and no other, and that it trains.
+
+    Raises:
+        ValueError: with what makes it so.
+    """
+    layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
+    if any(layer.disable_adapters for layer in layers):
+        raise ValueError("the model's adapters are switched off: call model.base_model.enable_adapter_layers() first")
+    acting = sorted({other for layer in layers for other in layer.active_adapters})
+    if acting != [name]:
+        raise ValueError(
+            f"the model's adapter {name!r} is not the one that acts, or not alone (active are {acting}): call "
+            f"model.set_adapter({name!r}) first"
+        )
+    if not any(parameter.requires_grad for key, parameter in peft.named_parameters() if belongs_to(name, key)):
+        raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
 
 
 def check_head(model: PreTrainedModel, config: LoraConfig) -> None:

@@ -7,7 +7,7 @@ that is, is chosen here. PEFT's own switches change which parameters require gra
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,12 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.models.adapter_checks import (
     belongs_to,
+    check_acts,
     check_head,
     check_names_are_free,
+    check_plain,
+    made_here,
+    mark_as_made,
     put_adapter,
     raise_precision,
 )
@@ -84,9 +88,17 @@ class AdapterSet:
             _restore(flags)
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """A new adapter `name`, at PEFT's start (its product is zero); PEFT may write into `config`."""
+        """A new adapter `name`, at PEFT's start (its product is zero); PEFT may write into `config`.
+
+        It takes the place of an earlier run's on the same model.
+
+        Raises:
+            ValueError: when the model has an adapter of this name that no run made.
+        """
+        _make_room((name,), self.peft)
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
+        mark_as_made(name, self.peft)
         self.peft.set_adapter(POLICY)
         _restore(flags)
         _start_magnitudes(self.peft, name)
@@ -174,9 +186,10 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
 
     Raises:
         ValueError: for a configuration that cannot be switched off without a trace, that wraps the output head, or
-            whose names fit no layer.
+            whose names fit no layer; for a model that has adapters in its layers.
     """
     config = lora_config(config)
+    check_plain(model)
     adapters = AdapterSet(put_adapter(PeftModel, model, config))
     check_head(adapters.model, config)
     raise_precision(adapters.peft)
@@ -206,18 +219,22 @@ def adapters_in(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
     if POLICY not in peft.peft_config:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
     config = lora_config(peft.peft_config[POLICY], field)
-    check_names_are_free((VALUE, REWARD), peft)
+    check_names_are_free((VALUE, REWARD, REFERENCE), peft)
     adapters = AdapterSet(peft)
     check_head(adapters.model, config)
-    if not any(parameter.requires_grad for parameter in adapters.parameters_of(POLICY)):
-        raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
+    check_acts(POLICY, peft)
     raise_precision(peft)
-    if REFERENCE in peft.peft_config:
-        # Of an earlier trainer on the same model: this one starts from what that one left.
-        peft.delete_adapter(REFERENCE)
+    # An earlier trainer's on the same model go: this one starts from the policy that it left.
+    _make_room((VALUE, REWARD, REFERENCE), peft)
     # Switched off, it would leave the raw base, not the model that training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
+
+
+def _make_room(names: Iterable[str], peft: PeftModel) -> None:
+    check_names_are_free(names, peft)
+    for name in sorted(set(names) & made_here(peft)):
+        peft.delete_adapter(name)
 
 
 def _start_magnitudes(peft: PeftModel, name: str) -> None:
