@@ -11,10 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -263,35 +261,3 @@ def adapter_tensors(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
     """The weights of the adapter `name` as an adapter folder holds them, dense and on the CPU."""
     weights = get_peft_model_state_dict(adapters.peft, adapter_name=name)
     return {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
-
-
-@torch.no_grad()
-def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
-    """The state dictionary, in host memory and at least float32, of the base with the policy's adapter merged into it.
-
-    One layer is merged at a time and put back as it was, to the last bit. Half precision would round small updates
-    away.
-    """
-    merged: dict[str, Tensor] = {}
-    model = adapters.model
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    for name, layer in layers.items():
-        base: Any = layer.get_base_layer()
-        kept = base.weight.data
-        base.weight.data = kept.to(_at_least_float32(kept), copy=True)
-        layer.merge(adapter_names=[POLICY])
-        merged[f"{name}.weight"] = base.weight.detach().cpu()
-        base.weight.data = kept
-        layer.merged_adapters.clear()
-    for key, tensor in model.state_dict().items():
-        parts = key.split(".")
-        if any(part.startswith("lora_") for part in parts) or "original_module" in parts:
-            continue
-        plain = key.replace(".base_layer", "").replace(f".modules_to_save.{POLICY}", "")
-        if "modules_to_save" not in plain and plain not in merged:
-            merged[plain] = tensor.detach().to("cpu", _at_least_float32(tensor))
-    return merged
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
