@@ -39,6 +39,8 @@ def stirred(base, **settings):
         ("llama", {"use_dora": True}),
         ("gpt2", {}),
         ("gpt2", {"target_modules": ["c_attn", "wte"]}),
+        # PEFT writes this embedding itself into the adapter's folder, as the run held it.
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
         ("qwen2", {"target_modules": ["q_proj"]}),
         ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
     ],
@@ -57,6 +59,23 @@ def test_a_merged_model_is_the_adapter_on_the_stored_base(arch, settings, tmp_pa
     rounded = loaded(tmp_path / "base", torch.bfloat16).float()
     assert (logits(PeftModel.from_pretrained(rounded, tmp_path / "policy")) - logits(merged)).abs().max() > 1e-3
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"target_modules": ["q_proj", "embed_tokens"]}])
+def test_an_adapter_in_half_precision_is_merged_in_float32(settings, tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    adapters = stirred(load_causal_lm(str(tmp_path / "base"), dtype=torch.bfloat16), **settings)
+    # As DeepSpeed holds it with bf16.
+    for parameter in adapters.parameters_of("default"):
+        parameter.data = parameter.data.bfloat16()
+    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
+    adapters.peft.save_pretrained(tmp_path / "policy")
+    save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
+    on_stored = PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "policy")
+    torch.testing.assert_close(logits(loaded(tmp_path / "merged")), logits(on_stored), atol=1e-4, rtol=0)
+    assert {name: tensor.dtype for name, tensor in adapters.peft.state_dict().items()} == {
+        name: tensor.dtype for name, tensor in before.items()
+    }
 
 
 def test_a_layer_of_the_adapter_s_own_is_merged_as_it_trained(tmp_path):

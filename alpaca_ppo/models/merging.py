@@ -7,10 +7,12 @@ import warnings
 from typing import Any
 
 import torch
+from peft import get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alpaca_ppo.models.adapter_checks import belongs_to
 from alpaca_ppo.models.adapters import POLICY, AdapterSet
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -27,7 +29,8 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
     """
     model = adapters.model
     base, own = _parts(model)
-    stored = _stored(model, base)
+    held = _in_adapter_folder(adapters, base)
+    stored = {key: tensor for key, tensor in _stored(model, base).items() if base[key].data_ptr() not in held}
     merged: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
@@ -40,11 +43,16 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
 
 
 def _merged_layer(layer: Any, inner: Any, start: Tensor) -> Tensor:
-    kept = inner.weight.data
-    inner.weight.data = start.to(kept.device, _at_least_float32(start), copy=True)
+    # The adapter too: DeepSpeed holds it in bf16, and its product would be rounded before it is added.
+    adapter = [parameter for key, parameter in layer.named_parameters() if belongs_to(POLICY, key)]
+    kept = [(parameter, parameter.data) for parameter in (inner.weight, *adapter)]
+    inner.weight.data = start.to(inner.weight.device, _at_least_float32(start), copy=True)
+    for parameter in adapter:
+        parameter.data = parameter.data.to(_at_least_float32(parameter))
     layer.merge(adapter_names=[POLICY])
     merged: Tensor = inner.weight.detach().cpu()
-    inner.weight.data = kept
+    for parameter, data in kept:
+        parameter.data = data
     layer.merged_adapters.clear()
     return merged
 
@@ -61,6 +69,17 @@ def _parts(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]
         elif f".modules_to_save.{POLICY}." in key:
             own[key.replace(f".modules_to_save.{POLICY}", "")] = tensor
     return base, own
+
+
+def _in_adapter_folder(adapters: AdapterSet, base: dict[str, Tensor]) -> set[int]:
+    """Where the base's weights lie that PEFT writes into the adapter's folder, as they are held here: an embedding that
+    has an adapter, and a head that is tied to it.
+    """
+    written = get_peft_model_state_dict(adapters.peft, adapter_name=POLICY)
+    names = [
+        key.removeprefix("base_model.model.").replace(".base_layer", "") for key in written if ".base_layer" in key
+    ]
+    return {base[name].data_ptr() for name in names}
 
 
 def _stored(model: PreTrainedModel, base: dict[str, Tensor]) -> dict[str, Tensor]:
