@@ -43,11 +43,19 @@ def put_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraCo
         _check_parameters(peft, model, config)
         _check_names(peft, model, config, remedy)
     except ValueError:
-        peft.unload()
-        for parameter, required in flags:
-            parameter.requires_grad_(required)
+        take_out(peft, flags)
         raise
     return peft
+
+
+def take_out(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    """Leaves the base of `peft` as it was before an adapter that is refused; `flags` say what of it trained."""
+    base = peft.get_base_model()
+    peft.unload()
+    # Whole layers that PEFT had copied, an embedding among them.
+    base.tie_weights()
+    for parameter, required in flags:
+        parameter.requires_grad_(required)
 
 
 def _check_parameters(peft: Any, model: PreTrainedModel, config: LoraConfig) -> None:

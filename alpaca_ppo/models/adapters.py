@@ -27,6 +27,7 @@ from alpaca_ppo.models.adapter_checks import (
     mark_as_made,
     put_adapter,
     raise_precision,
+    take_out,
 )
 from alpaca_ppo.models.adapter_folders import (
     check_fit,
@@ -188,9 +189,14 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
     """
     config = lora_config(config)
     check_plain(model)
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapters = AdapterSet(put_adapter(PeftModel, model, config))
-    check_head(adapters.model, config)
-    raise_precision(adapters.peft)
+    try:
+        check_head(adapters.model, config)
+        raise_precision(adapters.peft)
+    except ValueError:
+        take_out(adapters.peft, flags)
+        raise
     _start_magnitudes(adapters.peft, POLICY)
     return adapters
 

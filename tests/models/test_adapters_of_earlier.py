@@ -94,3 +94,25 @@ def test_an_adapter_that_does_not_act_is_refused_with_what_makes_it_act():
         adapters_in(peft)
     peft.base_model.enable_adapter_layers()
     assert adapters_in(peft).starting_point == REFERENCE
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "nosuch"]},
+    ],
+)
+def test_a_refused_adapter_leaves_the_base_to_the_next(settings, tied):
+    model = tiny_causal_lm("llama", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    ids = torch.tensor([[5, 9, 11]])
+    before, names = model(ids).logits, [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match="language-model head|would train in torch.bfloat16|has no layers"):
+        attach(model, lora(**settings))
+    assert [name for name, _ in model.named_parameters()] == names and torch.equal(model(ids).logits, before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(attach(model, lora()).model(ids).logits, before)
