@@ -76,7 +76,10 @@ def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any)
 
 
 def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
-    """Writes the whole policy with its adapter merged into the base, at least in float32, all or nothing."""
+    """Writes the whole policy with its adapter merged into the base, at least in float32, all or nothing.
+
+    Its logits are those of the adapter on the stored base (`merged_weights`), whatever precision the run held it in.
+    """
     model = adapters.model
     config: Any = copy.deepcopy(model.config)
     if not isinstance(model.get_input_embeddings(), nn.Embedding):

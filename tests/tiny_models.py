@@ -58,11 +58,22 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 ARCHITECTURES = list(_CONFIGS)
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {**_LLAMA_LIKE, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+}
+MIXTURES = list(_MIXTURES)
+"""Architectures with experts: their weights are parameters of one module, which no adapter for layers acts on."""
 
 
 def tiny_config(arch: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
-    """The configuration of a two-layer model of `arch`, one of ARCHITECTURES; `overrides` replace single fields."""
-    model_type, fields = _CONFIGS[arch]
+    """The configuration of a two-layer model of `arch`, one of ARCHITECTURES or MIXTURES; `overrides` replace single
+    fields.
+    """
+    model_type, fields = (_CONFIGS | _MIXTURES)[arch]
     special = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     return AutoConfig.for_model(model_type, **{**fields, **special, **overrides})
 

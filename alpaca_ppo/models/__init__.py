@@ -20,7 +20,6 @@ from alpaca_ppo.models.adapters import (
     adapters_in,
     attach,
     load_adapters,
-    merged_weights,
 )
 from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.critic_folders import is_critic_folder, load_critic, write_critic, write_critic_adapter
@@ -30,6 +29,7 @@ from alpaca_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
+from alpaca_ppo.models.merging import merged_weights
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.references import (
     AdapterReference,

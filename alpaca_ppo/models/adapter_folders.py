@@ -28,6 +28,10 @@ _PLAIN_FIELDS = set(
 """Fields of a LoraConfig that may have other values than PEFT's defaults; two of them are checked by themselves. Every
 other one is of a variant of LoRA: some rewrite the base, some depend on the tokens.
 """
+_LAYERS_INSTEAD = (
+    "name linear layers (of the attention, in a mixture of experts) in target_modules (--lora_target_modules) instead; "
+    "to start from an adapter that was trained so, merge it into its base first"
+)
 
 
 def is_adapter(name: str) -> bool:
@@ -79,12 +83,17 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     plain = LoraConfig()
     for name in sorted({entry.name for entry in dataclasses.fields(config)} - _PLAIN_FIELDS):
         value, default = getattr(config, name), getattr(plain, name, None)
-        # Earlier versions of PEFT wrote null where an empty table is the default now.
-        if value is not None and value != default:
-            raise ValueError(
-                f"{field} has {name} {value!r}, which is no part of an adapter that can be switched off, merged and "
-                f"exported here; leave it out, at its default {default!r}"
-            )
+        # Earlier versions of PEFT wrote null where an empty table is the default now. On a mixture of experts PEFT
+        # itself writes an empty set of parameters.
+        if value is None or value == default or not (value or default):
+            continue
+        shown, remedy = value, f"leave it out, at its default {default!r}"
+        if name == "target_parameters":
+            shown, remedy = sorted(value), _LAYERS_INSTEAD
+        raise ValueError(
+            f"{field} has {name} {shown!r}, which is no part of an adapter that can be switched off, merged and "
+            f"exported here; {remedy}"
+        )
     if config.bias != "none":
         raise ValueError(
             f"{field} has bias {config.bias!r}: trained biases stay when the adapter is switched off, so the base "

@@ -4,26 +4,30 @@ PEFT puts the adapters into the base's own layers, so a forward pass of the base
 that is, is chosen here. PEFT's own switches change which parameters require gradients: here they stay as they were.
 """
 
+import copy
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models.adapter_checks import (
     belongs_to,
+    check_acts,
     check_head,
     check_names_are_free,
+    check_plain,
+    made_here,
+    mark_as_made,
     put_adapter,
     raise_precision,
+    take_out,
 )
 from alpaca_ppo.models.adapter_folders import (
     check_fit,
@@ -83,9 +87,17 @@ class AdapterSet:
             _restore(flags)
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """A new adapter `name`, at PEFT's start (its product is zero)."""
+        """A new adapter `name`, at PEFT's start (its product is zero); PEFT may write into `config`.
+
+        It takes the place of an earlier run's on the same model.
+
+        Raises:
+            ValueError: when the model has an adapter of this name that no run made.
+        """
+        _make_room((name,), self.peft)
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
+        mark_as_made(name, self.peft)
         self.peft.set_adapter(POLICY)
         _restore(flags)
         _start_magnitudes(self.peft, name)
@@ -110,6 +122,12 @@ class AdapterSet:
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
+        try:
+            # As PEFT reads it on this base: names of earlier versions may be the parameters of experts now.
+            lora_config(config, f"reward_adapter {folder}")
+        except ValueError:
+            self.peft.delete_adapter(name)
+            raise
         tensors = load_file(weights_file("reward_adapter", folder))
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
         given = {key: value for key, value in tensors.items() if not is_head(key)}
@@ -147,9 +165,13 @@ class AdapterSet:
         """The parameters of the adapter `name`."""
         return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
 
+    def config_of(self, name: str) -> LoraConfig:
+        """A copy of the configuration of the adapter `name`, of which another adapter can be made."""
+        return copy.deepcopy(lora_config(self.peft.peft_config[name]))
+
     def copy(self, source: str, name: str, *, trainable: bool = False) -> None:
         """A new adapter `name` with the weights that the adapter `source` has now."""
-        self.add(name, lora_config(self.peft.peft_config[source]), trainable=trainable)
+        self.add(name, self.config_of(source), trainable=trainable)
         weights = get_peft_model_state_dict(self.peft, adapter_name=source)
         set_peft_model_state_dict(self.peft, weights, adapter_name=name)
 
@@ -163,12 +185,18 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
 
     Raises:
         ValueError: for a configuration that cannot be switched off without a trace, that wraps the output head, or
-            whose names fit no layer.
+            whose names fit no layer; for a model that has adapters in its layers.
     """
     config = lora_config(config)
+    check_plain(model)
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapters = AdapterSet(put_adapter(PeftModel, model, config))
-    check_head(adapters.model, config)
-    raise_precision(adapters.peft)
+    try:
+        check_head(adapters.model, config)
+        raise_precision(adapters.peft)
+    except ValueError:
+        take_out(adapters.peft, flags)
+        raise
     _start_magnitudes(adapters.peft, POLICY)
     return adapters
 
@@ -181,30 +209,36 @@ def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
         ValueError: when the adapter does not fit the model, and as `adapters_in`.
     """
     check_fit("model_name_or_path", folder, model)
-    return adapters_in(PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True))
+    peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True)
+    return adapters_in(peft, f"model_name_or_path {folder}")
 
 
-def adapters_in(peft: PeftModel) -> AdapterSet:
-    """The adapters of a model that has a policy's already, with a frozen copy of it as the reference.
+def adapters_in(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
+    """The adapters of a model that has a policy's already, with a frozen copy of it as the reference; `field` says in
+    errors where they are from.
 
     Raises:
         ValueError: for adapters that this package cannot handle or whose names it needs, or without one that trains.
     """
     if POLICY not in peft.peft_config:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
-    config = lora_config(peft.peft_config[POLICY])
-    check_names_are_free((VALUE, REWARD), peft)
+    config = lora_config(peft.peft_config[POLICY], field)
+    check_names_are_free((VALUE, REWARD, REFERENCE), peft)
     adapters = AdapterSet(peft)
     check_head(adapters.model, config)
-    if not any(parameter.requires_grad for parameter in adapters.parameters_of(POLICY)):
-        raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
+    check_acts(POLICY, peft)
     raise_precision(peft)
-    if REFERENCE in peft.peft_config:
-        # Of an earlier trainer on the same model: this one starts from what that one left.
-        peft.delete_adapter(REFERENCE)
+    # An earlier trainer's on the same model go: this one starts from the policy that it left.
+    _make_room((VALUE, REWARD, REFERENCE), peft)
     # Switched off, it would leave the raw base, not the model that training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
+
+
+def _make_room(names: Iterable[str], peft: PeftModel) -> None:
+    check_names_are_free(names, peft)
+    for name in sorted(set(names) & made_here(peft)):
+        peft.delete_adapter(name)
 
 
 def _start_magnitudes(peft: PeftModel, name: str) -> None:
@@ -233,35 +267,3 @@ def adapter_tensors(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
     """The weights of the adapter `name` as an adapter folder holds them, dense and on the CPU."""
     weights = get_peft_model_state_dict(adapters.peft, adapter_name=name)
     return {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
-
-
-@torch.no_grad()
-def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
-    """The state dictionary, in host memory and at least float32, of the base with the policy's adapter merged into it.
-
-    One layer is merged at a time and put back as it was, to the last bit. Half precision would round small updates
-    away.
-    """
-    merged: dict[str, Tensor] = {}
-    model = adapters.model
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    for name, layer in layers.items():
-        base: Any = layer.get_base_layer()
-        kept = base.weight.data
-        base.weight.data = kept.to(_at_least_float32(kept), copy=True)
-        layer.merge(adapter_names=[POLICY])
-        merged[f"{name}.weight"] = base.weight.detach().cpu()
-        base.weight.data = kept
-        layer.merged_adapters.clear()
-    for key, tensor in model.state_dict().items():
-        parts = key.split(".")
-        if any(part.startswith("lora_") for part in parts) or "original_module" in parts:
-            continue
-        plain = key.replace(".base_layer", "").replace(f".modules_to_save.{POLICY}", "")
-        if "modules_to_save" not in plain and plain not in merged:
-            merged[plain] = tensor.detach().to("cpu", _at_least_float32(tensor))
-    return merged
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype

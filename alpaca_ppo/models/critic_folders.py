@@ -4,7 +4,6 @@ For heads that a sequence classifier cannot hold, and for architectures without 
 all or nothing is not here (`export`).
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from peft import PeftConfig, PeftModel, TaskType
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from alpaca_ppo.models.adapter_folders import is_adapter, lora_config
+from alpaca_ppo.models.adapter_folders import is_adapter
 from alpaca_ppo.models.adapters import AdapterSet, adapter_tensors
 from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.critic_heads import CriticHead, make_head
@@ -36,7 +35,7 @@ def write_critic(folder: Path, head: CriticHead, backbone: PreTrainedModel) -> N
 
 def write_critic_adapter(folder: Path, adapters: AdapterSet, name: str, head: CriticHead) -> None:
     """Writes the adapter `name` of the policy's base and `head` into `folder`."""
-    config = copy.deepcopy(lora_config(adapters.peft.peft_config[name]))
+    config = adapters.config_of(name)
     config.inference_mode = True
     config.base_model_name_or_path = adapters.model.config.name_or_path
     tensors = adapter_tensors(adapters, name)

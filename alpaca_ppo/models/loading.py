@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.adapter_folders import lora_config
 from alpaca_ppo.models.adapters import POLICY, VALUE, AdapterSet
 from alpaca_ppo.models.critic import Critic
 from alpaca_ppo.models.critic_heads import CriticHead, make_head
@@ -142,7 +141,7 @@ def build_actor_critic(
         if start := wrapped.adapters.starting_point:
             wrapped.adapters.copy(start, VALUE, trainable=True)
         else:
-            wrapped.adapters.add(VALUE, lora_config(wrapped.adapters.peft.peft_config[POLICY]), trainable=True)
+            wrapped.adapters.add(VALUE, wrapped.adapters.config_of(POLICY), trainable=True)
     if critic_layout != "separate":
         head_alone = make_head(**settings, hidden_size=hidden_size, dtype=dtype)
         return ActorCritic(wrapped, Critic(head_alone, None, has_adapter=critic_layout == "adapter"))
