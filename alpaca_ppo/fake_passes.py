@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,11 +52,12 @@ class Sizes:
     """Tokens of a response."""
 
 
-def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
+def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Figures:
     """Bytes of weights, gradients and passes at the models' full depth.
 
     For each pass: `backbone`, the most while the decoder runs; `saved`, what lives between decoder and head; `head`,
-    the most while the head runs. `tail` is the most at the end of a backward pass.
+    the most while the head runs. `tail` is the most at the end of a backward pass. With `zero`, bf16 is what DeepSpeed
+    makes of it: all that trains, and the reference, in bfloat16, and no autocast.
 
     Raises:
         ValueError: when a model cannot be run on fake tensors, or models do not go together.
@@ -64,9 +65,13 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
     with warnings.catch_warnings():
         # transformers' own deprecations, which the run itself will show.
         warnings.simplefilter("ignore")
-        one, two = (_measure(models, args, sizes, layers) for layers in (1, 2))
-    depths = models.depths(args)
-    found = {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
+        half = zero and args.bf16
+        if models.names_layers:
+            one = found = _measure(models, args, sizes, None, half=half)
+            found |= {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
+        else:
+            one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
+            found = _extrapolated(one, two, models.depths(args))
     plain = args.generation_backend == "generate"
     columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
     found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
@@ -75,18 +80,27 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
     return found | {name: one[name] for name in one if name.endswith(".tail")}
 
 
-def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int) -> Figures:
-    run = build(models, args, layers=layers)
-    found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
-    make_fake(run, mode)
-    with mode, LiveBytes(_ANSWERS) as live:
-        try:
-            return found | _Passes(live, args, sizes).of(run, with_reward_adapter=models.reward_lora is not None)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"model_name_or_path: {type(run.actor_critic.policy.model).__name__} cannot be run without weights "
-                f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
-            ) from error
+def _extrapolated(one: Figures, two: Figures, depths: dict[str, int]) -> Figures:
+    found = {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
+    layer = two["policy/weights"] - one["policy/weights"]
+    return found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
+
+
+def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Figures:
+    name = type(models.policy).__name__.removesuffix("Config")
+    try:
+        run = build(models, args, layers=layers, half=half)
+        found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
+        make_fake(run, mode)
+        name = type(run.actor_critic.policy.model).__name__
+        with mode, LiveBytes(_ANSWERS) as live:
+            passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
+            return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"model_name_or_path: {name} cannot be run without weights "
+            f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
+        ) from error
 
 
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
