@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from alpaca_ppo.batching import PackedRows, position_ids
@@ -103,6 +104,16 @@ def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, 
         ) from error
 
 
+def _one_sequence_a_row() -> Any:
+    """Inside, models that get no mask take each row for one sequence, as they do in a run.
+
+    transformers reads it off the position ids, but of fake tensors it assumes several, and makes a mask of all pairs of
+    tokens (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). To go when it
+    takes fake tensors for what they are.
+    """
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+
+
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
     """Columns of each layer's cache that a full response has filled or kept free, where it grows by `growth`."""
     full = sizes.query + growth * math.ceil((sizes.response - 1) / growth)
@@ -135,8 +146,9 @@ class _Passes:
         for i, reward in enumerate(run.rewards):
             found[f"reward{i}/score"] = self._score(reward)
         found["policy/score"] = self._score_with_adapter(run.actor_critic.policy) if with_reward_adapter else 0.0
-        found |= self._evaluate(run)
-        return found | self._train(run.actor_critic)
+        with _one_sequence_a_row():
+            found |= self._evaluate(run)
+            return found | self._train(run.actor_critic)
 
     def _begin(self) -> None:
         self._live.restart()

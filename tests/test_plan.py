@@ -139,6 +139,20 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), (ratios, predicted, measured)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_long_sequences_train_without_a_mask_of_all_pairs(tmp_path, fresh_state, recomputed):
+    """At 1056 tokens a mask (L, L) is a third of the whole; a real pass has none."""
+    sizes = {"query_len": 1024, "response_len": 32, "rollout_per_device_batch_size": 2, "step_per_device_batch_size": 2}
+    sizes |= {"rollout_batch_size": 2, "step_batch_size": 2, "total_episodes": 4}
+    layout = {"critic_layout": "shared", "gradient_checkpointing": recomputed}
+    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **sizes, **layout)
+    config = llama(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=2048)
+    measured = measured_peaks(args, None, config)
+    predicted = predicted_peaks(Models(config), args, Sharding())
+    ratios = {name: predicted[name] / measured[name] for name in predicted}
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), (ratios, predicted, measured)
+
+
 def test_the_live_bytes_are_those_of_the_storages_that_live():
     with LiveBytes() as live:
         first = torch.zeros(1000)
