@@ -74,6 +74,15 @@ def _check_deepspeed(stage: int, args: PPOConfig) -> None:
             "use_cpu is True and DeepSpeed is on, which takes the GPU it finds; hide the GPU instead: start with "
             "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
         )
+    check_four_bit(stage, args)
+
+
+def check_four_bit(stage: int, args: PPOConfig) -> None:
+    """Checks that ZeRO leaves weights of 4 bits whole.
+
+    Raises:
+        ValueError: under stage 3.
+    """
     if args.load_in_4bit and stage == 3:
         raise ValueError(
             "load_in_4bit is True, but ZeRO 3 would divide the weights without their scales; use ZeRO 1 or 2, or "

@@ -4,13 +4,14 @@ Built by the code that builds a run's models, from their configurations alone, a
 """
 
 import copy
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -35,10 +36,17 @@ class Models:
     lora: LoraConfig | None = None
     value: Any = None
     reference: Any = None
+    reference_lora: LoraConfig | None = None
     rewards: tuple[Any, ...] = ()
     reward_lora: LoraConfig | None = None
     starts_from_adapter: bool = False
     """Whether `lora` is an adapter that training starts from: a frozen copy of it is the reference."""
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether an adapter is in some layers alone, or not the same in all: two layers say nothing of the others."""
+        adapters = [a for a in (self.lora, self.reference_lora, self.reward_lora) if a is not None]
+        return any(_names_layers(adapter) for adapter in adapters)
 
     def depths(self, args: PPOConfig) -> dict[str, int]:
         """Decoder layers of each model, by the first part of its figures' names."""
@@ -46,6 +54,19 @@ class Models:
         named = {"policy": self.policy, "critic": critic, "reference": self.reference or self.policy}
         named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
         return {name: int(config.get_text_config().num_hidden_layers) for name, config in named.items()}
+
+
+def _names_layers(adapter: LoraConfig) -> bool:
+    if adapter.layers_to_transform is not None:
+        return True
+    for modules in (adapter.target_modules, adapter.exclude_modules, adapter.rank_pattern):
+        # A pattern may write the numbers in many ways.
+        patterns = [modules] if isinstance(modules, str) else []
+        if any(re.search(r"\d", pattern) for pattern in patterns):
+            return True
+        if any(re.search(r"(^|\.)\d+\.", name) for name in ([] if patterns else modules or [])):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -57,9 +78,11 @@ class FakeRun:
     rewards: Sequence[PreTrainedModel]
 
 
-def shallow(config: Any, layers: int) -> Any:
-    """A copy of `config` with `layers` decoder layers."""
+def shallow(config: Any, layers: int | None) -> Any:
+    """A copy of `config` with `layers` decoder layers; None = all that it has."""
     config = copy.deepcopy(config)
+    if layers is None:
+        return config
     text = config.get_text_config()
     if hasattr(text, "layer_types") and text.layer_types:
         text.layer_types = text.layer_types[:layers]
@@ -67,8 +90,9 @@ def shallow(config: Any, layers: int) -> Any:
     return config
 
 
-def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
-    """The models of a run with `layers` decoder layers each, on the meta device (small parts on the CPU).
+def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = False) -> FakeRun:
+    """The models of a run with `layers` decoder layers each (None = all), on the meta device (small parts on the CPU);
+    with `half`, parameters that train and those of the reference are in bfloat16.
 
     Raises:
         ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together; for
@@ -89,10 +113,23 @@ def build(models: Models, args: PPOConfig, *, layers: int) -> FakeRun:
         _add_frozen(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args)
+        if models.reference_lora is not None:
+            other = inject_adapter_in_model(copy.deepcopy(models.reference_lora), other)
         reference = make_reference(actor_critic, other, replace(args, reference="auto"))
     else:
         reference = make_reference(actor_critic, None, args)
-    return FakeRun(actor_critic.train(), reference, rewards)
+    run = FakeRun(actor_critic.train(), reference, rewards)
+    if half:
+        _halve(run)
+    return run
+
+
+def _halve(run: FakeRun) -> None:
+    """Casts as DeepSpeed and `ZeroEngine.shard` do: parameters, not buffers; reward models stay as they are."""
+    copied = [run.reference.policy] if isinstance(run.reference, CopiedReference) else []
+    for module in (run.actor_critic, *copied):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _add_frozen(models: Models, actor_critic: ActorCritic) -> None:
@@ -103,13 +140,18 @@ def _add_frozen(models: Models, actor_critic: ActorCritic) -> None:
         adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
 
 
-def _language_model(config: Any, layers: int, args: PPOConfig) -> Any:
+def _language_model(config: Any, layers: int | None, args: PPOConfig) -> Any:
     how: dict[str, Any] = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        raise ValueError(
+            f"a model of type {config.model_type!r} is no language model that AutoModelForCausalLM builds; give a text "
+            "model, such as the text part of this one"
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(shallow(config, layers), **how)
 
 
-def _classifier(config: Any, layers: int, dtype: torch.dtype = torch.float32) -> Any:
+def _classifier(config: Any, layers: int | None, dtype: torch.dtype = torch.float32) -> Any:
     config = shallow(config, layers)
     config.num_labels, config.pad_token_id = 1, 0
     with torch.device("meta"):
@@ -134,6 +176,9 @@ def weight_figures(run: FakeRun, args: PPOConfig) -> Figures:
         "reference/weights": 0.0,
         "policy/gradients": size_of(parameter for parameter in of_policy if parameter.requires_grad),
         "critic/gradients": size_of(parameter for parameter in of_critic if parameter.requires_grad),
+        "policy/elements": float(sum(p.numel() for p in of_policy if p.requires_grad)),
+        "critic/elements": float(sum(p.numel() for p in of_critic if p.requires_grad)),
+        "policy/hidden": float(policy.model.config.get_text_config().hidden_size),
         "policy/largest": max((size_of([parameter]) for parameter in trained), default=0.0),
         "policy/unpacked": 0.0,
     }

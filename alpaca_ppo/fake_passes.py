@@ -9,13 +9,14 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from alpaca_ppo.batching import PackedRows, position_ids
@@ -52,11 +53,12 @@ class Sizes:
     """Tokens of a response."""
 
 
-def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
+def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Figures:
     """Bytes of weights, gradients and passes at the models' full depth.
 
     For each pass: `backbone`, the most while the decoder runs; `saved`, what lives between decoder and head; `head`,
-    the most while the head runs. `tail` is the most at the end of a backward pass.
+    the most while the head runs. `tail` is the most at the end of a backward pass. With `zero`, bf16 is what DeepSpeed
+    makes of it: all that trains, and the reference, in bfloat16, and no autocast.
 
     Raises:
         ValueError: when a model cannot be run on fake tensors, or models do not go together.
@@ -64,9 +66,13 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
     with warnings.catch_warnings():
         # transformers' own deprecations, which the run itself will show.
         warnings.simplefilter("ignore")
-        one, two = (_measure(models, args, sizes, layers) for layers in (1, 2))
-    depths = models.depths(args)
-    found = {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
+        half = zero and args.bf16
+        if models.names_layers:
+            one = found = _measure(models, args, sizes, None, half=half)
+            found |= {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
+        else:
+            one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
+            found = _extrapolated(one, two, models.depths(args))
     plain = args.generation_backend == "generate"
     columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
     found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
@@ -75,18 +81,37 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes) -> Figures:
     return found | {name: one[name] for name in one if name.endswith(".tail")}
 
 
-def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int) -> Figures:
-    run = build(models, args, layers=layers)
-    found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
-    make_fake(run, mode)
-    with mode, LiveBytes(_ANSWERS) as live:
-        try:
-            return found | _Passes(live, args, sizes).of(run, with_reward_adapter=models.reward_lora is not None)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"model_name_or_path: {type(run.actor_critic.policy.model).__name__} cannot be run without weights "
-                f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
-            ) from error
+def _extrapolated(one: Figures, two: Figures, depths: dict[str, int]) -> Figures:
+    found = {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
+    layer = two["policy/weights"] - one["policy/weights"]
+    return found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
+
+
+def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Figures:
+    name = type(models.policy).__name__.removesuffix("Config")
+    try:
+        run = build(models, args, layers=layers, half=half)
+        found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
+        make_fake(run, mode)
+        name = type(run.actor_critic.policy.model).__name__
+        with mode, LiveBytes(_ANSWERS) as live:
+            passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
+            return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"model_name_or_path: {name} cannot be run without weights "
+            f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
+        ) from error
+
+
+def _one_sequence_a_row() -> Any:
+    """Inside, models that get no mask take each row for one sequence, as they do in a run.
+
+    transformers reads it off the position ids, but of fake tensors it assumes several, and makes a mask of all pairs of
+    tokens (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). To go when it
+    takes fake tensors for what they are.
+    """
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
@@ -121,8 +146,9 @@ class _Passes:
         for i, reward in enumerate(run.rewards):
             found[f"reward{i}/score"] = self._score(reward)
         found["policy/score"] = self._score_with_adapter(run.actor_critic.policy) if with_reward_adapter else 0.0
-        found |= self._evaluate(run)
-        return found | self._train(run.actor_critic)
+        with _one_sequence_a_row():
+            found |= self._evaluate(run)
+            return found | self._train(run.actor_critic)
 
     def _begin(self) -> None:
         self._live.restart()

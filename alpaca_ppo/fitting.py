@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from alpaca_ppo.arguments import LoraArguments
 from alpaca_ppo.config import PPOConfig
-from alpaca_ppo.memory_model import Sharding
+from alpaca_ppo.memory_shares import Sharding
 
 PASS_SETTINGS = (
     "gradient_checkpointing",
@@ -149,15 +149,16 @@ def _layout(settings: Settings) -> Iterator[Option]:
 def _four_bit(settings: Settings) -> Iterator[Option]:
     args = settings.args
     copied = args.reference.startswith("copy") or (args.uses_critic and args.critic_layout == "separate")
-    refused = copied or args.merge_on_save or args.use_cpu
+    refused = copied or args.merge_on_save or args.use_cpu or settings.sharding.stage == 3
     if settings.has_adapters and not (refused or args.load_in_4bit):
         yield "load_in_4bit: true", _with(settings, load_in_4bit=True)
 
 
 def _zero(settings: Settings) -> Iterator[Option]:
     if settings.sharding.processes > 1:
-        for stage in range(settings.sharding.stage + 1, 4):
-            yield f"ZeRO stage {stage}", replace(settings, sharding=replace(settings.sharding, stage=stage))
+        # Weights of 4 bits cannot be divided.
+        for stage in range(settings.sharding.stage + 1, 3 if settings.args.load_in_4bit else 4):
+            yield f"ZeRO stage {stage}", replace(settings, sharding=settings.sharding.at(stage))
 
 
 def _with(settings: Settings, **values: object) -> Settings:

@@ -1,7 +1,6 @@
 """The memory of each phase of a PPO step, by cause: the arithmetic over what `fake_passes` measures.
 
-Counts tensors. Left out: what a device and its kernels take for themselves, and the layers that ZeRO 3 gathers for a
-pass.
+Counts tensors. Left out: what a device and its kernels take for themselves.
 """
 
 import math
@@ -11,18 +10,11 @@ from dataclasses import dataclass
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.fake_models import Figures, Models
 from alpaca_ppo.fake_passes import Sizes, measure
+from alpaca_ppo.memory_shares import Sharding, Shares
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache", "logits")
 PHASES = ("load", "prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
 """The rollout is the four from `prefill`, which reads the prompts, to `log-probs`; the update is the last two."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a run is spread: `processes`, and the ZeRO `stage` (0: whole copies, under DDP where there are several)."""
-
-    processes: int = 1
-    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[Moment]
     Raises:
         ValueError: what `fake_passes.measure` raises.
     """
-    figures = measure(models, args, sizes_of(args, sharding.processes))
+    figures = measure(models, args, sizes_of(args, sharding.processes), zero=sharding.stage > 0)
     return spread(figures, args, sharding)
 
 
@@ -81,37 +73,34 @@ def spread(figures: Figures, args: PPOConfig, sharding: Sharding) -> list[Moment
 class _Step:
     def __init__(self, figures: Figures, args: PPOConfig, sharding: Sharding) -> None:
         self._figures, self._args, self._sharding = figures, args, sharding
-        count, stage = sharding.processes, sharding.stage
-        self._trained = figures["policy/weights"] + figures["critic/weights"]
-        self._shard = self._trained / (count if stage == 3 else 1)
-        self._frozen = sum(v for name, v in figures.items() if name.startswith("reward") and name.endswith("/weights"))
-        self._reference = figures["reference/weights"]
-        if args.reference != "copy_offloaded":
-            self._frozen += self._reference
-        whole = figures["policy/gradients"] + figures["critic/gradients"]
-        # AdamW keeps two numbers for each that trains, in its own precision.
-        self._optimizer = 2 * whole / (count if stage >= 1 else 1)
-        # DDP reduces in buckets, which are copies.
-        self._copies = 2.0 if count > 1 and stage == 0 else 1 / count if stage >= 2 else 1.0
-
-    @property
-    def _weights(self) -> float:
-        return self._shard + self._frozen
+        self._shares = Shares(figures, args, sharding)
+        self._weights = self._shares.weights
 
     def moments(self) -> Iterator[Moment]:
         """The phases of a step, in their order, each with its bytes by cause."""
-        yield Moment("load", weights=self._weights)
+        shares = self._shares
+        yield Moment("load", weights=self._weights, optimizer=shares.master, gradients=self._loaded_gradients)
         yield from self._rollout()
         yield from self._score()
         yield from self._evaluation()
         yield from self._backward()
-        yield self._optimizer_step()
+        gradients, optimizer = shares.at_step()
+        yield Moment("optimizer step", weights=self._weights, gradients=gradients, optimizer=optimizer)
+
+    @property
+    def _loaded_gradients(self) -> float:
+        # DDP's buckets are made in the first backward pass.
+        return self._shares.standing_gradients if self._sharding.stage else 0.0
+
+    def _held(self, extra_weights: float = 0.0) -> dict[str, float]:
+        """What lies there while nothing trains, by cause."""
+        shares = self._shares
+        weights = self._weights + extra_weights
+        return {"weights": weights, "gradients": shares.standing_gradients, "optimizer": shares.optimizer}
 
     def _rollout(self) -> Iterator[Moment]:
         figures, cast = self._figures, self._figures["policy/cast"]
-        # Sampling wants the policy whole.
-        gathered = figures["policy/weights"] - figures["policy/weights"] * self._shard / self._trained
-        held = {"weights": self._weights + gathered + cast, "optimizer": self._optimizer}
+        held = self._held(self._shares.gathered("policy", sampling=True) + cast)
         unpacked = figures["policy/unpacked"]
         yield Moment("prefill", **held, activations=figures["policy/prefill"] - cast + unpacked)
         cache = figures["policy/kv_cache"]
@@ -120,10 +109,11 @@ class _Step:
         yield Moment("sampling", **held, kv_cache=cache, logits=figures["policy/choose"])
 
     def _score(self) -> Iterator[Moment]:
-        held = {"weights": self._weights, "optimizer": self._optimizer}
         for name, figure in self._figures.items():
             if name.endswith("/score"):
-                yield Moment("score", **held, activations=figure)
+                # Without a reward model the policy's figure is 0: it scores nothing.
+                gathered = self._shares.gathered(name.split("/")[0]) if figure else 0.0
+                yield Moment("score", **self._held(gathered), activations=figure)
 
     def _evaluation(self) -> Iterator[Moment]:
         casts = 0.0
@@ -133,47 +123,52 @@ class _Step:
             own = self._figures.get(f"{name}/cast", 0.0)
             # Autocast lets go of the actor's and the critic's copies before the reference's pass.
             casts = 0.0 if name == "reference" else casts
-            offloaded = self._reference if name == "reference" and self._args.reference == "copy_offloaded" else 0.0
-            held = {"weights": self._weights + casts + own + offloaded, "optimizer": self._optimizer}
+            held = self._held(casts + own + self._visiting(name))
             yield from self._pass("log-probs", f"{name}/eval", held, less=own)
             casts += own
 
-    def _backward(self) -> Iterator[Moment]:
-        figures = self._figures
-        single = micro_batches_of(self._args, self._sharding.processes) == 1
-        of_critic = figures["critic/gradients"] * self._copies
-        everything = of_critic + figures["policy/gradients"] * self._copies
-        held = {"weights": self._weights, "optimizer": self._optimizer}
-        for name in ("critic", "policy"):
-            if f"{name}/train.backbone" not in figures:
-                continue
-            if single:
-                # Gradients come as activations go: one end or the other is the highest.
-                before, after = (0.0, of_critic) if name == "critic" else (of_critic, everything)
-                tail = figures[f"{name}/train.tail"]
-                yield Moment("backward", **held, gradients=after, activations=tail)
-            else:
-                before = everything
-            yield from self._pass("backward", f"{name}/train", held | {"gradients": before})
+    def _visiting(self, name: str) -> float:
+        """Weights that are there for the pass of `name` alone."""
+        shares, reference = self._shares, self._figures["reference/weights"]
+        if self._sharding.stage == 3:
+            # DeepSpeed keeps what the policy's pass has gathered; the critic's comes and goes by layers.
+            return shares.gathered("policy") + (shares.gathered("reference") if name == "reference" else 0.0)
+        return reference if name == "reference" and self._args.reference == "copy_offloaded" else 0.0
 
-    def _pass(self, phase: str, name: str, held: dict[str, float], less: float = 0.0) -> Iterator[Moment]:
+    def _backward(self) -> Iterator[Moment]:
+        figures, shares = self._figures, self._shares
+        single = micro_batches_of(self._args, self._sharding.processes) == 1
+        passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in figures]
+        for place, name in enumerate(passes):
+            gradients = shares.around(passes, place, single=single)
+            held = self._held(shares.gathered(self._running(name), training=True))
+            # Where gradients come as activations go, one end or the other is the highest.
+            tail = figures[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
+            yield Moment("backward", **held | {"gradients": gradients.after}, activations=tail)
+            yield from self._pass(
+                "backward",
+                f"{name}/train",
+                held | {"gradients": gradients.before},
+                backbone_gradients=gradients.during,
+            )
+
+    def _running(self, name: str) -> str:
+        """The model whose weights the pass `name` reads: a critic that is an adapter has its head alone."""
+        own_backbone = name == "critic" and self._args.critic_layout == "separate"
+        return "critic" if own_backbone else "policy"
+
+    def _pass(
+        self,
+        phase: str,
+        name: str,
+        held: dict[str, float],
+        *,
+        less: float = 0.0,
+        backbone_gradients: float | None = None,
+    ) -> Iterator[Moment]:
         """The moments of a pass; `less` is what it counts that `held` counts as weights."""
         unpacked = self._figures["policy/unpacked"]
         backbone, saved, head = (self._figures[f"{name}.{part}"] for part in ("backbone", "saved", "head"))
-        yield Moment(phase, **held, activations=backbone - less + unpacked)
+        in_decoder = held if backbone_gradients is None else held | {"gradients": backbone_gradients}
+        yield Moment(phase, **in_decoder, activations=backbone - less + unpacked)
         yield Moment(phase, **held, activations=saved - less, logits=head - saved)
-
-    def _optimizer_step(self) -> Moment:
-        figures = self._figures
-        gradients = [figures[f"{name}/gradients"] for name in ("policy", "critic")]
-        if self._args.use_cpu:
-            workspace = 2 * figures["policy/largest"]
-        else:
-            # On an accelerator all weights of a group are stepped at once, over a copy of the second moments.
-            workspace = max(gradients) / (self._sharding.processes if self._sharding.stage >= 1 else 1)
-        return Moment(
-            "optimizer step",
-            weights=self._weights,
-            gradients=sum(gradients) * self._copies,
-            optimizer=self._optimizer + workspace,
-        )

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from peft import LoraConfig
-from transformers import AutoConfig
-
 from alpaca_ppo.arguments import LoraArguments, ScriptArguments, parse_args
 from alpaca_ppo.config import PPOConfig
 from alpaca_ppo.fake_models import Figures, Models
 from alpaca_ppo.fake_passes import measure
 from alpaca_ppo.fitting import PASS_SETTINGS, Settings, fitting_changes
-from alpaca_ppo.memory_model import CAUSES, Moment, Sharding, sizes_of, spread
+from alpaca_ppo.memory_model import CAUSES, Moment, sizes_of, spread
+from alpaca_ppo.memory_shares import Shares
 from alpaca_ppo.model_construction import check_merge
-from alpaca_ppo.models import is_adapter, read_policy_adapter, read_reward_adapter
+from alpaca_ppo.models import read_reward_adapter
+from alpaca_ppo.planned_run import check_run, read_config, read_policy, sharding_of
 from alpaca_ppo.validation import REFERENCES, argument, check_types
 
 GIB = 2**30
@@ -70,11 +69,7 @@ class Planner:
 
     def __init__(self, script: PlanArguments, args: PPOConfig, *, lora: bool) -> None:
         trust = args.trust_remote_code
-        name = script.model_name_or_path
-        self._starting_adapter: LoraConfig | None = None
-        if is_adapter(name):
-            self._starting_adapter = read_policy_adapter(name)
-            name = self._starting_adapter.base_model_name_or_path or ""
+        policy, self._starting_adapter = read_policy("model_name_or_path", script.model_name_or_path, trust)
         check_merge(args, has_adapters=lora or self.starts_from_adapter)
         if args.reward_adapter is not None and not (lora or self.starts_from_adapter):
             raise ValueError(
@@ -86,16 +81,20 @@ class Planner:
                 f"model_name_or_path {script.model_name_or_path!r} is an adapter and use_peft asks for another; merge "
                 "the first into its base, or leave use_peft out"
             )
-        policy = read_config("model_name_or_path", name, trust)
+        reference, reference_lora = None, None
+        if args.reference not in REFERENCES:
+            reference, reference_lora = read_policy("reference", args.reference, trust)
         rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
         value = script.value_model_name_or_path
         self._models = Models(
             policy,
             value=None if value is None else read_config("value_model_name_or_path", value, trust),
-            reference=None if args.reference in REFERENCES else read_config("reference", args.reference, trust),
+            reference=reference,
+            reference_lora=reference_lora,
             rewards=tuple(rewards),
             reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
         )
+        self.sharding = sharding_of(script.num_processes, script.zero_stage, args, policy)
         self._measured: dict[str, Figures] = {}
 
     @property
@@ -104,14 +103,21 @@ class Planner:
         return self._starting_adapter is not None
 
     def figures(self, settings: Settings) -> Figures:
-        """What `fake_passes.measure` says of the run; the ZeRO stage does not matter."""
+        """What `fake_passes.measure` says of the run.
+
+        Raises:
+            ValueError: for settings that the run would refuse, and what `measure` raises.
+        """
         args = settings.args
-        key = repr((args, settings.lora, settings.sharding.processes))
+        check_run(args, settings.sharding.stage, self._models.policy)
+        zero = settings.sharding.stage > 0
+        # The stages differ in what they share out, not in the passes; without bf16 nor does DDP.
+        key = repr((args, settings.lora, settings.sharding.processes, zero and args.bf16))
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
             sizes = sizes_of(args, settings.sharding.processes)
             models = replace(self._models, lora=lora, starts_from_adapter=self.starts_from_adapter)
-            self._measured[key] = measure(models, args, sizes)
+            self._measured[key] = measure(models, args, sizes, zero=zero)
         return self._measured[key]
 
     def moments(self, settings: Settings) -> list[Moment]:
@@ -121,6 +127,10 @@ class Planner:
     def peak(self, settings: Settings) -> float:
         """The most bytes of all phases."""
         return max(moment.total for moment in self.moments(settings))
+
+    def offloaded(self, settings: Settings) -> float:
+        """Bytes of one process that DeepSpeed keeps in host memory."""
+        return Shares(self.figures(settings), settings.args, settings.sharding).offloaded
 
     def advice(self, settings: Settings, limit: float) -> dict[str, Any] | None:
         """The changes after which the peak is at most `limit` bytes, `peak` with them and what they save (`saves`);
@@ -155,21 +165,6 @@ def _without_passes(settings: Settings) -> str:
     return repr((args, settings.lora, settings.sharding))
 
 
-def read_config(field: str, name: str, trust_remote_code: bool) -> Any:
-    """The configuration of the model `name`, a folder or a hub id, that `field` of the run names.
-
-    Raises:
-        ValueError: when there is none.
-    """
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{field}: no configuration can be read from {name!r} ({error}); give an existing folder with config.json, "
-            "or a hub id within reach"
-        ) from error
-
-
 def plan(script: PlanArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
     """The plan as `--json` prints it: bytes of each phase by cause, the peak, peaks by ZeRO stage, and the fit.
 
@@ -177,27 +172,34 @@ def plan(script: PlanArguments, lora: LoraArguments, args: PPOConfig) -> dict[st
         ValueError: for models that cannot be read or do not go together with the settings.
     """
     planner = Planner(script, args, lora=lora.use_peft)
-    sharding = Sharding(script.num_processes, script.zero_stage)
+    sharding = planner.sharding
     settings = Settings(args, lora, sharding, planner.starts_from_adapter)
     moments = planner.moments(settings)
     peak = max(moments, key=lambda moment: moment.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
         "processes": script.num_processes,
-        "zero_stage": script.zero_stage,
+        "zero_stage": sharding.stage,
         "phases": [{**asdict(moment), "total": moment.total} for moment in moments],
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
     if script.num_processes > 1:
-        stages = {stage: replace(settings, sharding=Sharding(script.num_processes, stage)) for stage in range(4)}
-        result["peak_by_zero_stage"] = {str(stage): planner.peak(other) for stage, other in stages.items()}
+        result["peak_by_zero_stage"] = {str(other.sharding.stage): planner.peak(other) for other in _by_stage(settings)}
+    if offloaded := planner.offloaded(settings):
+        result["offloaded"] = offloaded
     if script.device_gib is not None:
         limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
         result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit, "advice": None}
         if not result["fits"]:
             result["advice"] = planner.advice(settings, limit)
     return result
+
+
+def _by_stage(settings: Settings) -> list[Settings]:
+    """The settings with each ZeRO stage that a run would take: not the third with 4 bits."""
+    last = 2 if settings.args.load_in_4bit else 3
+    return [replace(settings, sharding=settings.sharding.at(stage)) for stage in range(last + 1)]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -212,6 +214,8 @@ def table(result: dict[str, Any]) -> str:
     if "peak_by_zero_stage" in result:
         peaks = [f"{value / GIB:.2f} ({f'ZeRO {s}' if s != '0' else 'DDP'})" for s, value in _stages(result)]
         lines.append(f"on {result['processes']} processes: {', '.join(peaks)}")
+    if "offloaded" in result:
+        lines.append(f"in host memory: {result['offloaded'] / GIB:.2f} GiB of each process, beside that")
     return "\n".join([*lines, *_verdict(result)])
 
 

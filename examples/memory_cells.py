@@ -23,7 +23,8 @@ from transformers import (
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.fake_models import Models
 from alpaca_ppo.live_bytes import LiveBytes
-from alpaca_ppo.memory_model import Sharding, predict
+from alpaca_ppo.memory_model import predict
+from alpaca_ppo.memory_shares import Sharding
 from alpaca_ppo.plan import GIB, RESERVE_GIB
 
 LARGE = 10**9

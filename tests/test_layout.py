@@ -41,8 +41,9 @@ TIERS = (
     {"run_keeping"},
     {"trainer", "fake_models"},
     {"fake_passes"},
+    {"memory_shares"},
     {"memory_model"},
-    {"fitting"},
+    {"fitting", "planned_run"},
     {"plan"},
 )
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}

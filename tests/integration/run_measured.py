@@ -1,0 +1,34 @@
+"""A tiny run for `accelerate launch` that prints, as JSON, its measured peaks and what the planner says of them.
+
+Usage: run_measured.py OUTPUT_DIR STAGE LORA OVERRIDES; the last three are JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from alpaca_ppo.fake_models import Models  # noqa: E402
+from alpaca_ppo.memory_shares import Sharding  # noqa: E402
+from tests.test_plan import llama, lora, measured_peaks, predicted_peaks, settings  # noqa: E402
+
+
+def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:
+    """Measures two steps of a model of six million weights, then plans them."""
+    torch.set_num_threads(1)
+    config = llama(hidden_size=256, intermediate_size=768, num_hidden_layers=6)
+    args = settings(output_dir=output_dir, report_to=["none"], num_logged_rollouts=0, **json.loads(overrides))
+    peft_config = lora() if json.loads(with_lora) else None
+    measured = measured_peaks(args, peft_config, config)
+    sharding = Sharding(torch.distributed.get_world_size(), json.loads(stage), buckets=1 + (json.loads(stage) == 2))
+    if torch.distributed.get_rank() == 0:
+        predicted = predicted_peaks(Models(config, peft_config), args, sharding)
+        print("PEAKS", json.dumps({"measured": measured, "predicted": predicted}), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
