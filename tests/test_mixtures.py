@@ -110,13 +110,13 @@ def test_a_reward_adapter_of_layers_scores_and_one_of_experts_is_refused(tmp_pat
     classifier = get_peft_model(tiny_sequence_classifier("mixtral"), lora(task_type="SEQ_CLS"))
     classifier.save_pretrained(tmp_path / "reward")
     adapters = attach(tiny_causal_lm("mixtral"), lora())
-    model = AdapterClassifier(adapters, str(tmp_path / "reward"))
+    model = AdapterClassifier(adapters, str(tmp_path / "reward"), pad_token_id=None)
     assert model(IDS, torch.ones_like(IDS)).logits.isfinite().all()
     path = tmp_path / "reward/adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": ["q_proj", "w1", "w2", "w3"]}))
     adapters = attach(tiny_causal_lm("mixtral"), lora())
     with pytest.raises(ValueError, match=r"reward_adapter .*reward has target_parameters \['down_proj'"):
-        AdapterClassifier(adapters, str(tmp_path / "reward"))
+        AdapterClassifier(adapters, str(tmp_path / "reward"), pad_token_id=None)
     assert list(adapters.peft.peft_config) == [POLICY]
 
 
