@@ -56,17 +56,22 @@ def save_final(
     with write_folder_atomically(Path(folder) / "policy") as aside:
         _write_policy(aside, policy if adapters is None else adapters.peft, processing_class)
         write_model_card(aside, figures=figures, config=config, base_model=policy.config.name_or_path)
+    if actor_critic.critic is not None:
+        _save_value(Path(folder) / "value", actor_critic, processing_class)
+    # Last: it reads the base again, which is not the run's own.
     if merged and adapters is not None:
         save_merged(Path(folder) / "merged", adapters, processing_class)
-    critic = actor_critic.critic
-    if critic is None:
-        return
-    if critic.backbone is None and adapters is not None:
+
+
+def _save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any) -> None:
+    policy, critic = actor_critic.policy, actor_critic.critic
+    assert critic is not None
+    if critic.backbone is None and policy.adapters is not None:
         name = VALUE if critic.has_adapter else POLICY
-        save_value_adapter(Path(folder) / "value", adapters, name, critic.head, processing_class)
+        save_value_adapter(folder, policy.adapters, name, critic.head, processing_class)
         return
-    backbone: Any = policy.base_model if critic.backbone is None else critic.backbone
-    save_value_model(Path(folder) / "value", backbone, critic.head, processing_class)
+    backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
+    save_value_model(folder, backbone, critic.head, processing_class)
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
@@ -78,7 +83,8 @@ def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any)
 def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
     """Writes the whole policy with its adapter merged into the base, at least in float32, all or nothing.
 
-    Its logits are those of the adapter on the stored base (`merged_weights`), whatever precision the run held it in.
+    Its logits are those of the adapter on the base as it is stored, whatever precision the run held it in, unless
+    `merged_weights` warns that the base cannot be read again.
     """
     model = adapters.model
     config: Any = copy.deepcopy(model.config)

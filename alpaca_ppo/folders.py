@@ -124,7 +124,7 @@ def remove_folder(path: Path) -> None:
 def clean_leftovers(folder: StrPath) -> None:
     """Removes what killed processes left half written in `folder`, and puts back what they were about to replace.
 
-    To be called by one process before others look into `folder`.
+    To be called by one process while no other looks into `folder`.
     """
     for hidden in Path(folder).glob(".*"):
         for suffix in (_INCOMPLETE, _REPLACED):

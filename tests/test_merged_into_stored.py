@@ -107,7 +107,13 @@ def test_a_run_in_half_precision_leaves_a_policy_and_a_merged_model_that_agree(t
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [("gone", "cannot be read again"), ("other", "are not those that this run loaded"), ("less", "are not those")],
+    [
+        ("gone", "cannot be read again"),
+        ("damaged", "cannot be read again"),
+        ("nameless", "does not name its base"),
+        ("other", "are not those that this run loaded"),
+        ("less", "are not those"),
+    ],
 )
 def test_without_the_stored_base_the_loaded_one_is_merged_and_a_warning_says_so(change, reason, tmp_path):
     folder = tmp_path / "base"
@@ -115,8 +121,13 @@ def test_without_the_stored_base_the_loaded_one_is_merged_and_a_warning_says_so(
     adapters = stirred(load_causal_lm(str(folder), dtype=torch.bfloat16))
     rounded = loaded(folder, torch.bfloat16).float()
     adapters.peft.save_pretrained(tmp_path / "policy")
-    shutil.rmtree(folder)
-    if change != "gone":
+    if change == "nameless":
+        adapters.model.config.name_or_path = ""
+    elif change == "damaged":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100])
+    else:
+        shutil.rmtree(folder)
+    if change in ("other", "less"):
         other = {"other": {"seed": 5}, "less": {"num_hidden_layers": 1}}[change]
         tiny_causal_lm("llama", **other).save_pretrained(folder)
     with pytest.warns(UserWarning, match=rf"{reason}.*: the merged model is .* on the base rounded to torch.bfloat16"):

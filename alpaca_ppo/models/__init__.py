@@ -37,7 +37,6 @@ from alpaca_ppo.models.references import (
     Reference,
     frozen_copy,
     frozen_start,
-    without_adapters,
 )
 from alpaca_ppo.models.reward_adapter import AdapterClassifier
 
@@ -75,7 +74,6 @@ __all__ = [
     "put_adapter",
     "read_policy_adapter",
     "read_reward_adapter",
-    "without_adapters",
     "write_critic",
     "write_critic_adapter",
 ]

@@ -122,22 +122,24 @@ class AdapterSet:
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
+        tensors = load_file(weights_file("reward_adapter", folder))
         try:
             # As PEFT reads it on this base: names of earlier versions may be the parameters of experts now.
             lora_config(config, f"reward_adapter {folder}")
+            self._fill(name, folder, {key: value for key, value in tensors.items() if not is_head(key)})
         except ValueError:
             self.peft.delete_adapter(name)
             raise
-        tensors = load_file(weights_file("reward_adapter", folder))
+        return next(value for key, value in tensors.items() if is_head(key))
+
+    def _fill(self, name: str, folder: str, given: dict[str, Tensor]) -> None:
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
-        given = {key: value for key, value in tensors.items() if not is_head(key)}
         if different := sorted(expected ^ set(given)):
             raise ValueError(
                 f"the adapter in {folder} does not fit {type(self.model).__name__}: they differ in "
                 f"{', '.join(different[:3])}; give an adapter that was trained on this base model"
             )
         set_peft_model_state_dict(self.peft, given, adapter_name=name)
-        return next(value for key, value in tensors.items() if is_head(key))
 
     def describe(self) -> str:
         """The policy adapter's settings that decide its numbers."""

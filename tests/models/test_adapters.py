@@ -23,8 +23,8 @@ from alpaca_ppo.models import (
     load_causal_lm,
     loading,
     merged_weights,
-    without_adapters,
 )
+from alpaca_ppo.models.references import without_adapters
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier
 
 QUERIES = torch.tensor([[0, 5, 9], [6, 7, 8]])
@@ -341,8 +341,10 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     tensors = load_file(path)
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, path)
+    adapters = attach(tiny_causal_lm("llama"), lora())
     with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: they differ in .*lora_A"):
-        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path), pad_token_id=PAD)
+        AdapterClassifier(adapters, str(tmp_path), pad_token_id=PAD)
+    assert list(adapters.peft.peft_config) == [POLICY]
 
 
 def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
