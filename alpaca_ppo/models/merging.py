@@ -88,15 +88,13 @@ def _stored(model: PreTrainedModel, base: dict[str, Tensor]) -> dict[str, Tensor
     none.
     """
     name, half = model.config.name_or_path, {tensor.dtype for tensor in base.values()} & set(_HALF)
-    if not half:
+    # A base in memory that names no other is itself the stored one.
+    if not half or not name:
         return {}
     what = (
         "the merged model is the adapter on the base rounded to "
         f"{' and '.join(sorted(map(str, half)))}, and differs from final/policy on the stored base"
     )
-    if not name:
-        warnings.warn(f"the model in memory does not name its base (config.name_or_path): {what}", stacklevel=2)
-        return {}
     try:
         # What the run has loaded lies on this disk; another revision of it would not be this base.
         source = type(model).from_pretrained(name, dtype=torch.float32, use_safetensors=True, local_files_only=True)
