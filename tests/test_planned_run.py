@@ -112,7 +112,6 @@ def test_adapters_that_name_layers_by_number_are_planned():
     [
         {"target_modules": ["q_proj"], "layers_to_transform": [3]},
         {"target_modules": r".*layers\.3\..*q_proj"},
-        {"target_modules": ["q_proj"], "rank_pattern": {"layers.3.self_attn.q_proj": 16}},
     ],
 )
 def test_other_ways_to_choose_layers_are_seen(choice):
