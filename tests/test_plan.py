@@ -116,6 +116,7 @@ def fresh_state():
     [
         (False, {"reference": "copy"}),
         (False, {"reference": "copy", "gradient_checkpointing": True}),
+        (False, {"reference": "copy_offloaded", "critic_layout": "shared"}),
         (False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
         (False, {"reference": "copy", "bf16": True}),
         (False, {"critic_layout": "shared"}),
@@ -330,10 +331,22 @@ def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
 
 
 def test_an_offloaded_reference_is_there_in_its_own_pass_alone():
-    args = settings(reference="copy_offloaded")
     found = figures_of_one_gib() | {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
-    weights = {m.phase: m.weights for m in spread(found, args, Sharding())}
-    assert weights == dict.fromkeys(PHASES, 2.0) | {"log-probs": 3.0}
+
+    def weights(**overrides: Any) -> dict[str, float]:
+        args = settings(reference="copy_offloaded", **overrides)
+        return {m.phase: m.weights for m in spread(found, args, Sharding())}
+
+    assert weights(use_cpu=False) == dict.fromkeys(PHASES, 2.0) | {"log-probs": 3.0}
+    # On a CPU, host memory is the device's.
+    assert weights() == dict.fromkeys(PHASES, 3.0)
+
+
+def test_offloading_is_not_offered_where_host_memory_is_the_device_s():
+    assert cheapest(settings(use_cpu=False), lambda s: s.args.reference == "copy_offloaded") == [
+        "reference: copy_offloaded"
+    ]
+    assert cheapest(settings(), lambda s: s.args.reference == "copy_offloaded") is None
 
 
 def test_four_bits_shrink_the_linear_layers_of_the_base():
@@ -416,7 +429,8 @@ def cheapest(settings_before: PPOConfig, fits: Any, *, use_peft: bool = False, p
 
 
 def test_changes_are_joined_where_none_is_enough_alone_and_none_of_them_is_idle():
-    labels = cheapest(settings(), lambda s: s.args.gradient_checkpointing and s.args.reference == "copy_offloaded")
+    before = settings(use_cpu=False)
+    labels = cheapest(before, lambda s: s.args.gradient_checkpointing and s.args.reference == "copy_offloaded")
     assert labels == ["gradient_checkpointing: true", "reference: copy_offloaded"]
 
 
@@ -452,8 +466,8 @@ def test_lora_brings_no_copy_of_the_reference():
         return s.lora.use_peft and not s.args.reference.startswith("copy") and s.args.gradient_checkpointing
 
     with_checkpointing = "gradient_checkpointing: true"
-    assert cheapest(settings(), fits) == [with_checkpointing, "use_peft: true"]
-    assert cheapest(settings(reference="copy"), fits) == [
+    assert cheapest(settings(use_cpu=False), fits) == [with_checkpointing, "use_peft: true"]
+    assert cheapest(settings(reference="copy", use_cpu=False), fits) == [
         with_checkpointing,
         "use_peft: true, reference: adapter_off",
     ]
@@ -490,7 +504,7 @@ def test_a_starting_adapter_has_the_options_of_lora():
         assert labels(options(reference=copied), lambda s: s.args.reference == "adapter_off") == [
             "reference: adapter_off"
         ]
-    assert labels(options(), lambda s: s.args.reference == "copy_offloaded") is None
+    assert labels(options(use_cpu=False), lambda s: s.args.reference == "copy_offloaded") is None
     assert labels(options(), lambda s: s.args.dtype == "bfloat16") == ["dtype: bfloat16"]
     assert labels(options(), lambda s: s.lora.use_peft) is None
     assert labels(options(use_cpu=False), lambda s: s.args.load_in_4bit) == [
