@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -37,7 +37,7 @@ class Models:
     lora: LoraConfig | None = None
     value: Any = None
     reference: Any = None
-    reference_lora: LoraConfig | None = None
+    reference_adapter: PeftConfig | None = None
     rewards: tuple[Any, ...] = ()
     reward_lora: LoraConfig | None = None
     starts_from_adapter: bool = False
@@ -46,8 +46,8 @@ class Models:
     @property
     def names_layers(self) -> bool:
         """Whether an adapter chooses layers by their numbers: a model of few layers may have none of them."""
-        adapters = [a for a in (self.lora, self.reference_lora, self.reward_lora) if a is not None]
-        return any(_names_layers(adapter) for adapter in adapters)
+        adapters = (self.lora, self.reference_adapter, self.reward_lora)
+        return any(_names_layers(adapter) for adapter in adapters if isinstance(adapter, LoraConfig))
 
     def depths(self, args: PPOConfig) -> dict[str, int]:
         """Decoder layers of each model, by the first part of its figures' names."""
@@ -114,8 +114,9 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
         _add_frozen(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args)
-        if models.reference_lora is not None:
-            other = inject_adapter_in_model(copy.deepcopy(models.reference_lora), other)
+        if models.reference_adapter is not None:
+            with torch.device("meta"):
+                other = inject_adapter_in_model(copy.deepcopy(models.reference_adapter), other)
         reference = make_reference(actor_critic, other, replace(args, reference="auto"))
     else:
         reference = make_reference(actor_critic, None, args)
