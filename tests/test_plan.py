@@ -633,7 +633,7 @@ def test_a_model_that_reads_its_tensors_is_refused(monkeypatch):
         raise RuntimeError("data-dependent")
 
     monkeypatch.setattr("alpaca_ppo.fake_passes.choose_tokens", reads)
-    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be run without weights .data-dependent."):
+    with pytest.raises(ValueError, match="model_name_or_path: Llama cannot be run without weights .data-dependent."):
         measure(Models(llama()), settings(), sizes_of(settings(), 1))
 
 
