@@ -4,6 +4,7 @@ Built by the code that builds a run's models, from their configurations alone, a
 """
 
 import copy
+import math
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -36,7 +37,7 @@ class Models:
     lora: LoraConfig | None = None
     value: Any = None
     reference: Any = None
-    reference_lora: LoraConfig | None = None
+    reference_adapter: PeftConfig | None = None
     rewards: tuple[Any, ...] = ()
     reward_lora: LoraConfig | None = None
     starts_from_adapter: bool = False
@@ -44,9 +45,9 @@ class Models:
 
     @property
     def names_layers(self) -> bool:
-        """Whether an adapter is in some layers alone, or not the same in all: two layers say nothing of the others."""
-        adapters = [a for a in (self.lora, self.reference_lora, self.reward_lora) if a is not None]
-        return any(_names_layers(adapter) for adapter in adapters)
+        """Whether an adapter chooses layers by their numbers: a model of few layers may have none of them."""
+        adapters = (self.lora, self.reference_adapter, self.reward_lora)
+        return any(_names_layers(adapter) for adapter in adapters if isinstance(adapter, LoraConfig))
 
     def depths(self, args: PPOConfig) -> dict[str, int]:
         """Decoder layers of each model, by the first part of its figures' names."""
@@ -59,7 +60,7 @@ class Models:
 def _names_layers(adapter: LoraConfig) -> bool:
     if adapter.layers_to_transform is not None:
         return True
-    for modules in (adapter.target_modules, adapter.exclude_modules, adapter.rank_pattern):
+    for modules in (adapter.target_modules, adapter.exclude_modules):
         # A pattern may write the numbers in many ways.
         patterns = [modules] if isinstance(modules, str) else []
         if any(re.search(r"\d", pattern) for pattern in patterns):
@@ -105,16 +106,17 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     policy = _language_model(models.policy, layers, args)
     # What acts on real weights alone: 4 bits are arithmetic here, and a reward adapter has more layers than this model.
     made = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
-    # DoRA reads the base's weights as it starts: it has to be where they are.
+    # DoRA reads the base's weights as it starts: it has to be where they are. Adapters of all layers are no small part.
     reads = any(lora is not None and lora.use_dora for lora in (models.lora, models.reward_lora))
-    where: Any = torch.device("meta") if reads else nullcontext()
+    where: Any = torch.device("meta") if reads or layers is None else nullcontext()
     with where:
         actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), made)
         _add_frozen(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args)
-        if models.reference_lora is not None:
-            other = inject_adapter_in_model(copy.deepcopy(models.reference_lora), other)
+        if models.reference_adapter is not None:
+            with torch.device("meta"):
+                other = inject_adapter_in_model(copy.deepcopy(models.reference_adapter), other)
         reference = make_reference(actor_critic, other, replace(args, reference="auto"))
     else:
         reference = make_reference(actor_critic, None, args)
@@ -192,6 +194,20 @@ def weight_figures(run: FakeRun, args: PPOConfig) -> Figures:
         found["policy/unpacked"] = max(2.0 * weight.numel() for weight in packed)
     rewards = {f"reward{i}/weights": size_of([*m.parameters(), *m.buffers()]) for i, m in enumerate(run.rewards)}
     return found | rewards
+
+
+def extrapolated(one: Figures, two: Figures, depths: dict[str, int]) -> Figures:
+    """Figures at `depths`, of those with one and two layers, where all layers are like the second."""
+    return {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
+
+
+def layers_are_alike(models: Models, args: PPOConfig) -> bool:
+    """Whether two layers tell the weights of all: not where some have experts and others none, or an adapter has
+    another rank in some.
+    """
+    one, two, whole = (weight_figures(build(models, args, layers=layers), args) for layers in (1, 2, None))
+    told = extrapolated(one, two, models.depths(args))
+    return all(math.isclose(told[name], figure) for name, figure in whole.items())
 
 
 def size_of(tensors: Any) -> float:

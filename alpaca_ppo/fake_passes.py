@@ -1,27 +1,36 @@
 """The passes of a PPO step over fake tensors: the most that each holds in memory, to the byte, for any architecture.
 
-Run with one and with two decoder layers; every figure is linear in their number. A response is taken to be as long as
-it may be. Left out: models whose passes depend on the values of tensors, such as mixtures of experts.
+Run with one and with two decoder layers, where every figure is linear in their number, else with all. A response is
+taken to be as long as it may be. Left out: models whose passes depend on the values of tensors.
 """
 
 import inspect
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, PreTrainedModel, masking_utils
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from alpaca_ppo.batching import PackedRows, position_ids
 from alpaca_ppo.config import PPOConfig
-from alpaca_ppo.fake_models import FakeRun, Figures, Models, build, make_fake, weight_figures
+from alpaca_ppo.fake_kernels import experts_of_any_dtype, one_sequence_a_row
+from alpaca_ppo.fake_models import (
+    FakeRun,
+    Figures,
+    Models,
+    build,
+    extrapolated,
+    layers_are_alike,
+    make_fake,
+    weight_figures,
+)
 from alpaca_ppo.generation.cache import decode_cache
 from alpaca_ppo.generation.choosing import choose_tokens
 from alpaca_ppo.live_bytes import LiveBytes
@@ -63,16 +72,10 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
     Raises:
         ValueError: when a model cannot be run on fake tensors, or models do not go together.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _named_errors(models):
         # transformers' own deprecations, which the run itself will show.
         warnings.simplefilter("ignore")
-        half = zero and args.bf16
-        if models.names_layers:
-            one = found = _measure(models, args, sizes, None, half=half)
-            found |= {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
-        else:
-            one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
-            found = _extrapolated(one, two, models.depths(args))
+        one, found = _at_full_depth(models, args, sizes, half=zero and args.bf16)
     plain = args.generation_backend == "generate"
     columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
     found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
@@ -81,37 +84,37 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
     return found | {name: one[name] for name in one if name.endswith(".tail")}
 
 
-def _extrapolated(one: Figures, two: Figures, depths: dict[str, int]) -> Figures:
-    found = {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
-    layer = two["policy/weights"] - one["policy/weights"]
-    return found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
+def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool) -> tuple[Figures, Figures]:
+    """Figures with one decoder layer where there are any (else with all), and with all."""
+    if not models.names_layers and layers_are_alike(models, args):
+        one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
+        found, layer = extrapolated(one, two, models.depths(args)), two["policy/weights"] - one["policy/weights"]
+        return one, found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
+    found = _measure(models, args, sizes, None, half=half)
+    # One layer may be most of the weights.
+    whole = found | {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
+    return found if models.names_layers else _measure(models, args, sizes, 1, half=half), whole
 
 
 def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Figures:
-    name = type(models.policy).__name__.removesuffix("Config")
+    run = build(models, args, layers=layers, half=half)
+    found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(run, mode)
+    with experts_of_any_dtype(), mode, LiveBytes(_ANSWERS) as live:
+        passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
+        return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
+
+
+@contextmanager
+def _named_errors(models: Models) -> Iterator[None]:
     try:
-        run = build(models, args, layers=layers, half=half)
-        found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
-        make_fake(run, mode)
-        name = type(run.actor_critic.policy.model).__name__
-        with mode, LiveBytes(_ANSWERS) as live:
-            passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
-            return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
+        yield
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        name = type(models.policy).__name__.removesuffix("Config")
         raise ValueError(
             f"model_name_or_path: {name} cannot be run without weights "
             f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
         ) from error
-
-
-def _one_sequence_a_row() -> Any:
-    """Inside, models that get no mask take each row for one sequence, as they do in a run.
-
-    transformers reads it off the position ids, but of fake tensors it assumes several, and makes a mask of all pairs of
-    tokens (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). To go when it
-    takes fake tensors for what they are.
-    """
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
@@ -146,7 +149,7 @@ class _Passes:
         for i, reward in enumerate(run.rewards):
             found[f"reward{i}/score"] = self._score(reward)
         found["policy/score"] = self._score_with_adapter(run.actor_critic.policy) if with_reward_adapter else 0.0
-        with _one_sequence_a_row():
+        with one_sequence_a_row():
             found |= self._evaluate(run)
             return found | self._train(run.actor_critic)
 

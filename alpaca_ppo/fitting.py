@@ -112,7 +112,7 @@ def _reference(settings: Settings) -> Iterator[Option]:
     if settings.has_adapters:
         if choice.startswith("copy"):
             yield "reference: adapter_off", _with(settings, reference="adapter_off")
-    elif choice in ("auto", "copy"):
+    elif choice in ("auto", "copy") and not settings.args.use_cpu:
         yield "reference: copy_offloaded", _with(settings, reference="copy_offloaded")
 
 

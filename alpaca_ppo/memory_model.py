@@ -133,7 +133,7 @@ class _Step:
         if self._sharding.stage == 3:
             # DeepSpeed keeps what the policy's pass has gathered; the critic's comes and goes by layers.
             return shares.gathered("policy") + (shares.gathered("reference") if name == "reference" else 0.0)
-        return reference if name == "reference" and self._args.reference == "copy_offloaded" else 0.0
+        return reference if name == "reference" and shares.reference_on_host else 0.0
 
     def _backward(self) -> Iterator[Moment]:
         figures, shares = self._figures, self._shares

@@ -62,6 +62,8 @@ class Shares:
         self._stage, self._count = sharding.stage, sharding.processes
         # On a CPU, host memory is the device's.
         self._state_on_host = sharding.offload_optimizer and self._stage > 0 and not args.use_cpu
+        self.reference_on_host = args.reference == "copy_offloaded" and not args.use_cpu
+        """Whether a copied reference is on the device for its own pass alone."""
         self._weights_on_host = sharding.offload_weights and self._stage == 3 and not args.use_cpu
         self._gradients = {name: figures[f"{name}/gradients"] for name in ("policy", "critic")}
         # In float32, whatever the precision of the weights.
@@ -78,8 +80,8 @@ class Shares:
 
     @property
     def _whole_weights(self) -> float:
-        figures, offloaded = self._figures, self._args.reference == "copy_offloaded"
-        names = ["policy", "critic", *([] if offloaded else ["reference"])]
+        figures = self._figures
+        names = ["policy", "critic", *([] if self.reference_on_host else ["reference"])]
         names += [name.split("/")[0] for name in figures if name.startswith("reward") and name.endswith("/weights")]
         return sum(figures[f"{name}/weights"] for name in names)
 

@@ -20,7 +20,7 @@ from alpaca_ppo.memory_model import CAUSES, Moment, sizes_of, spread
 from alpaca_ppo.memory_shares import Shares
 from alpaca_ppo.model_construction import check_merge
 from alpaca_ppo.models import read_reward_adapter
-from alpaca_ppo.planned_run import check_run, read_config, read_policy, sharding_of
+from alpaca_ppo.planned_run import check_run, read_config, read_policy, read_reference, sharding_of
 from alpaca_ppo.validation import REFERENCES, argument, check_types
 
 GIB = 2**30
@@ -69,7 +69,7 @@ class Planner:
 
     def __init__(self, script: PlanArguments, args: PPOConfig, *, lora: bool) -> None:
         trust = args.trust_remote_code
-        policy, self._starting_adapter = read_policy("model_name_or_path", script.model_name_or_path, trust)
+        policy, self._starting_adapter = read_policy(script.model_name_or_path, trust)
         check_merge(args, has_adapters=lora or self.starts_from_adapter)
         if args.reward_adapter is not None and not (lora or self.starts_from_adapter):
             raise ValueError(
@@ -81,16 +81,16 @@ class Planner:
                 f"model_name_or_path {script.model_name_or_path!r} is an adapter and use_peft asks for another; merge "
                 "the first into its base, or leave use_peft out"
             )
-        reference, reference_lora = None, None
+        reference, reference_adapter = None, None
         if args.reference not in REFERENCES:
-            reference, reference_lora = read_policy("reference", args.reference, trust)
+            reference, reference_adapter = read_reference(args.reference, trust)
         rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
         value = script.value_model_name_or_path
         self._models = Models(
             policy,
             value=None if value is None else read_config("value_model_name_or_path", value, trust),
             reference=reference,
-            reference_lora=reference_lora,
+            reference_adapter=reference_adapter,
             rewards=tuple(rewards),
             reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from transformers import AutoConfig
 
 from alpaca_ppo.config import PPOConfig
@@ -35,16 +35,35 @@ def read_config(field: str, name: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def read_policy(field: str, name: str, trust_remote_code: bool) -> tuple[Any, LoraConfig | None]:
-    """The configuration of the language model `name`, and that of its adapter where it is one.
+def read_policy(name: str, trust_remote_code: bool) -> tuple[Any, LoraConfig | None]:
+    """The configuration of the policy `name`, a language model, and that of its adapter where it is one.
 
     Raises:
         ValueError: as `read_config`, and what `read_policy_adapter` raises.
     """
+    field = "model_name_or_path"
     if not is_adapter(name):
         return read_config(field, name, trust_remote_code), None
     adapter = read_policy_adapter(name)
     return read_config(field, adapter.base_model_name_or_path or "", trust_remote_code), adapter
+
+
+def read_reference(name: str, trust_remote_code: bool) -> tuple[Any, PeftConfig | None]:
+    """The configuration of the reference `name`, and that of its adapter where it is one: of any kind, since
+    transformers loads it and nothing trains it.
+
+    Raises:
+        ValueError: as `read_config`; for an adapter that does not name its base.
+    """
+    if not is_adapter(name):
+        return read_config("reference", name, trust_remote_code), None
+    adapter = PeftConfig.from_pretrained(name)
+    if not adapter.base_model_name_or_path:
+        raise ValueError(
+            f"reference {name!r} is an adapter that names no base (base_model_name_or_path in its adapter_config.json);"
+            " write the base's folder or hub id there"
+        )
+    return read_config("reference", adapter.base_model_name_or_path, trust_remote_code), adapter
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig, config: Any) -> Sharding:
@@ -79,9 +98,15 @@ def sharding_of(processes: int, stage: int, args: PPOConfig, config: Any) -> Sha
 
 def _read_json(file: str) -> Any:
     try:
-        return json.loads(Path(file).read_text(encoding="utf-8"))
+        written = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"deepspeed is {file!r}, which is no readable JSON file ({error})") from error
+    if not isinstance(written, dict):
+        raise ValueError(
+            f"deepspeed {file!r} holds {str(written)[:50]}; write an object of settings there, such as those in "
+            "examples/deepspeed_configs"
+        )
+    return written
 
 
 def _zero_settings(written: Any, processes: int, args: PPOConfig, config: Any) -> Mapping[str, Any]:

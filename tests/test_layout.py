@@ -39,7 +39,7 @@ TIERS = (
     {"preflight", "run_identity", "resume_point"},
     {"construction", "model_construction", "optimization"},
     {"run_keeping"},
-    {"trainer", "fake_models"},
+    {"trainer", "fake_models", "fake_kernels"},
     {"fake_passes"},
     {"memory_shares"},
     {"memory_model"},

@@ -139,6 +139,16 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), (ratios, predicted, measured)
 
 
+def test_an_offloaded_reference_stays_where_it_is_on_a_cpu(tmp_path, fresh_state):
+    """It is a seventh of what the update takes."""
+    AcceleratorState._reset_state(True)
+    how = {"reference": "copy_offloaded", "critic_layout": "shared"}
+    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **how)
+    predicted, measured = predicted_peaks(Models(llama()), args, Sharding()), measured_peaks(args, None)
+    ratios = {name: predicted[name] / measured[name] for name in predicted}
+    assert all(0.95 < ratio < 1.1 for ratio in ratios.values()), (ratios, predicted, measured)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_long_sequences_train_without_a_mask_of_all_pairs(tmp_path, fresh_state, recomputed):
     """At 1056 tokens a mask (L, L) is a third of the whole; a real pass has none."""
@@ -330,10 +340,22 @@ def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
 
 
 def test_an_offloaded_reference_is_there_in_its_own_pass_alone():
-    args = settings(reference="copy_offloaded")
     found = figures_of_one_gib() | {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
-    weights = {m.phase: m.weights for m in spread(found, args, Sharding())}
-    assert weights == dict.fromkeys(PHASES, 2.0) | {"log-probs": 3.0}
+
+    def weights(**overrides: Any) -> dict[str, float]:
+        args = settings(reference="copy_offloaded", **overrides)
+        return {m.phase: m.weights for m in spread(found, args, Sharding())}
+
+    assert weights(use_cpu=False) == dict.fromkeys(PHASES, 2.0) | {"log-probs": 3.0}
+    # On a CPU, host memory is the device's.
+    assert weights() == dict.fromkeys(PHASES, 3.0)
+
+
+def test_offloading_is_not_offered_where_host_memory_is_the_device_s():
+    assert cheapest(settings(use_cpu=False), lambda s: s.args.reference == "copy_offloaded") == [
+        "reference: copy_offloaded"
+    ]
+    assert cheapest(settings(), lambda s: s.args.reference == "copy_offloaded") is None
 
 
 def test_four_bits_shrink_the_linear_layers_of_the_base():
@@ -416,7 +438,8 @@ def cheapest(settings_before: PPOConfig, fits: Any, *, use_peft: bool = False, p
 
 
 def test_changes_are_joined_where_none_is_enough_alone_and_none_of_them_is_idle():
-    labels = cheapest(settings(), lambda s: s.args.gradient_checkpointing and s.args.reference == "copy_offloaded")
+    before = settings(use_cpu=False)
+    labels = cheapest(before, lambda s: s.args.gradient_checkpointing and s.args.reference == "copy_offloaded")
     assert labels == ["gradient_checkpointing: true", "reference: copy_offloaded"]
 
 
@@ -452,8 +475,8 @@ def test_lora_brings_no_copy_of_the_reference():
         return s.lora.use_peft and not s.args.reference.startswith("copy") and s.args.gradient_checkpointing
 
     with_checkpointing = "gradient_checkpointing: true"
-    assert cheapest(settings(), fits) == [with_checkpointing, "use_peft: true"]
-    assert cheapest(settings(reference="copy"), fits) == [
+    assert cheapest(settings(use_cpu=False), fits) == [with_checkpointing, "use_peft: true"]
+    assert cheapest(settings(reference="copy", use_cpu=False), fits) == [
         with_checkpointing,
         "use_peft: true, reference: adapter_off",
     ]
@@ -490,7 +513,7 @@ def test_a_starting_adapter_has_the_options_of_lora():
         assert labels(options(reference=copied), lambda s: s.args.reference == "adapter_off") == [
             "reference: adapter_off"
         ]
-    assert labels(options(), lambda s: s.args.reference == "copy_offloaded") is None
+    assert labels(options(use_cpu=False), lambda s: s.args.reference == "copy_offloaded") is None
     assert labels(options(), lambda s: s.args.dtype == "bfloat16") == ["dtype: bfloat16"]
     assert labels(options(), lambda s: s.lora.use_peft) is None
     assert labels(options(use_cpu=False), lambda s: s.args.load_in_4bit) == [
@@ -610,7 +633,7 @@ def test_a_model_that_reads_its_tensors_is_refused(monkeypatch):
         raise RuntimeError("data-dependent")
 
     monkeypatch.setattr("alpaca_ppo.fake_passes.choose_tokens", reads)
-    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be run without weights .data-dependent."):
+    with pytest.raises(ValueError, match="model_name_or_path: Llama cannot be run without weights .data-dependent."):
         measure(Models(llama()), settings(), sizes_of(settings(), 1))
 
 

@@ -78,6 +78,12 @@ def test_a_deepspeed_file_that_is_none_is_refused(folder, tmp_path):
         planned("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "none.json"))
 
 
+def test_a_deepspeed_file_without_settings_is_refused(folder, tmp_path):
+    (tmp_path / "list.json").write_text("[3]")
+    with pytest.raises(ValueError, match=r"deepspeed .*list.json' holds \[3\]; write an object of settings"):
+        planned("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "list.json"))
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -112,7 +118,6 @@ def test_adapters_that_name_layers_by_number_are_planned():
     [
         {"target_modules": ["q_proj"], "layers_to_transform": [3]},
         {"target_modules": r".*layers\.3\..*q_proj"},
-        {"target_modules": ["q_proj"], "rank_pattern": {"layers.3.self_attn.q_proj": 16}},
     ],
 )
 def test_other_ways_to_choose_layers_are_seen(choice):
@@ -127,6 +132,23 @@ def test_a_reference_that_is_an_adapter_is_its_base_with_it(folder, tmp_path):
     adapter, copy = (planned(*flags, choice)["phases"][0] for choice in (str(tmp_path / "adapter"), "copy"))
     # Rank 8 of 128 + 128 in four layers, 4 bytes.
     assert adapter["weights"] - copy["weights"] == 4 * 8 * 256 * 4
+
+
+@pytest.mark.parametrize("kind", [{"bias": "all"}, {"use_dora": True}, {"layers_to_transform": [3]}])
+def test_a_reference_adapter_need_not_be_one_that_trains(folder, tmp_path, kind):
+    config = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM", base_model_name_or_path=folder, **kind)
+    config.save_pretrained(str(tmp_path / "adapter"))
+    flags = ("--model_name_or_path", folder, *FLAGS, "--reference")
+    adapter, copy = (planned(*flags, choice)["phases"][0] for choice in (str(tmp_path / "adapter"), "copy"))
+    # Rank 8 of 128 + 128, and DoRA's 128 magnitudes, in four layers or one, 4 bytes.
+    elements = {"bias": 4 * 8 * 256, "use_dora": 4 * (8 * 256 + 128), "layers_to_transform": 8 * 256}[next(iter(kind))]
+    assert adapter["weights"] - copy["weights"] == elements * 4
+
+
+def test_a_reference_adapter_without_a_base_is_refused_as_one(folder, tmp_path):
+    LoraConfig(r=8, target_modules=["q_proj"]).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"reference .*adapter' is an adapter that names no base \(.*write the base's"):
+        planned("--model_name_or_path", folder, *FLAGS, "--reference", str(tmp_path / "adapter"))
 
 
 def test_a_model_that_is_no_language_model_is_refused_by_type():

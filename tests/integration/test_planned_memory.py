@@ -14,24 +14,19 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("config", "stage", "lora", "overrides", "most"),
+    ("config", "stage", "lora", "overrides", "least", "most"),
     [
-        ("ddp", 0, False, FULL, 1.1),
-        ("zero1", 1, False, FULL, 1.1),
-        ("zero1", 1, False, {**FULL, "bf16": True}, 1.1),
-        ("zero2", 2, False, {**FULL, "step_per_device_batch_size": 1}, 1.1),
-        ("zero2", 2, False, {**FULL, "bf16": True}, 1.1),
-        ("zero2", 2, True, {"critic_layout": "adapter", "bf16": True}, 1.1),
-        ("zero3", 3, False, FULL, 1.15),
-        ("zero3", 3, False, {**FULL, "bf16": True, "ds3_gather_for_generation": False}, 1.15),
-        ("zero3", 3, True, ADAPTERS, 1.15),
-        # DeepSpeed may keep all that a pass gathered, and here does not.
-        ("zero3", 3, False, {"critic_layout": "shared"}, 1.3),
+        ("ddp", 0, False, FULL, 0.9, 1.1),
+        ("zero1", 1, False, {**FULL, "bf16": True}, 0.9, 1.1),
+        ("zero2", 2, False, {**FULL, "step_per_device_batch_size": 1}, 0.9, 1.1),
+        ("zero2", 2, True, {"critic_layout": "adapter", "bf16": True}, 0.9, 1.1),
+        ("zero3", 3, False, FULL, 0.99, 1.15),
+        ("zero3", 3, True, ADAPTERS, 0.99, 1.15),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_a_process_takes_what_the_plan_says(
-    tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any], most: float
+    tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any], least: float, most: float
 ):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     command += ["--config_file", f"examples/accelerate_configs/{config}.yaml", "tests/integration/run_measured.py"]
@@ -42,4 +37,4 @@ def test_a_process_takes_what_the_plan_says(
     peaks = json.loads(line.removeprefix("PEAKS "))
     ratios = {name: peaks["predicted"][name] / peaks["measured"][name] for name in peaks["measured"]}
     print(config, overrides, ratios)
-    assert all(0.9 < ratio < most for ratio in ratios.values()), (ratios, peaks)
+    assert all(least < ratio < most for ratio in ratios.values()), (ratios, peaks)
