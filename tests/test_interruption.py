@@ -38,6 +38,14 @@ STOPPED = {"target_kl_stop": 1e-4, "critic_warmup_steps": 1, "ppo_epochs": 3, "c
 LORA = {"critic_layout": "adapter", "adv_estimator": "grpo", "num_return_sequences": 2}
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """Also where the tests themselves run in the background, whose shell lets SIGINT be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class LongFirst(PPOTrainer):
     """Adds a key to the rollouts, and lets it weigh in the loss, with noise of its own."""
 
