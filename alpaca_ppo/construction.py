@@ -171,7 +171,7 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
         ValueError: when nothing stops a response, prompt and response may be longer than the model's positions, or the
             tokenizer has tokens that the model has not.
     """
-    check_positions(policy, args)
+    check_positions(policy.config, args)
     check_token_ids(policy, processing_class)
     stop = resolve_stop_tokens(processing_class, policy.generation_config)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())

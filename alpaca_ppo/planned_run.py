@@ -5,7 +5,6 @@ that need no weights.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from peft import LoraConfig, PeftConfig
@@ -134,8 +133,7 @@ def check_run(args: PPOConfig, stage: int, config: Any) -> None:
         ValueError: for prompts and responses longer than the policy's positions, and for 4 bits under ZeRO 3 or on a
             CPU.
     """
-    policy: Any = SimpleNamespace(config=config)
-    check_positions(policy, args)
+    check_positions(config, args)
     check_four_bit(stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError(

@@ -45,14 +45,14 @@ def check_places(args: PPOConfig) -> None:
         raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; name a folder")
 
 
-def check_positions(policy: PreTrainedModel, args: PPOConfig) -> None:
-    """Checks that prompt and response fit the model.
+def check_positions(config: Any, args: PPOConfig) -> None:
+    """Checks that prompt and response fit the policy that has `config`, of transformers.
 
     Raises:
         ValueError: when they may be longer than its positions.
     """
     # Models without positions of their own (BLOOM) do not say how many they have.
-    limit = getattr(policy.config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and args.query_len + args.response_len > limit:
         raise ValueError(
             f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the model's "

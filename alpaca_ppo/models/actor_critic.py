@@ -116,7 +116,7 @@ class ActorCritic(nn.Module):
             return response_states(self.critic.backbone, packed)
         adapters = self.policy.adapters
         assert adapters is not None
-        if torch.is_grad_enabled() and self.policy.recomputes and adapters.peft.active_adapter != VALUE:
+        if torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE and self.policy.recomputes:
             raise ValueError(
                 "gradient_checkpointing would compute the critic's activations again with the policy's adapter; run "
                 "the critic's forward and backward pass inside critic_active(). A compute_loss of your own makes one "
