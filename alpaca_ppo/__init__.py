@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alpaca_ppo.arguments import LoraArguments as LoraArguments
-    from alpaca_ppo.arguments import ScriptArguments as ScriptArguments
-    from alpaca_ppo.arguments import parse_args as parse_args
+    from alpaca_ppo.config import LoraArguments as LoraArguments
     from alpaca_ppo.config import PPOConfig as PPOConfig
+    from alpaca_ppo.config import ScriptArguments as ScriptArguments
+    from alpaca_ppo.config import parse_args as parse_args
     from alpaca_ppo.data import load_prompt_dataset as load_prompt_dataset
     from alpaca_ppo.models import ActorCritic as ActorCritic
     from alpaca_ppo.trainer import PPOTrainer as PPOTrainer
@@ -21,12 +21,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ActorCritic": "models",
-    "LoraArguments": "arguments",
+    "LoraArguments": "config",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
-    "ScriptArguments": "arguments",
+    "ScriptArguments": "config",
     "load_prompt_dataset": "data",
-    "parse_args": "arguments",
+    "parse_args": "config",
 }
 __all__ = [*sorted(_HOMES), "__version__"]
 

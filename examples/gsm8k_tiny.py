@@ -22,8 +22,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from alpaca_ppo.data import collate_prompts, load_prompt_dataset, prepare_prompts
 from alpaca_ppo.generation import resolve_stop_tokens
+from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import Policy, load_causal_lm
-from alpaca_ppo.rollouts import Sampling, evaluate_responses, sample_responses
+from alpaca_ppo.ppo.rollouts import evaluate_responses, sample_responses
 from alpaca_ppo.types import PromptBatch
 from examples.mini_farm.base import write_base
 from examples.rewards.gsm8k import correctness, well_formed
@@ -78,7 +79,7 @@ def measure(model: Path, reference: Path, rows: Dataset, *, do_sample: bool, see
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy, prior = Policy(load_causal_lm(str(model))).eval(), Policy(load_causal_lm(str(reference))).eval()
     prompts = _prompts(rows, tokenizer)
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=RESPONSE_LEN,
         temperature=1.0,
         pad_token_id=tokenizer.pad_token_id,

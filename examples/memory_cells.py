@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from alpaca_ppo import PPOConfig, PPOTrainer
-from alpaca_ppo.fake_models import Models
-from alpaca_ppo.live_bytes import LiveBytes
-from alpaca_ppo.memory_model import predict
-from alpaca_ppo.memory_shares import Sharding
-from alpaca_ppo.plan import GIB, RESERVE_GIB
+from alpaca_ppo.estimate_memory.estimator import GIB, RESERVE_GIB
+from alpaca_ppo.estimate_memory.fake_models import Models
+from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
+from alpaca_ppo.estimate_memory.phases import predict
+from alpaca_ppo.estimate_memory.sharding import Sharding
 
 LARGE = 10**9
 """Weights from which a model is not run on a CPU."""
@@ -126,7 +126,7 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
 
 
 def planned(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
-    """Bytes of a cell's highest moment, by `alpaca_ppo.plan`'s arithmetic."""
+    """Bytes of a cell's highest moment, by `alpaca_ppo.estimate_memory`'s arithmetic."""
     config = model_config(column)
     models = Models(
         config,

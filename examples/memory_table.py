@@ -3,9 +3,10 @@ memory-table`.
 
 A column is a model of random weights and its batch, a row a layout; every row has a reward model, a frozen classifier
 of its own, in the last row an adapter on the policy's base. A cell is run in a process of its own: the most bytes of
-live tensors in the second step on a CPU, torch.cuda.max_memory_allocated on a GPU, beside what `alpaca_ppo.plan`
-predicts. Where a cell has no room (on a CPU: a model of a billion weights or more has none) the plan stands alone and
-is called that. Writes `examples/memory_table.md` and, with all the shapes, its table into the README.
+live tensors in the second step on a CPU, torch.cuda.max_memory_allocated on a GPU, beside what
+`alpaca_ppo.estimate_memory` predicts. Where a cell has no room (on a CPU: a model of a billion weights or more has
+none) the plan stands alone and is called that. Writes `examples/memory_table.md` and, with all the shapes, its table
+into the README.
 
     python -m examples.memory_table --shapes llama-7b qwen2.5-7b     # on a GPU: the two 7B shapes alone
 """
@@ -20,9 +21,9 @@ from typing import Any
 
 import torch
 
-from alpaca_ppo.arguments import parse_args
-from alpaca_ppo.plan import GIB
-from alpaca_ppo.validation import argument, check_types
+from alpaca_ppo.config.checks import argument, check_types
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.estimate_memory.estimator import GIB
 from examples.memory_cells import FAMILIES, LAYOUTS, SHAPES, SIZES, Cell, count_weights, run_cell
 
 REPORT = Path(__file__).with_suffix(".md")
@@ -99,9 +100,9 @@ def describe(columns: dict[str, dict[str, Any]], device: str) -> str:
     what = "bytes of live tensors" if device == "CPU" else "torch.cuda.max_memory_allocated"
     lines = [
         f"The most memory of one PPO step, measured on a {device} ({what}) where it has room, else planned by "
-        "`alpaca_ppo.plan` and not measured. Random weights; a reward model of the policy's size in every row but the "
-        "last, whose reward model is an adapter; in bfloat16 the first row keeps float32 weights and makes its passes "
-        "in bfloat16. Written by `make memory-table`.",
+        "`alpaca_ppo.estimate_memory` and not measured. Random weights; a reward model of the policy's size in every "
+        "row but the last, whose reward model is an adapter; in bfloat16 the first row keeps float32 weights and makes "
+        "its passes in bfloat16. Written by `make memory-table`.",
         "",
     ]
     for shape, column in columns.items():

@@ -23,8 +23,8 @@ from typing import Any
 import safetensors.torch
 import yaml
 
-from alpaca_ppo.arguments import parse_args
-from alpaca_ppo.validation import argument
+from alpaca_ppo.config.checks import argument
+from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.base import write_base
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from alpaca_ppo import LoraArguments, PPOConfig, PPOTrainer, ScriptArguments, load_prompt_dataset, parse_args
-from alpaca_ppo.construction import load_processing_class
-from alpaca_ppo.preflight import check_start
+from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.trainer.preflight import check_start
 
 # `python examples/train_ppo.py` puts examples/ on the path, not the folder that `examples.rewards.gsm8k:correct`
 # counts from.

@@ -31,9 +31,10 @@ from transformers import (
     set_seed,
 )
 
-from alpaca_ppo.arguments import LoraArguments, parse_args
+from alpaca_ppo.adapters import check_whole_model, inject_adapter
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
-from alpaca_ppo.models import check_whole_model, put_adapter
 
 PAIR = ("chosen", "rejected")
 
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.model_name_or_path, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
     )
     if config := lora.peft_config("SEQ_CLS"):
-        model = put_adapter(get_peft_model, model, config)
+        model = inject_adapter(get_peft_model, model, config)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         sequences = [row[column] for column in PAIR for row in rows]

@@ -16,9 +16,10 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.adapters import check_whole_model
+from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
-from alpaca_ppo.models import check_whole_model, load_causal_lm
+from alpaca_ppo.models import load_causal_lm
 
 IGNORED = -100
 

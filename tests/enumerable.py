@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.rollouts import evaluate_responses
+from alpaca_ppo.ppo.rollouts import evaluate_responses
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
 

@@ -28,24 +28,15 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"functional", "types", "validation", "live_bytes"},
-    {"config", "arguments"},
-    {"batching", "kl_controllers", "distributed", "metrics", "folders", "failures"},
-    {"models", "data", "rewards", "generation"},
-    {"contracts", "estimators", "losses", "checkpoint_folders", "scoring", "interruption"},
-    {"engines", "deepspeed_setup", "sharding"},
-    {"zero"},
-    {"rollouts", "updates", "lifecycle", "best_checkpoint", "inspection", "checkpointing", "export", "tracking"},
-    {"preflight", "run_identity", "resume_point"},
-    {"construction", "model_construction", "optimization"},
-    {"run_keeping"},
-    {"trainer", "fake_models", "fake_kernels"},
-    {"fake_passes"},
-    {"memory_shares"},
-    {"memory_model"},
-    {"fitting", "planned_run"},
-    {"plan"},
+    {"functional", "types", "adapters", "atomic_io"},
+    {"config"},
+    {"generation", "data", "rewards", "models", "tracking"},
+    {"distributed"},
+    {"ppo", "checkpoint", "estimate_memory"},
+    {"trainer"},
 )
+NEVER = (("ppo", "tracking"), ("ppo", "estimate_memory"))
+"""Imports that no tier forbids, but the house does: one step of PPO stands without what a run tells."""
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 
 
@@ -97,6 +88,8 @@ def tier_offences(text: str, module: str) -> list[str]:
         other = rest[0] if rest else ""
         if other == part:
             continue
+        if (part, other) in NEVER:
+            offences.append(f"{module} imports {name}: {part} stands without {other}")
         if other not in level:
             offences.append(f"{module} imports {name}: import it from the module that defines it")
         elif level[other] >= level[part]:
@@ -114,7 +107,7 @@ def leaf_offences(text: str, module: str) -> list[str]:
     ]
 
 
-def long_functions(text: str, name: str, limit: int = 40) -> list[str]:
+def long_functions(text: str, name: str, limit: int = 60) -> list[str]:
     """Functions of more than `limit` lines, from `def` to the end, docstring not counted."""
     offences = []
     for node in ast.walk(ast.parse(text)):
@@ -128,10 +121,18 @@ def long_functions(text: str, name: str, limit: int = 40) -> list[str]:
     return offences
 
 
+def code_lines(text: str) -> int:
+    """Lines of `text` without the docstrings of its modules, classes and functions."""
+    lines = len(text.splitlines())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+    return lines
+
+
 def line_limit(path: Path) -> int:
-    if path == PACKAGE / "trainer.py":
-        return 400
-    return 150 if path.parent == EXAMPLES and path.name.startswith("train_") else 300
+    return 150 if path.parent == EXAMPLES and path.name.startswith("train_") else 400
 
 
 def fields_of(text: str, class_name: str) -> list[str]:
@@ -189,7 +190,8 @@ def test_an_import_that_points_up_or_sideways_is_found(line):
 
 
 @pytest.mark.parametrize(
-    "line", ["from alpaca_ppo.batching import x", "from . import policy", "from .policy import x", "import torch"]
+    "line",
+    ["from alpaca_ppo.functional.packing import x", "from . import policy", "from .policy import x", "import torch"],
 )
 def test_an_import_that_points_down_is_allowed(line):
     assert tier_offences(line, "alpaca_ppo.models.loading") == []
@@ -203,11 +205,11 @@ def test_a_module_without_a_tier_and_a_leaf_with_a_library_are_found():
 
 
 def test_files_stay_within_their_line_limit():
-    lengths = {p: len(p.read_text().splitlines()) for folder in (PACKAGE, EXAMPLES) for p in sources(folder)}
+    lengths = {p: code_lines(p.read_text()) for folder in (PACKAGE, EXAMPLES) for p in sources(folder)}
     assert_none([f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)])
 
 
-def test_functions_stay_within_forty_lines():
+def test_functions_stay_within_sixty_lines():
     assert_none(
         [o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))]
     )
@@ -215,9 +217,13 @@ def test_functions_stay_within_forty_lines():
 
 def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
     docstring = '    """One.\n' + "\n" * 50 + '    """\n'
-    fits = "def f():\n" + docstring + "    x = 1\n" * 39
+    fits = "def f():\n" + docstring + "    x = 1\n" * 59
     assert long_functions(fits, "f.py") == []
-    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 41 lines without its docstring, limit 40"]
+    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 61 lines without its docstring, limit 60"]
+
+
+def test_docstrings_do_not_count_as_lines_of_a_file():
+    assert code_lines('"""One.\n\nTwo.\n"""\nx = 1\n\n\ndef f():\n    """Three."""\n    return x\n') == 5
 
 
 def test_no_module_has_a_name_that_says_nothing():
@@ -234,9 +240,11 @@ def test_no_test_is_skipped_or_expected_to_fail_and_nothing_is_left_to_do():
     assert_none([line for line in found if not re.fullmatch(PERMITTED_SKIP, line)])
 
 
-@pytest.mark.parametrize(("class_name", "module"), [("PPOConfig", "config"), ("ScriptArguments", "arguments")])
+@pytest.mark.parametrize(
+    ("class_name", "module"), [("PPOConfig", "ppo_config"), ("ScriptArguments", "script_arguments")]
+)
 def test_every_configuration_field_is_read_by_code_outside_its_module(class_name, module):
-    home = PACKAGE / f"{module}.py"
+    home = PACKAGE / "config" / f"{module}.py"
     fields = fields_of(home.read_text(), class_name)
     assert fields
     others = [p for folder in (PACKAGE, EXAMPLES) for p in sources(folder) if p != home]

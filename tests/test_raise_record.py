@@ -42,9 +42,9 @@ def test_every_raise_statement_of_a_source_is_listed():
 
 
 def test_the_package_itself_is_recorded():
-    from alpaca_ppo import batching
+    from alpaca_ppo.data import schedule
 
-    raise_record.reached.discard((batching.__file__, 0))
+    raise_record.reached.discard((schedule.__file__, 0))
     with pytest.raises(ValueError, match="0 rows") as caught:
-        batching.PromptSchedule(0, 1, seed=0, total_epochs=1)
-    assert (batching.__file__, caught.traceback[-1].lineno + 1) in raise_record.reached
+        schedule.PromptSchedule(0, 1, seed=0, total_epochs=1)
+    assert (schedule.__file__, caught.traceback[-1].lineno + 1) in raise_record.reached

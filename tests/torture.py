@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from alpaca_ppo.checkpoint_folders import newest_checkpoint
+from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from tests.integration.commands import command, environment
 from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines

@@ -79,3 +79,8 @@ def shape_rewards(
         slots = token_scores.new_zeros(response_mask.shape)
         token_scores = slots.scatter(1, last.unsqueeze(1), token_scores.unsqueeze(1))
     return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)
+
+
+def sequence_scores(rewards: Tensor) -> Tensor:
+    """(B,): one number for each response of `rewards` (B,) or, token by token, (B, R)."""
+    return rewards if rewards.dim() == 1 else rewards.sum(dim=1)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.batching import position_ids
-from alpaca_ppo.generation.cache import REMEDY, decode_cache
-from alpaca_ppo.generation.responses import GrowingResponses
+from alpaca_ppo.functional.packing import position_ids
+from alpaca_ppo.generation.kv_cache import REMEDY, decode_cache
+from alpaca_ppo.generation.responses import ResponseBuffer
 
 # Taking rows out copies the whole cache once, about what one more step of it costs.
-_WORTH_DROPPING = 1 / 8
+_MIN_DROP_SHARE = 1 / 8
 
 
 def decode(
@@ -26,7 +26,7 @@ def decode(
     *,
     num_return_sequences: int,
     max_new_tokens: int,
-    responses: GrowingResponses,
+    responses: ResponseBuffer,
     any_rank: Callable[[bool], bool] | None = None,
 ) -> None:
     """Grows `responses` from `queries` (B, Q), left-padded, with `attention_mask` (B, Q) int64, on the model's device.
@@ -94,7 +94,7 @@ class _Batch:
             return True
         alive = running[self.rows]
         count = int(alive.sum())
-        if 0 < count <= len(self.rows) * (1 - _WORTH_DROPPING):
+        if 0 < count <= len(self.rows) * (1 - _MIN_DROP_SHARE):
             kept = alive.nonzero().squeeze(1)
             self.rows, self._mask, self._lengths = self.rows[kept], self._mask[kept], self._lengths[kept]
             self._cache.batch_select_indices(kept)

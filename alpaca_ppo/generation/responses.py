@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.generation.choosing import choose_tokens
-from alpaca_ppo.generation.randomness import uniforms
-from alpaca_ppo.generation.stopping import StopRule
+from alpaca_ppo.functional.rng import uniforms
+from alpaca_ppo.generation.stopping_criteria import StopRule
+from alpaca_ppo.generation.token_sampling import choose_tokens
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Choosing:
     top_p: float | None
 
 
-class GrowingResponses:
+class ResponseBuffer:
     """Chooses the next token of each row, writes it down, and knows which rows still run.
 
     Args:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from alpaca_ppo.batching import PackedRows, pack_rows
-from alpaca_ppo.models.adapters import VALUE
-from alpaca_ppo.models.critic import Critic
+from alpaca_ppo.adapters.adapter_set import VALUE
+from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.policy import Policy, response_states, unpack
 
 
@@ -26,6 +26,29 @@ class ActorCriticOutputs(NamedTuple):
     """(B, R) mean of the law that a distributional critic learns; differs from `values` where it has a risk level."""
     predictions: Tensor | None
     """What the critic's loss takes: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles."""
+
+
+class Critic(nn.Module):
+    """A value head, with a backbone of its own, with an adapter of its own on the policy's base, or on the policy's
+    hidden states.
+
+    Args:
+        head: the head.
+        backbone: of the critic alone; None = the policy's.
+        has_adapter: True reads the hidden states of the policy's base under the adapter `value`.
+    """
+
+    def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
+        super().__init__()
+        assert backbone is None or not has_adapter
+        self.head = head
+        self.backbone = backbone
+        self.has_adapter = has_adapter
+
+    @property
+    def shares_states(self) -> bool:
+        """Whether the head reads the very states from which the policy's logits come."""
+        return self.backbone is None and not self.has_adapter
 
 
 class ActorCritic(nn.Module):

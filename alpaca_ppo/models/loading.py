@@ -7,19 +7,20 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
 )
 
-from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.adapters import POLICY, VALUE, AdapterSet
-from alpaca_ppo.models.critic import Critic
+from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
+from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, make_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.references import without_adapters
+from alpaca_ppo.models.reference import without_adapters
 
 
 def load_causal_lm(
@@ -170,3 +171,31 @@ def _matching(critic: Critic, wanted: CriticHead) -> Critic:
         )
     critic.head.risk_level = wanted.risk_level
     return critic
+
+
+def load_processing_class(
+    model: str | PreTrainedModel | PeftModel | ActorCritic,
+    *,
+    trust_remote_code: bool = False,
+    field: str = "model_name_or_path",
+) -> Any:
+    """The tokenizer that belongs to `model`, which `field` of the run names.
+
+    Raises:
+        ValueError: when the model in memory does not say where it came from, or there is no tokenizer.
+    """
+    if isinstance(model, ActorCritic):
+        model = model.policy.model
+    name = model if isinstance(model, str) else model.config.name_or_path
+    if not name:
+        raise ValueError(
+            "processing_class is None and the model has no name to load a tokenizer from; pass "
+            "processing_class=tokenizer"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r} ({error}); check {field}: an existing folder with the "
+            "tokenizer's files, or a hub id within reach"
+        ) from error

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alpaca_ppo.batching import PackedRows, pack_rows
+from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
-from alpaca_ppo.models.adapters import AdapterSet
+from alpaca_ppo.functional.packing import PackedRows, pack_rows
 
 
 class PolicyOutputs(NamedTuple):

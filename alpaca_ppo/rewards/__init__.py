@@ -3,12 +3,14 @@
 Leaves out every penalty (`penalty_reward_value`, KL): those are the trainer's.
 """
 
+from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError
-from alpaca_ppo.rewards.functions import FunctionReward, load_reward_function
-from alpaca_ppo.rewards.models import ModelReward
+from alpaca_ppo.rewards.reward_function import FunctionReward, load_reward_function
+from alpaca_ppo.rewards.reward_model import ModelReward
 from alpaca_ppo.rewards.scorer import RewardResult, RewardScorer, build_reward
 
 __all__ = [
+    "AdapterClassifier",
     "FunctionReward",
     "ModelReward",
     "RewardBatch",

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, reward_batch
-from alpaca_ppo.rewards.functions import FunctionReward, call_functions, load_reward_function
-from alpaca_ppo.rewards.models import ModelReward, build_model_reward
+from alpaca_ppo.rewards.reward_function import FunctionReward, call_functions, load_reward_function
+from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward
 
 RewardFunc = Callable[..., Any] | str | PreTrainedModel
 RowScore = float | list[float] | None

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from alpaca_ppo.arguments import parse_args, read_yaml
+from alpaca_ppo.config.parser import parse_args, read_yaml
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.pipeline import Lab, LabArguments
 from examples.mini_farm.plots import Metrics, read_metrics

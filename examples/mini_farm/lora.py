@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.compare import BASELINE, Outcome, outcomes_of, table
 from examples.mini_farm.pipeline import Lab, LabArguments
 from examples.mini_farm.report import SECTIONS, machine, write_section

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
-from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.pipeline import PRESETS, Lab, LabArguments
 from examples.mini_farm.plots import GOLD, KL, PROXY, Metrics, plot_overoptimisation, read_metrics
 from examples.mini_farm.report import REPORT, SECTIONS, machine, write_section

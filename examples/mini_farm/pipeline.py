@@ -14,7 +14,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoTokenizer
 
-from alpaca_ppo.folders import write_text_atomically
+from alpaca_ppo.atomic_io import write_text_atomically
 from examples import train_reward_model, train_sft
 from examples.mini_farm import evaluation, preferences
 from examples.mini_farm.base import write_base

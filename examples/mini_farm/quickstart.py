@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from alpaca_ppo.arguments import parse_args
-from alpaca_ppo.folders import write_folder_atomically
+from alpaca_ppo.atomic_io import write_folder_atomically
+from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.evaluation import Summary, summarise, table
 from examples.mini_farm.pipeline import Lab, LabArguments
 from examples.mini_farm.plots import plot_run, read_metrics

@@ -6,7 +6,7 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from alpaca_ppo.folders import write_text_atomically
+from alpaca_ppo.atomic_io import write_text_atomically
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 TITLE = "# Results of the laptop laboratory"

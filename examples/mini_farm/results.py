@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
-from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.pipeline import Lab, LabArguments
 from examples.mini_farm.plots import KL, Metrics, plot_run, read_metrics

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alpaca_ppo.folders import write_text_atomically
+from alpaca_ppo.atomic_io import write_text_atomically
 
 MARKER, LOG = "stage.json", "log.txt"
 SHOWN_ON_FAILURE = 25

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from alpaca_ppo.generation import generate
-from alpaca_ppo.generation.choosing import choose_tokens
+from alpaca_ppo.generation.token_sampling import choose_tokens
 from tests.tiny_models import PAD, tiny_causal_lm
 
 VOCAB, BATCH, NEW_TOKENS, REPEATS = 512, 64, 64, 3

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-from alpaca_ppo.arguments import parse_args
+from alpaca_ppo.config.parser import parse_args
 from examples import memory_table
 from examples.memory_cells import LAYOUTS, SHAPES, count_weights, run_cell
 from examples.memory_table import CARD_GIB, README, REPORT, TableArguments, main, table, write_into_readme

@@ -10,11 +10,12 @@ from safetensors import safe_open
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alpaca_ppo import construction
-from alpaca_ppo.models import attach, build_actor_critic
+from alpaca_ppo.adapters import attach
+from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward
+from alpaca_ppo.trainer import setup
 from examples import train_reward_model, train_sft
-from tests.models.test_adapter_folders import save_policy
+from tests.adapters.test_files import save_policy
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import tiny_config
 
@@ -203,7 +204,7 @@ def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, mode
     whole = build_reward(classifier, reward_processing_classes=tokenizer)(*asked).rewards
     adapters = attach(model, LoraConfig(target_modules="all-linear"))
     scorer = RewardScorer([], [])
-    construction.add_reward_adapter(
+    setup.add_reward_adapter(
         scorer,
         build_actor_critic(adapters, critic_layout=None),
         tiny_config(tmp_path, reward_adapter=out),

@@ -4,14 +4,7 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import (
-    LOSS_AGG_MODES,
-    aggregate_loss,
-    masked_mean,
-    masked_var,
-    masked_whiten,
-    zero_outside,
-)
+from alpaca_ppo.functional import LOSS_AGG_MODES, aggregate_loss, masked_mean, masked_var, masked_whiten, zero_outside
 from tests.golden_cases import golden_cases
 
 MASK = tensor([[True, True, False], [True, False, False]])

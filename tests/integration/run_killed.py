@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from transformers import TrainerCallback  # noqa: E402
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
-from alpaca_ppo.checkpoint_folders import newest_checkpoint  # noqa: E402
+from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from tests.tiny_runs import count_even, prompts, tiny_trainer  # noqa: E402
 
 RUN: dict[str, Any] = {"total_episodes": 40, "save_steps": 1, "save_total_limit": 2, "eval_steps": 2}

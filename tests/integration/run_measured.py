@@ -11,9 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from alpaca_ppo.fake_models import Models  # noqa: E402
-from alpaca_ppo.memory_shares import Sharding  # noqa: E402
-from tests.test_plan import llama, lora, measured_peaks, predicted_peaks, settings  # noqa: E402
+from alpaca_ppo.estimate_memory.fake_models import Models
+from alpaca_ppo.estimate_memory.sharding import Sharding
+from tests.estimate_memory.test_estimator import llama, lora, measured_peaks, predicted_peaks, settings  # noqa: E402
 
 
 def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
-from alpaca_ppo.distributed import settle  # noqa: E402
+from alpaca_ppo.distributed.collectives import settle
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import LargestFile, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from alpaca_ppo.failures import is_consequence, told_to_launcher
+from alpaca_ppo.distributed.failures import is_consequence, record_error
 from tests.integration.commands import command, environment
 from tests.torture import check_outcome, check_promises, outcome
 
@@ -88,9 +88,9 @@ def test_the_launcher_learns_of_an_exception_and_not_of_its_consequences(tmp_pat
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
     lost = RuntimeError("[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert is_consequence(lost)
-    with pytest.raises(RuntimeError), told_to_launcher():
+    with pytest.raises(RuntimeError), record_error():
         raise lost
     assert not told.exists()
-    with pytest.raises(ValueError, match="mine"), told_to_launcher():
+    with pytest.raises(ValueError, match="mine"), record_error():
         raise ValueError("mine")
     assert "ValueError: mine" in told.read_text()

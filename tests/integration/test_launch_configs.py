@@ -33,7 +33,7 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(run) -> list[dict[str, Any]]:
+def no_sync(run) -> list[dict[str, Any]]:
     """The metrics of the run under single.yaml."""
     return launch(run, "single")
 

@@ -1,0 +1,271 @@
+"""LoRA adapters on one frozen base: the policy's, the critic's, a reward model's, and the base without any of them.
+
+PEFT puts the adapters into the base's own layers, so a forward pass of the base is one of the active adapter; which one
+that is, is chosen here. PEFT's own switches change which parameters require gradients: here they stay as they were.
+"""
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alpaca_ppo.adapters.checks import (
+    belongs_to,
+    check_active_adapter,
+    check_head,
+    check_names_are_free,
+    check_no_adapters,
+    inject_adapter,
+    mark_as_made,
+    owned_adapters,
+    raise_precision,
+    remove_adapter,
+)
+from alpaca_ppo.adapters.files import (
+    check_adapter_shapes,
+    check_reward_adapter,
+    is_head,
+    lora_config,
+    read_reward_adapter,
+    weights_file,
+)
+
+POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
+"""Names of the adapters; the policy's is PEFT's default, whose folder needs no sub-folder."""
+
+
+class AdapterSet:
+    """The adapters of one base model, of which one is active at a time: the policy's, unless `active` says otherwise.
+
+    Args:
+        peft: the PEFT model; its adapter `default` is the policy's.
+    """
+
+    def __init__(self, peft: PeftModel) -> None:
+        self.peft = peft
+        self._fingerprint: str | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The language model with the adapters in its layers."""
+        model: Any = self.peft.get_base_model()
+        language_model: PreTrainedModel = model
+        return language_model
+
+    @property
+    def starting_point(self) -> str | None:
+        """The adapter that training started from; None = the base without any."""
+        return REFERENCE if REFERENCE in self.peft.peft_config else None
+
+    @contextmanager
+    def active(self, name: str | None) -> Iterator[None]:
+        """Inside, the model is the base with the adapter `name`, or (None) the base alone.
+
+        Which parameters require gradients is the same inside and afterwards as before.
+        """
+        flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
+        before = self.peft.active_adapter
+        try:
+            if name is None:
+                with self.peft.disable_adapter():
+                    _restore(flags)
+                    yield
+            else:
+                self.peft.set_adapter(name)
+                _restore(flags)
+                yield
+        finally:
+            self.peft.set_adapter(before)
+            _restore(flags)
+
+    def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
+        """A new adapter `name`, at PEFT's start (its product is zero); PEFT may write into `config`.
+
+        It takes the place of an earlier run's on the same model.
+
+        Raises:
+            ValueError: when the model has an adapter of this name that no run made.
+        """
+        _make_room((name,), self.peft)
+        flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
+        self.peft.add_adapter(name, config)
+        mark_as_made(name, self.peft)
+        self.peft.set_adapter(POLICY)
+        _restore(flags)
+        _start_magnitudes(self.peft, name)
+        for parameter in self.parameters_of(name):
+            parameter.requires_grad_(trainable)
+
+    def load_reward(self, name: str, folder: str) -> Tensor:
+        """A frozen adapter `name` from the reward adapter `folder`, a hub id too; returns the weight (1, H) of its
+        score head.
+
+        Raises:
+            ValueError: when it is no reward adapter, or does not fit the base.
+        """
+        check_reward_adapter(folder)
+        check_adapter_shapes("reward_adapter", folder, self.model)
+        config = read_reward_adapter(folder)
+        trained_on, here = config.base_model_name_or_path, self.model.config.name_or_path
+        if trained_on and here and trained_on != here:
+            warnings.warn(
+                f"the adapter in {folder} was trained on {trained_on}, and the base here is {here}: on another its "
+                "numbers mean nothing; make sure that both are the same weights",
+                stacklevel=2,
+            )
+        self.add(name, config, trainable=False)
+        tensors = load_file(weights_file("reward_adapter", folder))
+        try:
+            # As PEFT reads it on this base: names of earlier versions may be the parameters of experts now.
+            lora_config(config, f"reward_adapter {folder}")
+            self._fill(name, folder, {key: value for key, value in tensors.items() if not is_head(key)})
+        except ValueError:
+            self.peft.delete_adapter(name)
+            raise
+        return next(value for key, value in tensors.items() if is_head(key))
+
+    def _fill(self, name: str, folder: str, given: dict[str, Tensor]) -> None:
+        expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
+        if different := sorted(expected ^ set(given)):
+            raise ValueError(
+                f"the adapter in {folder} does not fit {type(self.model).__name__}: they differ in "
+                f"{', '.join(different[:3])}; give an adapter that was trained on this base model"
+            )
+        set_peft_model_state_dict(self.peft, given, adapter_name=name)
+
+    def describe(self) -> str:
+        """The policy adapter's settings that decide its numbers."""
+        config = lora_config(self.peft.peft_config[POLICY])
+        names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+        lists = {name: sorted(map(str, getattr(config, name) or ())) for name in ("target_modules", "modules_to_save")}
+        return str({name: getattr(config, name) for name in names} | lists)
+
+    def fingerprint(self) -> str:
+        """A hash of some of the weights that do not train, as they were when this was first asked: ZeRO 3 spreads them
+        later. The same on every device.
+        """
+        if self._fingerprint is not None:
+            return self._fingerprint
+        digest = hashlib.sha256()
+        for name, parameter in self.peft.named_parameters():
+            if not parameter.requires_grad:
+                some = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
+                digest.update(name.encode())
+                digest.update(some.float().cpu().numpy().tobytes())
+        self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
+
+    def parameters_of(self, name: str) -> list[nn.Parameter]:
+        """The parameters of the adapter `name`."""
+        return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
+
+    def config_of(self, name: str) -> LoraConfig:
+        """A copy of the configuration of the adapter `name`, of which another adapter can be made."""
+        return copy.deepcopy(lora_config(self.peft.peft_config[name]))
+
+    def copy(self, source: str, name: str, *, trainable: bool = False) -> None:
+        """A new adapter `name` with the weights that the adapter `source` has now."""
+        self.add(name, self.config_of(source), trainable=trainable)
+        weights = get_peft_model_state_dict(self.peft, adapter_name=source)
+        set_peft_model_state_dict(self.peft, weights, adapter_name=name)
+
+
+def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
+    """`model`, frozen, with a new policy adapter.
+
+    Args:
+        model: the base; changed in place.
+        config: a `peft.LoraConfig`.
+
+    Raises:
+        ValueError: for a configuration that cannot be switched off without a trace, that wraps the output head, or
+            whose names fit no layer; for a model that has adapters in its layers.
+    """
+    config = lora_config(config)
+    check_no_adapters(model)
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    adapters = AdapterSet(inject_adapter(PeftModel, model, config))
+    try:
+        check_head(adapters.model, config)
+        raise_precision(adapters.peft)
+    except ValueError:
+        remove_adapter(adapters.peft, flags)
+        raise
+    _start_magnitudes(adapters.peft, POLICY)
+    return adapters
+
+
+def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
+    """`model` with the adapter of `folder`, a hub id too, as the policy's, which trains on, and a frozen copy as the
+    reference.
+
+    Raises:
+        ValueError: when the adapter does not fit the model, and as `from_peft_model`.
+    """
+    check_adapter_shapes("model_name_or_path", folder, model)
+    peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True)
+    return from_peft_model(peft, f"model_name_or_path {folder}")
+
+
+def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
+    """The adapters of a model that has a policy's already, with a frozen copy of it as the reference; `field` says in
+    errors where they are from.
+
+    Raises:
+        ValueError: for adapters that this package cannot handle or whose names it needs, or without one that trains.
+    """
+    if POLICY not in peft.peft_config:
+        raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
+    config = lora_config(peft.peft_config[POLICY], field)
+    check_names_are_free((VALUE, REWARD, REFERENCE), peft)
+    adapters = AdapterSet(peft)
+    check_head(adapters.model, config)
+    check_active_adapter(POLICY, peft)
+    raise_precision(peft)
+    # An earlier trainer's on the same model go: this one starts from the policy that it left.
+    _make_room((VALUE, REWARD, REFERENCE), peft)
+    # Switched off, it would leave the raw base, not the model that training starts from.
+    adapters.copy(POLICY, REFERENCE)
+    return adapters
+
+
+def _make_room(names: Iterable[str], peft: PeftModel) -> None:
+    check_names_are_free(names, peft)
+    for name in sorted(set(names) & owned_adapters(peft)):
+        peft.delete_adapter(name)
+
+
+def _start_magnitudes(peft: PeftModel, name: str) -> None:
+    """DoRA's magnitudes at their start, in float32: PEFT rounds them to a half-precision base's own, and the adapter
+    would not start from the base.
+    """
+    for layer in peft.modules():
+        if isinstance(layer, LoraLayer) and name in layer.lora_magnitude_vector and name in layer.lora_A:
+            magnitudes: Any = layer.lora_magnitude_vector[name]
+            trainable = magnitudes.weight.requires_grad
+            magnitudes.update_layer(
+                base_layer=layer.get_base_layer(),
+                lora_A=layer.lora_A[name].weight,
+                lora_B=layer.lora_B[name].weight,
+                scaling=layer.scaling[name],
+            )
+            magnitudes.weight.requires_grad_(trainable)
+
+
+def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, requires_grad in flags:
+        parameter.requires_grad_(requires_grad)
+
+
+def adapter_tensors(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
+    """The weights of the adapter `name` as an adapter folder holds them, dense and on the CPU."""
+    weights = get_peft_model_state_dict(adapters.peft, adapter_name=name)
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}

@@ -1,0 +1,92 @@
+"""What a resumed run must have in common with the one it continues: configuration, prompts, tokenizer, models.
+
+Shapes and names of the weights are compared where they are loaded (`checkpointing`). Leaves out the rewards: a function
+has no content to compare.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.models import ActorCritic
+
+_FREE_TO_CHANGE = """
+ignore_data_change output_dir run_name report_to logging_steps save_steps save_total_limit metric_for_best_model
+greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id total_epochs total_episodes
+rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu logprob_chunk_size deepspeed
+ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p
+eval_top_k trust_remote_code
+""".split()
+# Where a model lies, who wrote it and what a pass returns; transformers changes some of them when it saves.
+_NO_ARCHITECTURE = """
+_name_or_path transformers_version architectures use_cache dtype id2label label2id output_attentions
+output_hidden_states
+""".split()
+REMEDIES = {
+    "args": "change it back, or start anew in another output_dir",
+    "tokenizer": "give the tokenizer it was written with as processing_class",
+    "policy": "give the model it was written with",
+    "critic": "give the model it was written with",
+    "train_dataset": "give the rows it was written with, in their order, or set ignore_data_change: true",
+}
+"""By entry of `run_identity`."""
+
+
+def run_identity(
+    args: PPOConfig, train_prompts: PromptDataset, processing_class: Any, actor_critic: ActorCritic
+) -> dict[str, Any]:
+    """Every field of `args` that decides numbers, the tokenizer, the training prompts with their columns, the
+    architectures, and of adapters their configuration and base, which no checkpoint holds.
+
+    A changed field would be ignored in part (the optimizer's state has the old learning rate).
+    """
+    policy = actor_critic.policy
+    identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
+    identity["policy"] = architecture(policy.model.config)
+    if policy.model.generation_config is not None:
+        identity["policy"]["stop_tokens"] = policy.model.generation_config.eos_token_id
+    backbone: Any = None if actor_critic.critic is None else actor_critic.critic.backbone
+    if backbone is not None:
+        identity["critic"] = architecture(backbone.config)
+    if policy.adapters is not None:
+        identity |= {"peft_config": policy.adapters.describe(), "frozen weights": policy.adapters.fingerprint()}
+    identity["args"] = {name: value for name, value in asdict(args).items() if name not in _FREE_TO_CHANGE}
+    return identity | {"train_dataset": data_identity(train_prompts)}
+
+
+def expected_identity(identity: Mapping[str, Any], args: PPOConfig) -> dict[str, Any]:
+    """What of `identity` a checkpoint must share before a run with `args` may go on from it."""
+    ignored = {"train_dataset"} if args.ignore_data_change else set()
+    return {name: value for name, value in identity.items() if name not in ignored}
+
+
+def data_identity(prompts: PromptDataset) -> dict[str, Any]:
+    """How many prompts, and a hash of their token ids and columns in the dataset's order."""
+    return {"prompts": len(prompts), "fingerprint": prompts.fingerprint}
+
+
+def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
+    """Vocabulary and chat template as hashes, special tokens by name."""
+    return {
+        "vocabulary": _hash(sorted(processing_class.get_vocab().items())),
+        "special_tokens": {name: str(token) for name, token in processing_class.special_tokens_map.items()},
+        "chat_template": processing_class.chat_template and _hash(processing_class.chat_template),
+    }
+
+
+def architecture(config: PreTrainedConfig) -> dict[str, Any]:
+    """What of a model's configuration decides its numbers, as plain values."""
+    fields = {"model_type": config.model_type}
+    fields |= {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
+    plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    return plain
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]

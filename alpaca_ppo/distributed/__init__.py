@@ -1,0 +1,1 @@
+"""Processes: one, DDP or DeepSpeed ZeRO; collectives, gradients and signals."""

@@ -1,0 +1,291 @@
+"""The passes of a PPO step over fake tensors: the most that each holds in memory, to the byte, for any architecture.
+
+Run with one and with two decoder layers, where every figure is linear in their number, else with all. A response is
+taken to be as long as it may be. Left out: models whose passes depend on the values of tensors.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from alpaca_ppo.adapters.adapter_set import REWARD
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.estimate_memory.fake_kernels import experts_of_any_dtype, one_sequence_a_row
+from alpaca_ppo.estimate_memory.fake_models import (
+    FakeRun,
+    Figures,
+    Models,
+    build,
+    extrapolated,
+    layers_are_alike,
+    make_fake,
+    weight_figures,
+)
+from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
+from alpaca_ppo.functional.packing import PackedRows, position_ids
+from alpaca_ppo.generation.kv_cache import decode_cache
+from alpaca_ppo.generation.token_sampling import choose_tokens
+from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
+from alpaca_ppo.models.policy import response_states
+
+# A batch has padding, so that no model leaves its mask out.
+_ANSWERS = {torch.ops.aten._local_scalar_dense.default: 0}
+_GROWTH = 65
+"""Tokens by which the sampler's cache grows at a time (`generation.cache`)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows and tokens of one process's passes."""
+
+    prompts: int
+    """Prompts sampled at once."""
+    samples: int
+    """Responses to each of them."""
+    rows: int
+    """Responses scored or evaluated at once."""
+    micro_rows: int
+    """Responses of a micro-batch."""
+    query: int
+    """Tokens of a prompt."""
+    response: int
+    """Tokens of a response."""
+
+
+def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Figures:
+    """Bytes of weights, gradients and passes at the models' full depth.
+
+    For each pass: `backbone`, the most while the decoder runs; `saved`, what lives between decoder and head; `head`,
+    the most while the head runs. `tail` is the most at the end of a backward pass. With `zero`, bf16 is what DeepSpeed
+    makes of it: all that trains, and the reference, in bfloat16, and no autocast.
+
+    Raises:
+        ValueError: when a model cannot be run on fake tensors, or models do not go together.
+    """
+    with warnings.catch_warnings(), _named_errors(models):
+        # transformers' own deprecations, which the run itself will show.
+        warnings.simplefilter("ignore")
+        one, found = _at_full_depth(models, args, sizes, half=zero and args.bf16)
+    plain = args.generation_backend == "generate"
+    columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
+    found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
+    # A layer that grows stands twice for a moment; transformers' own does so keys first, then values.
+    found["policy/kv_layer"] = found["policy/kv_column"] * max(columns) / (2 if plain else 1)
+    return found | {name: one[name] for name in one if name.endswith(".tail")}
+
+
+def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool) -> tuple[Figures, Figures]:
+    """Figures with one decoder layer where there are any (else with all), and with all."""
+    if not models.names_layers and layers_are_alike(models, args):
+        one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
+        found, layer = extrapolated(one, two, models.depths(args)), two["policy/weights"] - one["policy/weights"]
+        return one, found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
+    found = _measure(models, args, sizes, None, half=half)
+    # One layer may be most of the weights.
+    whole = found | {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
+    return found if models.names_layers else _measure(models, args, sizes, 1, half=half), whole
+
+
+def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Figures:
+    run = build(models, args, layers=layers, half=half)
+    found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(run, mode)
+    with experts_of_any_dtype(), mode, LiveBytes(_ANSWERS) as live:
+        passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
+        return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
+
+
+@contextmanager
+def _named_errors(models: Models) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        name = type(models.policy).__name__.removesuffix("Config")
+        raise ValueError(
+            f"model_name_or_path: {name} cannot be run without weights "
+            f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
+        ) from error
+
+
+def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
+    """Columns of each layer's cache that a full response has filled or kept free, where it grows by `growth`."""
+    full = sizes.query + growth * math.ceil((sizes.response - 1) / growth)
+    layers = DynamicCache(config=config).layers
+    return [min(full, a.sliding_window) if isinstance(a, DynamicSlidingWindowLayer) else full for a in layers]
+
+
+def _next_logits(model: Any, cache: DynamicCache, rows: int, new: int, width: int) -> Tensor:
+    """The logits (rows, V) after `new` tokens more, with which a row has `width`."""
+    mask = torch.ones(rows, width, dtype=torch.long)
+    optional = {"position_ids": position_ids(mask)[:, -new:], "logits_to_keep": 1}
+    accepted = inspect.signature(type(model).forward).parameters
+    optional = {name: value for name, value in optional.items() if name in accepted}
+    ids = torch.zeros(rows, new, dtype=torch.long)
+    output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+class _Passes:
+    def __init__(self, live: LiveBytes, args: PPOConfig, sizes: Sizes) -> None:
+        self._live, self._args, self._sizes = live, args, sizes
+        self._base = 0
+
+    def of(self, run: FakeRun, *, with_reward_adapter: bool) -> Figures:
+        """Bytes above the weights, by pass and cause."""
+        modules = [run.actor_critic, *run.rewards, *([] if run.reference is None else [run.reference.policy])]
+        self._live.see([[*module.parameters(), *module.buffers()] for module in modules])
+        found = self._rollout(run.actor_critic.policy.model)
+        for i, reward in enumerate(run.rewards):
+            found[f"reward{i}/score"] = self._score(reward)
+        found["policy/score"] = self._score_with_adapter(run.actor_critic.policy) if with_reward_adapter else 0.0
+        with one_sequence_a_row():
+            found |= self._evaluate(run)
+            return found | self._train(run.actor_critic)
+
+    def _begin(self) -> None:
+        self._live.restart()
+        self._base = self._live.live
+
+    def _peak(self) -> float:
+        """The most above the beginning, since the last look."""
+        peak = float(self._live.peak - self._base)
+        self._live.restart()
+        return peak
+
+    def _autocast(self) -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._args.bf16)
+
+    @torch.no_grad()
+    def _rollout(self, model: PreTrainedModel) -> Figures:
+        sizes, plain = self._sizes, self._args.generation_backend == "generate"
+        rows = sizes.prompts * sizes.samples
+        model.eval()
+        self._begin()
+        with self._autocast():
+            accepted = inspect.signature(type(model).forward).parameters
+            cache = DynamicCache(config=model.config) if plain else decode_cache(model, accepted)
+            # `generate` computes a prompt once for each of its samples.
+            _next_logits(model, cache, rows if plain else sizes.prompts, sizes.query, sizes.query)
+            found = {"policy/prefill": self._peak()}
+            cache.batch_repeat_interleave(1 if plain else sizes.samples)
+            layers: Any = cache.layers
+            for layer in layers:
+                states = (layer.keys, layer.values)
+                layer.update(*(s.new_empty(*s.shape[:2], sizes.response, s.size(-1)) for s in states))
+            states = (layers[0].keys, layers[0].values)
+            found["policy/kv_column"] = float(sum(s[:, :, 0].numel() * s.element_size() for s in states))
+            del states, layer
+            self._begin()
+            logits = _next_logits(model, cache, rows, 1, sizes.query + sizes.response + 1)
+            found["policy/decode"] = self._peak()
+            # `generate` hands out a copy in float32.
+            handed = logits.to(torch.float32, copy=True) if plain else logits
+            choose_tokens(handed, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+            found["policy/choose"] = self._peak()
+        model.train()
+        return found
+
+    @torch.no_grad()
+    def _score(self, model: Any) -> float:
+        tokens = torch.zeros(self._sizes.rows, self._sizes.query + self._sizes.response, dtype=torch.long)
+        self._begin()
+        model.eval()
+        model(input_ids=tokens, attention_mask=tokens + 1, use_cache=False)
+        model.train()
+        return self._peak()
+
+    def _score_with_adapter(self, policy: Policy) -> float:
+        assert policy.adapters is not None
+        with policy.adapters.active(REWARD):
+            return self._score(policy.model.base_model)
+
+    def _evaluate(self, run: FakeRun) -> Figures:
+        policy, critic = run.actor_critic.policy, run.actor_critic.critic
+        packed = self._packed(self._sizes.rows)
+        with torch.no_grad(), self._autocast():
+            found = self._pass("policy/eval", lambda: policy.states(packed), self._scores(policy, packed))
+            # Autocast keeps its copies of weights until it is left.
+            found["policy/cast"] = max(0.0, float(self._live.live - self._base))
+            if critic is not None and not critic.shares_states:
+                found |= self._pass("critic/eval", *self._critic_pass(run.actor_critic, packed))
+                found["critic/cast"] = max(0.0, float(self._live.live - self._base))
+        if run.reference is None:
+            return found
+        frozen = run.reference.policy
+        other = run.reference.adapters.active(None) if isinstance(run.reference, AdapterReference) else nullcontext()
+        with torch.no_grad(), self._autocast(), other:
+            found |= self._pass("reference/eval", lambda: frozen.states(packed), self._scores(frozen, packed))
+        return found
+
+    def _train(self, actor_critic: ActorCritic) -> Figures:
+        policy, critic = actor_critic.policy, actor_critic.critic
+        for parameter in actor_critic.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        packed = self._packed(self._sizes.micro_rows)
+        score = self._scores(policy, packed)
+        found: Figures = {}
+        if critic is not None and critic.shares_states:
+            value = self._critic_pass(actor_critic, packed)[1]
+            return self._pass("policy/train", lambda: policy.states(packed), lambda s: score(s) + value(s))
+        if critic is not None:
+            with actor_critic.critic_active():
+                found = self._pass("critic/train", *self._critic_pass(actor_critic, packed))
+        return found | self._pass("policy/train", lambda: policy.states(packed), score)
+
+    def _critic_pass(
+        self, actor_critic: ActorCritic, packed: PackedRows
+    ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+        critic: Any = actor_critic.critic
+        taus = torch.zeros(self._args.num_quantiles) if critic.head.kind == "iqn" else None
+
+        def states() -> Tensor:
+            if critic.backbone is not None:
+                return response_states(critic.backbone, packed)
+            with actor_critic.critic_active():
+                return actor_critic.policy.states(packed)
+
+        return states, lambda hidden: critic.head(hidden, taus)[2].float().sum()
+
+    def _scores(self, policy: Policy, packed: PackedRows) -> Callable[[Tensor], Tensor]:
+        responses = torch.zeros(packed.input_ids.size(0), self._sizes.response, dtype=torch.long)
+        how: dict[str, Any] = {"temperature": self._args.temperature, "chunk_size": self._args.logprob_chunk_size}
+        return lambda states: policy.score(states, packed, responses, **how).logprobs.sum()
+
+    def _packed(self, rows: int) -> PackedRows:
+        """Rows whose prompts and responses are as long as they may be."""
+        ids = torch.zeros(rows, self._sizes.query + self._sizes.response - 1, dtype=torch.long)
+        picked = torch.zeros(rows * self._sizes.response, dtype=torch.long)
+        return PackedRows(ids, picked, picked, picked)
+
+    def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Figures:
+        """One pass, with its backward pass where gradients are on."""
+        self._begin()
+        head: list[float] = []
+        with self._autocast():
+            states = states_of()
+            backbone, saved = self._peak(), float(self._live.live - self._base)
+            loss = head_of(states)
+        if not loss.requires_grad:
+            return {f"{name}.backbone": backbone, f"{name}.saved": saved, f"{name}.head": self._peak()}
+        states.register_hook(lambda _: head.append(self._peak()))
+        del states
+        loss.backward()
+        tail = self._peak()
+        return {
+            f"{name}.backbone": max(backbone, tail),
+            f"{name}.saved": saved,
+            f"{name}.head": head[0],
+            f"{name}.tail": tail,
+        }

@@ -1,0 +1,1 @@
+"""One step of PPO, without a trainer: rollouts, advantages, losses and updates."""

@@ -1,0 +1,228 @@
+"""From rollouts and training statistics to a flat dictionary of floats: `objective/*` and `ppo/*`, AlpacaFarm's names.
+
+Rollouts are global (every rank holds all rows), so their metrics need no collective. Training statistics are partial
+sums of micro-batches; `StatsAccumulator` combines them over micro-batches and ranks. Every mean is over masked tokens
+or sequences, never over padding.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
+from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
+from alpaca_ppo.functional.shaping import sequence_scores
+from alpaca_ppo.types import Rollouts
+
+
+class StatsAccumulator:
+    """Combines the statistics of micro-batches exactly, by the kind that their name tells.
+
+    `loss/*` are parts over the step batch's denominator: they add up, and are averaged over optimizer steps. Names
+    that end in `_min` or `_max` keep the extreme. Everything else is a mean over the micro-batch's masked tokens,
+    weighted by their number.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.means: dict[str, tuple[float, float]] = {}
+        self.extremes: dict[str, float] = {}
+
+    def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
+        """Takes one micro-batch's statistics; `tokens` under its response mask (0: only its loss parts count).
+
+        Raises:
+            ValueError: for a statistic that is not one number.
+        """
+        numbers = [torch.as_tensor(value).detach().double() for value in stats.values()]
+        for name, number in zip(stats, numbers, strict=True):
+            if number.dim():
+                raise ValueError(
+                    f"the statistic {name!r} has shape {tuple(number.shape)}; compute_loss must give one number each"
+                )
+        # One transfer for all of them: each .item() would wait for the device.
+        device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
+        values = torch.stack([number.to(device) for number in numbers]).tolist() if numbers else []
+        for name, value in zip(stats, values, strict=True):
+            if name.startswith("loss/"):
+                self.parts[name] = self.parts.get(name, 0.0) + value
+            elif tokens and name.endswith(("_min", "_max")):
+                self._extreme(name, value)
+            elif tokens:
+                total, weight = self.means.get(name, (0.0, 0.0))
+                self.means[name] = (total + value * tokens, weight + tokens)
+
+    def add_padding(self, lengths: Sequence[int]) -> None:
+        """Takes the tokens of each row of a micro-batch, whose rows are padded to the longest: the share of cells
+        that padding wastes.
+        """
+        cells = len(lengths) * max(lengths, default=0)
+        if cells:
+            share = 1.0 - sum(lengths) / cells
+            total, weight = self.means.get("padding_share", (0.0, 0.0))
+            self.means["padding_share"] = (total + share * cells, weight + cells)
+
+    def merge(self, other: "StatsAccumulator") -> None:
+        """Adds what another rank accumulated over its share of the same optimizer steps."""
+        for name, value in other.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+        for name, (total, weight) in other.means.items():
+            mine = self.means.get(name, (0.0, 0.0))
+            self.means[name] = (mine[0] + total, mine[1] + weight)
+        for name, value in other.extremes.items():
+            self._extreme(name, value)
+
+    def compute(self, optimizer_steps: int) -> dict[str, float]:
+        """The statistics of the whole update: loss parts averaged over `optimizer_steps`, means over tokens,
+        extremes.
+        """
+        stats = {name: value / optimizer_steps for name, value in self.parts.items()}
+        stats |= {name: total / weight for name, (total, weight) in self.means.items()}
+        return stats | self.extremes
+
+    def _extreme(self, name: str, value: float) -> None:
+        choose = min if name.endswith("_min") else max
+        self.extremes[name] = choose(self.extremes.get(name, value), value)
+
+
+class Timers:
+    """Wall-clock seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Adds the time spent inside to `phase`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory in GiB: allocated tensors on a GPU, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over masked tokens: 1 = a perfect critic, 0 = no better than a
+    constant.
+
+    A batch whose returns are all equal has nothing to explain and gives 0.
+    """
+    variance = masked_var(returns, mask, unbiased=False)
+    if float(variance) == 0.0:
+        return 0.0
+    return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
+
+
+@torch.no_grad()
+def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`mismatch/*`: how the trainer's `logprobs` (B, R), of a policy that has not moved, differ from the sampler's.
+
+    The mean difference and k3 are in nats a token; without a token under `mask` the largest ratio is 0.
+    """
+    difference = logprobs - rollout_logprobs
+    return {
+        "mismatch/logprob_abs_mean": masked_mean(difference.abs(), mask),
+        "mismatch/k3": masked_mean(kl_penalty(logprobs, rollout_logprobs, "k3"), mask),
+        "mismatch/ratio_max": torch.where(mask, difference, -torch.inf).max().clamp_max(LOG_RATIO_LIMIT).exp(),
+    }
+
+
+def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
+    """`objective/*` of a step: rewards, KL in nats, entropy, lengths in tokens, and how sampler and trainer agree.
+
+    `source_names` are those of the columns of `scores_by_source`; the mean of a source leaves out rows where it had no
+    opinion.
+    """
+    mask = rollouts["response_mask"]
+    lengths = mask.sum(dim=1).to(torch.float32)
+    rewards = sequence_scores(rollouts["rewards"])
+    scores = rollouts["scores"]
+    by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
+    stats = {
+        **{f"objective/scores/{name}": mean for name, mean in zip(source_names, by_source, strict=True)},
+        "objective/kl_sum_seq": float(rollouts["kl"].sum(dim=1).mean()),
+        "objective/kl_avg_seq": float(masked_mean(rollouts["kl"], mask)),
+        "objective/shaped_rewards": float(rollouts["shaped_rewards"].sum(dim=1).mean()),
+        "objective/non_score_rewards": float(rollouts["non_score_rewards"].sum(dim=1).mean()),
+        "objective/rewards": float(rewards.mean()),
+        "objective/scores": float(scores.mean()),
+        "objective/scores_std": float(scores.std(unbiased=False)),
+        "objective/response_length": float(lengths.mean()),
+        "objective/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
+    }
+    if "ref_entropies" in rollouts:
+        stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
+    if "baseline_scores" in rollouts:
+        stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
+    if "entropies" not in rollouts:
+        # The trainer made no pass of its own, so there is nothing to compare the sampler with yet.
+        return stats
+    stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
+    mismatch = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
+    return stats | {name: float(value) for name, value in mismatch.items()}
+
+
+def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
+    """`ppo/returns/*`, `ppo/advantages/*` and, where there is a critic, `ppo/val/*` of a step; over masked tokens."""
+    mask, returns = rollouts["response_mask"], rollouts["returns"]
+    stats = {
+        "ppo/returns/mean": float(masked_mean(returns, mask)),
+        "ppo/returns/var": float(masked_var(returns, mask, unbiased=False)),
+        "ppo/advantages/mean": float(masked_mean(rollouts["advantages"], mask)),
+        "ppo/advantages/abs_max": float(rollouts["advantages"].abs().max()),
+    }
+    if "values" in rollouts:
+        values = rollouts["values"]
+        stats |= {
+            "ppo/val/mean": float(masked_mean(values, mask)),
+            "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
+            "ppo/val/explained_variance": explained_variance(rollouts.get("value_means", values), returns, mask),
+        }
+    if "value_means" in rollouts:
+        stats["ppo/val/distribution_mean"] = float(masked_mean(rollouts["value_means"], mask))
+    return stats
+
+
+def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
+    """`eval/*` of an evaluation: rewards, lengths in tokens, KL to the reference in nats (k1, summed over a
+    sequence).
+    """
+    rewards = sequence_scores(rollouts["rewards"])
+    kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
+    return {
+        "eval/rewards": float(rewards.mean()),
+        "eval/scores": float(rollouts["scores"].mean()),
+        "eval/scores_std": float(rollouts["scores"].std(unbiased=False)),
+        "eval/kl_sum_seq": float(kl.mean()),
+        "eval/response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
+        "eval/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
+    }
+
+
+def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:
+    """`time/*` in seconds, `tokens/*` and `memory/*` of a step; `phases` holds seconds by phase and the `memory/*`."""
+    seconds = {name: value for name, value in phases.items() if not name.startswith("memory/")}
+    sampled = int(rollouts["response_mask"].sum())
+    tokens = sampled + int(rollouts["query_attn_masks"].sum())
+    stats = {name: value for name, value in phases.items() if name not in seconds}
+    stats |= {f"time/{phase}": value for phase, value in seconds.items()}
+    stats["time/step"] = sum(seconds.values())
+    stats["tokens/response"] = float(sampled)
+    stats["tokens/per_second"] = tokens / max(stats["time/step"], 1e-9)
+    stats["tokens/sampled_per_second"] = sampled / max(seconds.get("rollout", 0.0), 1e-9)
+    return stats

@@ -1,0 +1,279 @@
+"""Optimizer steps on global rollouts: which rows this rank trains, in which micro-batches, and how their losses add
+up.
+
+A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
+micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
+and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.distributed.collectives import any_rank, gather_list
+from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.distributed.optimizer import _check_cover, _drop_frozen, make_engine, make_optimizer, make_scheduler
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
+from alpaca_ppo.ppo.losses import Terms
+from alpaca_ppo.ppo.metrics import StatsAccumulator
+from alpaca_ppo.ppo.minibatches import optimizer_steps, plan_micro_batches
+from alpaca_ppo.types import Rollouts
+
+LossFunction = Callable[[Rollouts], Terms]
+
+
+class Updater:
+    """The optimizer steps of a run.
+
+    Args:
+        engine: makes and applies gradients; `model` is policy and critic in its wrapper.
+        scheduler: of the learning rate, stepped once an optimizer step.
+        micro_batches: of an optimizer step on each rank, however ragged: ranks must make the same passes.
+        loss_agg_mode: decides whether tokens or sequences are the denominator.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Any, *, micro_batches: int, loss_agg_mode: str) -> None:
+        self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
+        self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
+        self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
+        """In force at the last optimizer step."""
+        self.num_updates = 0
+        """Optimizer steps since this was built."""
+        self._inside_step = False
+        self._faults: list[str] = []
+        self._ratio_warned = self._edges_warned = False
+
+    @property
+    def model(self) -> Any:
+        """Policy and critic, wrapped."""
+        return self.engine.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The engine's."""
+        return self.engine.optimizer
+
+    def step(
+        self,
+        rollouts: Rollouts,
+        rows: Tensor,
+        compute_loss: LossFunction,
+        *,
+        policy_unchanged: bool,
+        freeze_policy: bool = False,
+        value_taus: Tensor | None = None,
+        target_kl_stop: float | None = None,
+        check: Callable[[], Any] = lambda: None,
+    ) -> tuple[StatsAccumulator, bool]:
+        """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
+        and whether the step was taken.
+
+        Args:
+            rollouts: the global rollouts.
+            rows: (step batch,) int64, the rows of this optimizer step, the same on every rank.
+            compute_loss: the trainer's hook.
+            policy_unchanged: True where the policy has not moved since the rollout: the ratio's distance from 1, and
+                with it the mismatch of sampler and trainer, are recorded.
+            freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
+            value_taus: (K,) quantile levels of this step for an iqn critic.
+            target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
+            check: called before each micro-batch; what it raises drops the optimizer step's gradient.
+
+        Raises:
+            NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
+                and schedule stay as they were.
+        """
+        mask = rollouts["response_mask"][rows]
+        lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
+        world = self.accelerator.num_processes
+        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)
+        shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
+        shared |= {} if value_taus is None else {"value_taus": value_taus}
+        stats, self._faults = StatsAccumulator(), []
+        # What an update that was refused or interrupted left behind must not reach this one.
+        self.engine.begin()
+        for number, positions in enumerate(plan[self.accelerator.process_index]):
+            check()
+            batch = self._micro_batch(rollouts, rows[positions], shared)
+            with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
+                loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
+                stats.add(
+                    _at_first(micro_stats, policy_unchanged=policy_unchanged), tokens=int(batch["response_mask"].sum())
+                )
+                stats.add_padding([lengths[i] for i in positions])
+                self.engine.backward(loss)
+        prompt_ids = rollouts["prompt_ids"][rows]
+        self._refuse_losses(prompt_ids)
+        stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
+        if stepped:
+            norm = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
+            stats.add({"policy/grad_norm": norm}, tokens=1)
+        return stats, stepped
+
+    def _refuse_losses(self, prompt_ids: Tensor) -> None:
+        """Ends the update on every rank where a loss on any is not finite."""
+        if any_rank(bool(self._faults), self.accelerator):
+            everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
+            raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
+
+    @contextmanager
+    def _learner(self, freeze_policy: bool) -> Iterator[None]:
+        """Inside, the base is the critic's where the critic alone learns: recomputed activations must be its own."""
+        if not freeze_policy:
+            yield
+            return
+        with self.engine.actor_critic.critic_active():
+            yield
+
+    def _loss(self, compute_loss: LossFunction, batch: Rollouts, *, freeze_policy: bool) -> Terms:
+        self._inside_step = True
+        try:
+            loss, stats = compute_loss(batch)
+        finally:
+            self._inside_step = False
+        check_loss(loss)
+        if fault := non_finite(loss, stats):
+            rank, prompts = self.accelerator.process_index, batch["prompt_ids"].tolist()
+            self._faults.append(f"{fault} on rank {rank} (prompts {prompts})")
+        if freeze_policy:
+            loss = loss + self.engine.unused_parameter_loss(self.engine.actor_critic.policy_parameters())
+        return loss, stats
+
+    @property
+    def separate_backward(self) -> bool:
+        """Whether the critic's backward pass can be made before the policy's forward pass: inside `step`, where the
+        two share no activations. Then the two graphs are never in memory together.
+        """
+        critic = self.engine.actor_critic.critic
+        return self._inside_step and critic is not None and not critic.shares_states
+
+    @contextmanager
+    def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:
+        """Inside, the critic runs alone; yields what makes its backward pass and returns its terms as numbers."""
+        actor_critic = self.engine.actor_critic
+
+        def backward(terms: Terms) -> Terms:
+            loss, stats = terms
+            self.engine.backward(loss)
+            return loss.detach() + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
+
+        with self.engine.no_sync(), actor_critic.critic_active():
+            yield backward
+
+    def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
+        """What all ranks accumulated over their shares of the same optimizer steps."""
+        whole = StatsAccumulator()
+        for part in gather_list(stats, self.accelerator):
+            whole.merge(part)
+        return whole
+
+    def _approx_kl(self, stats: StatsAccumulator) -> float:
+        """KL(old || new) of one optimizer step's rows on all ranks, in nats a token (k3); 0 where none was measured."""
+        return self.over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
+
+    def warn(self, train_stats: Mapping[str, float]) -> None:
+        """Warns, of each once, of a ratio off 1 before any update and of returns beyond a c51 critic's support."""
+        self._warn_of_ratio(train_stats)
+        outside = train_stats.get("val/outside_support", 0.0)
+        # Probability at the edges alone is no fault: returns may be 0 or 1 and the support just that.
+        if outside > 0.01 and not self._edges_warned:
+            self._edges_warned = True
+            warnings.warn(
+                f"{outside:.1%} of the returns lie beyond the c51 critic's support, and "
+                f"{train_stats['val/edge_mass']:.0%} of its probability at the edges: values there are cut off. Widen "
+                "c51_v_min and c51_v_max, or scale the reward down with reward_weights",
+                stacklevel=3,
+            )
+
+    def _warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
+        # bfloat16 keeps 8 bits; float32 passes in other batches differ by rounding only.
+        narrow = any(p.element_size() < 4 for p in self.engine.actor_critic.policy.parameters())
+        tolerance = 0.1 if narrow or self.accelerator.mixed_precision == "bf16" else 1e-3
+        error = train_stats.get("policy/first_ratio_error_max", 0.0)
+        if error > tolerance and not self._ratio_warned:
+            self._ratio_warned = True
+            warnings.warn(
+                f"before any update the policy's ratio is off 1 by {error:.3g} (tolerance {tolerance}): old and new "
+                "log-probs disagree. Likely causes: dropout on in a custom model, another dtype or padding in an "
+                "overridden compute_loss, an adapter's state, or (old_policy: rollout) a sampler that differs",
+                stacklevel=3,
+            )
+
+    def _micro_batch(self, rollouts: Rollouts, rows: Tensor, shared: Mapping[str, Tensor]) -> Rollouts:
+        """The rows on the device; without rows, one row with an empty mask, because ranks must run the same passes."""
+        dummy = len(rows) == 0
+        chosen = torch.zeros(1, dtype=torch.long) if dummy else rows
+        batch: Any = {key: value[chosen].to(self.accelerator.device) for key, value in _tensors(rollouts).items()}
+        if dummy:
+            batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+        batch |= {key: value.to(self.accelerator.device) for key, value in shared.items()}
+        micro: Rollouts = batch
+        return micro
+
+    def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> Tensor:
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        norm = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
+        if not bool(torch.isfinite(norm)):
+            cause = f"the gradient norm is {float(norm)}, though the losses of all ranks are finite"
+            raise NonFiniteUpdate(cause, prompt_ids.tolist())
+        self.scheduler.step()
+        self.num_updates += 1
+        return norm
+
+
+def _at_first(stats: Mapping[str, Any], *, policy_unchanged: bool) -> dict[str, Any]:
+    """`stats` with what can be said only before the policy has moved, or without it."""
+    if not policy_unchanged:
+        return {name: value for name, value in stats.items() if not name.startswith("mismatch/")}
+    # A subclass's loss may have no ratio.
+    if "policy/ratio_max" not in stats:
+        return dict(stats)
+    error = max(float(stats["policy/ratio_max"]) - 1, 1 - float(stats["policy/ratio_min"]))
+    return {**stats, "policy/first_ratio_error_max": error}
+
+
+def _tensors(rollouts: Any) -> dict[str, Tensor]:
+    return dict(rollouts)
+
+
+def make_updater(
+    accelerator: Accelerator,
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    *,
+    args: PPOConfig,
+    schedule: PromptSchedule,
+) -> tuple[Updater, int]:
+    """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
+    schedule.
+
+    Raises:
+        ValueError: when `optimizer` has rates that `args` names too, or does not hold every parameter that trains.
+    """
+    if optimizer is not None and args.critic_learning_rate is not None:
+        raise ValueError(
+            f"critic_learning_rate is {args.critic_learning_rate}, but optimizers brings an optimizer with rates of "
+            "its own; set them there, or null critic_learning_rate"
+        )
+    total = sum(
+        optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
+        for step in range(schedule.num_steps)
+    )
+    optimizer = optimizer or make_optimizer(actor_critic, args)
+    _drop_frozen(optimizer)
+    _check_cover(optimizer, actor_critic)
+    scheduler = scheduler or make_scheduler(optimizer, args, total)
+    micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
+    actor_critic.train()
+    engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
+    return Updater(engine, scheduler, micro_batches=micro_batches, loss_agg_mode=args.loss_agg_mode), total

@@ -1,0 +1,42 @@
+"""What can be found wrong before a run begins: its folder, trackers and checkpoint before anything is loaded, the
+tokenizer's ids and the lengths as soon as the policy is there.
+
+Leaves out what single values may be (`validation`) and what prompts and rewards must look like (`data`, `rewards`).
+"""
+
+from pathlib import Path
+
+from alpaca_ppo.atomic_io import committed_path
+from alpaca_ppo.checkpoint.directory import check_manifest, refuse_finished_run, resolve_checkpoint
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.tracking.run_log import tracker_names
+
+
+def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> None:
+    """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
+
+    Raises:
+        ValueError: as `check_output_dir`, for a checkpoint that is not there or incomplete, or for a run that would
+            write over an older one.
+    """
+    check_output_dir(args)
+    if not resume_from_checkpoint:
+        refuse_finished_run(args.output_dir)
+        return
+    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
+    if not committed_path(folder).is_dir():
+        raise ValueError(f"resume_from_checkpoint is {str(folder)!r}, which is no folder; name a checkpoint's, or true")
+    check_manifest(folder)
+
+
+def check_output_dir(args: PPOConfig) -> None:
+    """Checks where the run would write.
+
+    Raises:
+        ValueError: for a tracker that is not installed, or an `output_dir` that cannot be a folder.
+    """
+    tracker_names(args.report_to)
+    path = Path(args.output_dir).absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; name a folder")

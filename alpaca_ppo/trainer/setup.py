@@ -1,0 +1,188 @@
+"""What the trainer's constructor assembles: accelerator, tokenizer, prompts, rewards and run log, each from plain
+arguments.
+
+Kept apart from `trainer.py` so that the loop can be read on its own. Models are in `model_construction`.
+"""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, TrainerState
+
+from alpaca_ppo.adapters import check_reward_adapter
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.data import PromptDataset, prepare_prompts
+from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.models import ActorCritic, Reference
+from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
+from alpaca_ppo.ppo.kl_controllers import KLController, make_kl_controller
+from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.rewards import AdapterClassifier, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.tracking.run_log import RunLog
+
+
+def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
+    """The tokenised prompts of `dataset`, over-long ones dropped or refused as `args` says.
+
+    Raises:
+        ValueError: as `prepare_prompts`, and for a truncate token that the tokenizer does not have: no model is loaded
+            yet.
+    """
+    resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
+    return prepare_prompts(
+        dataset,
+        processing_class,
+        query_len=args.query_len,
+        prompt_column=args.prompt_column,
+        prompt_template=args.prompt_template,
+        overlong=args.overlong_prompts,
+    )
+
+
+def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
+    """Which prompts each step takes; one epoch where `args` names neither epochs nor episodes."""
+    epochs = 1 if args.total_epochs is None and args.total_episodes is None else args.total_epochs
+    return PromptSchedule(
+        num_prompts, args.rollout_batch_size, seed=args.seed, total_epochs=epochs, total_episodes=args.total_episodes
+    )
+
+
+def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> SamplingParams:
+    """How the policy is sampled in training.
+
+    Raises:
+        ValueError: when nothing stops a response, prompt and response may be longer than the model's positions, or the
+            tokenizer has tokens that the model has not.
+    """
+    check_positions(policy.config, args)
+    check_token_ids(policy, processing_class)
+    stop = resolve_stop_tokens(processing_class, policy.generation_config)
+    truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
+    pad = processing_class.pad_token_id
+    return SamplingParams(
+        max_new_tokens=args.response_len,
+        temperature=args.temperature,
+        # Masks come from lengths, so any id can stand for padding.
+        pad_token_id=pad if pad is not None else stop[0],
+        stop_token_ids=stop,
+        truncate_token_ids=truncate,
+        truncate_after=args.truncate_after,
+        num_return_sequences=args.num_return_sequences,
+        backend=args.generation_backend,
+    )
+
+
+def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
+    """The reward sources, weighted as `args` says; models among them are put on `device`. A reward adapter comes later
+    (`add_reward_adapter`), when there is a base to put it on; its weight is the last.
+
+    Raises:
+        ValueError: for a source that cannot be one, numbers of weights that do not agree, and a reward adapter that is
+            none or has no tokenizer: no model is loaded yet.
+    """
+    weights = args.reward_weights
+    if args.reward_adapter is not None:
+        if not isinstance(reward_funcs, (list, tuple)):
+            reward_funcs = [reward_funcs]
+        if weights is not None:
+            if len(weights) != len(reward_funcs) + 1:
+                raise ValueError(
+                    f"reward_weights has {len(weights)} numbers for {len(reward_funcs)} reward_funcs and a "
+                    "reward_adapter; give one each, the adapter's last"
+                )
+            weights = weights[:-1]
+        check_reward_adapter(args.reward_adapter)
+        _reward_tokenizer(args)
+        if not reward_funcs:
+            return RewardScorer([], [])
+    return build_reward(
+        reward_funcs,
+        reward_weights=weights,
+        reward_processing_classes=tokenizers,
+        batch_size=args.rollout_per_device_batch_size,
+        dtype=getattr(torch, args.dtype),
+        device=device,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _reward_tokenizer(args: PPOConfig) -> Any:
+    name, trust = args.reward_adapter, args.trust_remote_code
+    return load_processing_class(str(name), trust_remote_code=trust, field="reward_adapter")
+
+
+def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
+    """Adds the reward source that `args.reward_adapter` names, on the policy's base, which will be on `device`.
+
+    Raises:
+        ValueError: when the reward adapter is none, of another base, or with tokens that the base has not.
+    """
+    if args.reward_adapter is None:
+        return
+    adapters = actor_critic.policy.adapters
+    assert adapters is not None, "make_actor_critic refuses a reward adapter without a policy's"
+    tokenizer = _reward_tokenizer(args)
+    check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
+    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
+    source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
+    source.to(device)
+    scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
+
+
+def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
+    """What the run leaves on disk and tells the trackers; `resumed` as of `RunLog`."""
+    return RunLog(
+        accelerator,
+        output_dir=args.output_dir,
+        report_to=args.report_to,
+        run_name=args.run_name,
+        config=asdict(args),
+        **resumed,
+    )
+
+
+def make_state(schedule: PromptSchedule, accelerator: Accelerator) -> TrainerState:
+    """The state that callbacks see, before the first step."""
+    return TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
+
+
+def make_collector(
+    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, processing_class: Any, args: PPOConfig
+) -> RolloutCollector:
+    """What takes prompts to scored and evaluated rows on one rank."""
+    return RolloutCollector(
+        reference=reference,
+        scorer=scorer,
+        processing_class=processing_class,
+        penalty=args.penalty_reward_value,
+        chunk_size=args.logprob_chunk_size,
+        per_device_batch_size=args.rollout_per_device_batch_size,
+        accelerator=accelerator,
+    )
+
+
+def evaluation_sampling(sampling: SamplingParams, args: PPOConfig) -> SamplingParams:
+    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`."""
+    return replace(
+        sampling,
+        num_return_sequences=1,
+        do_sample=args.eval_do_sample,
+        top_k=args.eval_top_k,
+        top_p=args.eval_top_p,
+    )
+
+
+def make_kl(args: PPOConfig) -> KLController:
+    """The controller of the KL penalty's weight."""
+    return make_kl_controller(
+        args.kl_controller,
+        kl_coef=args.kl_coef,
+        target_kl=args.target_kl,
+        k_beta=args.k_beta,
+        horizon=args.kl_horizon,
+    )

@@ -1,0 +1,164 @@
+"""A run does not go on from what is not its own: an error that names it, and nothing in the folder has changed."""
+
+import shutil
+
+import pytest
+from datasets import Dataset
+
+from alpaca_ppo.checkpoint.directory import FILES
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+
+RUN = {"save_steps": 1, "total_episodes": 30}
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    tiny_trainer(folder, **{**RUN, "total_episodes": 20}, trainer_arguments={"eval_dataset": prompts(3)}).train()
+    return folder
+
+
+@pytest.fixture
+def run(first_run, tmp_path):
+    """A run that ended after step 2, with checkpoints of steps 1 and 2; a copy for each test."""
+    return shutil.copytree(first_run, tmp_path / "run")
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refuse(folder, message, *, resume=True, **changes):
+    before = files(folder)
+    trainer = tiny_trainer(folder, **{**RUN, **changes})
+    start = weights(trainer)
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=resume)
+    assert files(folder) == before
+    assert all(bool((start[name] == value).all()) for name, value in weights(trainer).items())
+
+
+@pytest.mark.parametrize("start", ["anew", "from elsewhere"])
+def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path):
+    resume = None if start == "anew" else str(shutil.copytree(run / "checkpoint-1", tmp_path / "checkpoint-1"))
+    (run / "final").rename(run / ".final.replaced")
+    for name in ("final", "checkpoint-3"):
+        (run / f".{name}.incomplete").mkdir()
+        (run / f".{name}.incomplete/half").write_text("written")
+    refuse(run, "already holds checkpoint-2 of another run", resume=resume)
+    for step in (1, 2):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    refuse(run, "already holds final of another run", resume=resume)
+
+
+def test_a_start_cleans_what_a_killed_run_left(run):
+    (run / ".checkpoint-3.incomplete").mkdir()
+    trainer = tiny_trainer(run, **{**RUN, "total_episodes": 20})
+    trainer.train(resume_from_checkpoint=True)
+    assert not list(run.glob(".*.incomplete"))
+
+
+def other_tokenizer(change):
+    tokenizer = tiny_tokenizer(["first"] if change == "vocabulary" else None)
+    if change == "special_tokens":
+        tokenizer.bos_token = "w7"
+    if change == "chat_template":
+        tokenizer.chat_template = "{{ messages }}"
+    return tokenizer
+
+
+@pytest.mark.parametrize("change", ["vocabulary", "special_tokens", "chat_template"])
+def test_another_tokenizer_is_refused(run, change):
+    arguments = {"processing_class": other_tokenizer(change)}
+    message = rf"entry tokenizer\.{change}.* here; give the tokenizer it was written with as processing_class"
+    refuse(run, message, trainer_arguments=arguments)
+
+
+def test_another_architecture_of_the_same_shapes_is_refused(run):
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    other = tiny_causal_lm("llama", rope_parameters=rope)
+    refuse(run, r"policy\.rope_parameters\.rope_theta is 10000\.0 in it and 500\.0 here; give the model", model=other)
+    refuse(run, r"policy\.model_type is llama in it and gpt2 here", model=tiny_causal_lm("gpt2"))
+    stops_elsewhere = tiny_causal_lm("llama")
+    stops_elsewhere.generation_config.eos_token_id = [2, 9]
+    refuse(run, r"policy\.stop_tokens is 2 in it and \[2, 9\] here", model=stops_elsewhere)
+    critic = tiny_causal_lm("llama", rms_norm_eps=1e-3).base_model
+    model = tiny_trainer(run.parent / "other").actor_critic
+    model.critic.backbone.config = critic.config
+    refuse(run, r"critic\.rms_norm_eps is 1e-06 in it and 0.001 here", model=model)
+
+
+def changed(how):
+    rows = prompts().to_list()
+    if how == "edited":
+        rows[7]["prompt"] = "w1 w2"
+    if how == "reordered":
+        rows[0], rows[1] = rows[1], rows[0]
+    if how == "added":
+        rows.append({"prompt": "w9"})
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("how", ["edited", "reordered", "added"])
+def test_data_that_changed_are_refused_unless_that_is_asked_for(run, how):
+    data = {"trainer_arguments": {"train_dataset": changed(how)}}
+    refuse(run, "entry train_dataset.* here; .* or set ignore_data_change: true", **data)
+    trainer = tiny_trainer(run, **RUN, **data, ignore_data_change=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(run)] == [0, 1, 2, 3]
+    # From then on the checkpoints are of the new rows, and the flag is needed no more.
+    tiny_trainer(run, **{**RUN, "total_episodes": 40}, **data).train(resume_from_checkpoint=True)
+    assert metric_lines(run)[-1]["step"] == 4
+
+
+def test_the_same_rows_from_another_place_are_the_same_data(run, tmp_path):
+    prompts().to_json(tmp_path / "rows.jsonl")
+    data = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+    tiny_trainer(run, **RUN, trainer_arguments={"train_dataset": data}).train(resume_from_checkpoint=True)
+    assert metric_lines(run)[-1]["step"] == 3
+
+
+def test_other_evaluation_data_are_warned_of(run):
+    trainer = tiny_trainer(run, **RUN, trainer_arguments={"eval_dataset": prompts(4)})
+    with pytest.warns(UserWarning, match="eval_dataset is not the one that the checkpoint's run had .*'prompts': 4"):
+        trainer.train(resume_from_checkpoint=True)
+    assert metric_lines(run)[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone", "empty", "of another run"])
+def test_true_stops_at_a_damaged_newest_checkpoint_and_names_the_older_one(run, name, damage):
+    path = run / "checkpoint-2" / name
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    elif damage == "of another run":
+        path.write_bytes((run / "checkpoint-1" / name).read_bytes())
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        path.write_bytes({"truncated": content[:-1], "flipped": flipped, "empty": b""}[damage])
+    refuse(run, r"checkpoint-2.*set resume_from_checkpoint to another one by name: [^,]*checkpoint-1$")
+
+
+def test_an_older_checkpoint_named_by_hand_repairs_the_damaged_one(run):
+    (run / "checkpoint-2/model.safetensors").write_bytes(b"")
+    whole = metric_lines(run)
+    tiny_trainer(run, **RUN, trainer_arguments={"eval_dataset": prompts(3)}).train(str(run / "checkpoint-1"))
+    assert metric_lines(run)[:2] == whole[:2] and metric_lines(run)[-1]["step"] == 3
+    tiny_trainer(run, **{**RUN, "total_episodes": 40}).train(str(run / "checkpoint-2"))
+
+
+def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_path):
+    other = tmp_path / "other"
+    tiny_trainer(other, total_episodes=20, seed=1).train()
+    shutil.rmtree(other / "final")
+    refuse(other, "metrics.jsonl is of another run than the checkpoint", resume=str(run / "checkpoint-2"))
+    (other / "metrics.jsonl").unlink()
+    tiny_trainer(other, **RUN).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert [line["step"] for line in metric_lines(other)] == [3]
+    # The new folder's own checkpoint knows the new folder's records.
+    tiny_trainer(other, **{**RUN, "total_episodes": 40}).train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(other)] == [3, 4]
+    refuse(run, "already holds checkpoint-2 of another run", resume=str(other / "checkpoint-3"))

@@ -1,0 +1,109 @@
+import pytest
+
+from alpaca_ppo.checkpoint.directory import (
+    FILES,
+    check_manifest,
+    newest_checkpoint,
+    refuse_finished_run,
+    resolve_checkpoint,
+    rotate_checkpoints,
+    set_aside_later,
+    verify_files,
+    write_manifest,
+)
+
+
+def make_folders(tmp_path, *names):
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
+    assert newest_checkpoint(tmp_path / "absent") is None
+    make_folders(tmp_path, "checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.incomplete", "final")
+    (tmp_path / "checkpoint-12").write_text("a file")
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+@pytest.mark.parametrize("asked", [True, "true", "True"])
+def test_true_resumes_from_the_newest_checkpoint_and_needs_one(tmp_path, asked):
+    with pytest.raises(ValueError, match="holds no checkpoint-<step> folder"):
+        resolve_checkpoint(asked, tmp_path)
+    make_folders(tmp_path, "checkpoint-5")
+    assert resolve_checkpoint(asked, tmp_path) == tmp_path / "checkpoint-5"
+    assert resolve_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_a_checkpoint_from_elsewhere_is_not_resumed_among_those_of_another_run(tmp_path):
+    make_folders(tmp_path, "here", "there", "there/checkpoint-7")
+    named = tmp_path / "there/checkpoint-7"
+    assert resolve_checkpoint(str(named), tmp_path / "here") == named
+    make_folders(tmp_path, "here/checkpoint-5")
+    with pytest.raises(ValueError, match="already holds checkpoint-5 of another run"):
+        resolve_checkpoint(str(named), tmp_path / "here")
+
+
+def test_only_the_named_checkpoints_files_are_looked_at_before_anything_is_loaded(tmp_path):
+    """Sizes are compared at once; contents, which may be many gigabytes, where they are read."""
+    folder = tmp_path / "checkpoint-2"
+    make_folders(tmp_path, "checkpoint-1", "checkpoint-2", ".checkpoint-3.incomplete")
+    for name in FILES:
+        (folder / name).write_text("content")
+    write_manifest(folder)
+    assert check_manifest(folder).keys() == set(FILES)
+    verify_files(folder)
+    (folder / FILES[0]).write_text("CONTENT")
+    check_manifest(folder)
+    with pytest.raises(ValueError, match="is damaged: its hash is .*another one by name: [^,]*checkpoint-1$"):
+        verify_files(folder)
+    (folder / FILES[0]).write_text("longer content")
+    with pytest.raises(ValueError, match=f"{FILES[0]} is damaged: 14 bytes, written with 7"):
+        check_manifest(folder)
+    with pytest.raises(ValueError, match="has no readable manifest.json .*set resume_from_checkpoint to another one"):
+        check_manifest(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
+def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
+    refuse_finished_run(tmp_path)
+    make_folders(tmp_path, name)
+    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
+        refuse_finished_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
+def test_a_folder_that_a_killed_run_was_about_to_replace_is_one_of_a_run(tmp_path, name):
+    make_folders(tmp_path, f".{name}.replaced", f".{name}.incomplete")
+    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
+        refuse_finished_run(tmp_path)
+    make_folders(tmp_path, "new", "new/.final.incomplete", "new/.checkpoint-5.incomplete")
+    refuse_finished_run(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "left"),
+    [
+        (None, [], [2, 9, 10, 30]),
+        (4, [], [2, 9, 10, 30]),
+        (2, [], [10, 30]),
+        (1, [2], [2]),
+        (2, [9], [9, 30]),
+        (2, [2, 30], [2, 30]),
+        (3, [2, 30], [2, 10, 30]),
+        (1, [2, 30], [2, 30]),
+    ],
+)
+def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep, left):
+    make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")
+    rotate_checkpoints(tmp_path, limit, keep=[tmp_path / f"checkpoint-{n}" for n in keep])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])
+
+
+def test_checkpoints_of_a_branch_that_is_left_are_set_aside_and_not_lost(tmp_path):
+    for step in (2, 3, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "abandoned-checkpoint-10").mkdir()
+    moved = set_aside_later(tmp_path / "checkpoint-2")
+    assert [path.name for path in moved] == ["abandoned-checkpoint-3", "abandoned-checkpoint-10-1"]
+    assert newest_checkpoint(tmp_path).name == "checkpoint-2" and all(path.is_dir() for path in moved)
+    assert set_aside_later(tmp_path / "checkpoint-2") == set_aside_later(tmp_path / "elsewhere") == []

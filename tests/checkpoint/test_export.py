@@ -1,0 +1,318 @@
+import copy
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    CodeGenConfig,
+    ViTConfig,
+)
+from transformers.utils import logging
+
+from alpaca_ppo.adapters import attach
+from alpaca_ppo.checkpoint import export
+from alpaca_ppo.checkpoint.export import (
+    matching_classifier,
+    push_folder,
+    save_final,
+    save_merged,
+    save_policy,
+    save_value_model,
+)
+from alpaca_ppo.checkpoint.model_card import write_model_card
+from alpaca_ppo.models import build_actor_critic, load_critic, make_head
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+
+FIGURES = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
+CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
+IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
+
+
+def scalar_head(weight):
+    return make_head("scalar", weight.size(1), weight=weight)
+
+
+def front_matter(folder):
+    return yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_saved_critic_loads_as_a_classifier_and_gives_the_same_values(tmp_path, arch):
+    backbone = tiny_causal_lm(arch).base_model
+    head = torch.randn(1, backbone.get_input_embeddings().weight.size(1))
+    save_value_model(tmp_path / "value", backbone, scalar_head(head), tiny_tokenizer())
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "value", num_labels=1, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        values = loaded.eval().score(loaded.base_model(IDS).last_hidden_state).squeeze(-1)
+        expected = (backbone(IDS).last_hidden_state * head).sum(-1)
+    torch.testing.assert_close(values, expected)
+    assert torch.equal(loaded.score.weight, head)
+    assert loaded.config.pad_token_id == PAD
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "value")) == 64
+
+
+def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path):
+    classifier = tiny_sequence_classifier("llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token_id = EOS
+    save_value_model(tmp_path / "value", classifier.base_model, scalar_head(classifier.score.weight), tokenizer)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32).eval()
+    padded = torch.tensor([[5, 9, 11, EOS], [8, 6, 4, 10]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(padded).logits[0], classifier(padded[:1, :3]).logits[0])
+
+
+def test_a_tokenizer_without_a_pad_token_leaves_the_model_s_own(tmp_path):
+    classifier, tokenizer = tiny_sequence_classifier("qwen2"), tiny_tokenizer()
+    tokenizer.pad_token = None
+    save_value_model(tmp_path / "value", classifier.base_model, scalar_head(classifier.score.weight), tokenizer)
+    assert json.loads((tmp_path / "value" / "config.json").read_text())["pad_token_id"] == PAD
+
+
+def test_exporting_changes_neither_the_backbone_nor_its_configuration(tmp_path):
+    model = tiny_causal_lm("llama", dtype=torch.bfloat16)
+    before = (model.config.to_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    save_value_model(tmp_path / "value", model.base_model, scalar_head(torch.ones(1, 32)), tiny_tokenizer())
+    assert model.config.to_dict() == before[0]
+    assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype="auto")
+    assert loaded.base_model.dtype == torch.bfloat16
+
+
+def test_no_classifier_matches_another_architecture_or_head():
+    backbone = tiny_causal_lm("llama").base_model
+    backbone.config = ViTConfig()
+    assert matching_classifier(backbone) is None
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8)
+    assert matching_classifier(BertModel(config)) is None
+
+
+def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(tmp_path):
+    config = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, n_ctx=64, rotary_dim=4, vocab_size=64)
+    backbone = AutoModelForCausalLM.from_config(config).base_model.eval()
+    weight = torch.randn(1, 32)
+    save_value_model(tmp_path / "value", backbone, scalar_head(weight), tiny_tokenizer())
+    critic = load_critic(str(tmp_path / "value"))
+    with torch.no_grad():
+        values = critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values
+        torch.testing.assert_close(values, backbone(IDS).last_hidden_state[:, -1] @ weight[0])
+    assert "load_critic" in (tmp_path / "value" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "c51", "num_atoms": 5, "v_min": -2.0, "v_max": 3.0},
+        {"kind": "quantile", "num_quantiles": 4},
+        {"kind": "iqn", "num_quantiles": 4, "embedding_dim": 8},
+    ],
+)
+def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
+    for parameter in actor_critic.critic.head.parameters():
+        torch.nn.init.normal_(parameter)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    critic = load_critic(str(tmp_path / "value"), risk_level=0.25)
+    states = torch.randn(6, 32)
+    actor_critic.critic.head.risk_level = 0.25
+    for loaded, own in zip(critic.head(states), actor_critic.critic.head(states), strict=True):
+        assert torch.equal(loaded, own)
+    assert critic.head.settings() == head
+    own, loaded = actor_critic.policy.model.base_model, critic.backbone
+    assert torch.equal(loaded(IDS).last_hidden_state, own(IDS).last_hidden_state)
+
+
+def test_a_critic_folder_is_told_from_a_classifier(tmp_path):
+    with pytest.raises(ValueError, match="has no critic_head.json; a scalar critic is a sequence classifier"):
+        load_critic(str(tmp_path))
+
+
+def test_without_a_critic_there_is_no_value_folder(tmp_path):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_matching_classifier_takes_no_memory():
+    classifier = matching_classifier(tiny_causal_lm("llama").base_model)
+    assert all(parameter.is_meta for parameter in classifier.parameters())
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_a_saved_policy_loads_with_its_tokenizer(tmp_path, arch):
+    policy = tiny_causal_lm(arch)
+    save_policy(tmp_path / "policy", policy, tiny_tokenizer(["hello"]))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, policy(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy")("hello")["input_ids"] == [4]
+    assert [path.name for path in (tmp_path / "policy").glob("*.bin")] == []
+
+
+def test_a_failing_save_leaves_the_older_policy_whole(tmp_path):
+    save_policy(tmp_path / "policy", tiny_causal_lm("llama"), tiny_tokenizer())
+    before = sorted(path.name for path in (tmp_path / "policy").iterdir())
+
+    class Broken:
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_policy(tmp_path / "policy", tiny_causal_lm("gpt2"), Broken())
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == before
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["model_type"] == "llama"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, layout):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=layout)
+    with torch.no_grad():
+        actor_critic.critic.head.weight.normal_()
+        if layout == "separate":
+            actor_critic.critic.backbone.get_input_embeddings().weight.mul_(2)
+    (tmp_path / "notes.txt").write_text("mine")
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32)
+    embedded = actor_critic.policy.model.get_input_embeddings().weight
+    assert torch.equal(policy.get_input_embeddings().weight, embedded)
+    assert torch.equal(value.get_input_embeddings().weight, embedded * (2 if layout == "separate" else 1))
+    assert torch.equal(value.score.weight, actor_critic.critic.head.weight)
+    assert "| `objective/kl` | 0.1235 |" in (tmp_path / "policy" / "README.md").read_text()
+    assert "values[:, t]" in (tmp_path / "value" / "README.md").read_text()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_card_has_front_matter_figures_and_configuration(tmp_path):
+    write_model_card(tmp_path, figures=FIGURES, config=CONFIG, base_model="someone/some-model")
+    assert front_matter(tmp_path) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "someone/some-model",
+        "tags": ["alpaca_ppo", "ppo", "rlhf"],
+    }
+    text = (tmp_path / "README.md").read_text()
+    assert "| `eval/reward` | 1 |\n| `objective/kl` | 0.1235 |\n" in text
+    assert "time/rollout" not in text
+    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == CONFIG
+    assert "from transformers import AutoModelForCausalLM" in text
+
+
+@pytest.mark.parametrize("base_model", [None, "", "here", "/some/absolute/folder", "outputs/a/b"])
+def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    write_model_card(tmp_path, figures={}, config={}, base_model=base_model)
+    assert "base_model" not in front_matter(tmp_path)
+    assert "None were recorded." in (tmp_path / "README.md").read_text()
+
+
+def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
+    policy = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    save_policy(tmp_path / "policy", policy, tiny_tokenizer())
+    write_model_card(tmp_path / "policy", figures=FIGURES, config=CONFIG, base_model=None)
+    assert front_matter(tmp_path / "policy")["library_name"] == "peft"
+    assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in (tmp_path / "policy" / "README.md").read_text()
+    assert not (tmp_path / "policy" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_saving_shows_progress_bars_on_a_terminal_only_and_restores_them(tmp_path, monkeypatch, watched):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched, raising=False)
+    logging.enable_progress_bar()
+    seen = []
+
+    class Policy:
+        def save_pretrained(self, folder):
+            seen.append(logging.is_progress_bar_enabled())
+
+    save_policy(tmp_path / "policy", Policy(), Policy())
+    assert seen[0] is watched
+    assert logging.is_progress_bar_enabled()
+
+
+EMBEDDED = {"llama": "embed_tokens", "gpt2": "wte"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "tied", "adapter"),
+    [
+        ("gpt2", True, {}),
+        ("gpt2", True, {"use_dora": True}),
+        ("gpt2", True, {"modules_to_save": ["ln_f"]}),
+        ("gpt2", True, {"modules_to_save": ["wte"]}),
+        ("llama", True, {"use_rslora": True}),
+        ("llama", True, {"modules_to_save": ["embed_tokens"]}),
+        ("llama", True, {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama", False, {"use_dora": True}),
+        ("llama", False, {"modules_to_save": ["norm", "embed_tokens"]}),
+        ("bloom", True, {"use_dora": True}),
+    ],
+)
+def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapter, tmp_path):
+    base = tiny_causal_lm(arch, tie_word_embeddings=tied)
+    adapters = attach(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **adapter}))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapters.parameters_of("default"):
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
+    built = build_actor_critic(adapters, critic_layout="shared")
+    save_final(tmp_path, built, tiny_tokenizer(), figures=FIGURES, config=CONFIG, merged=True)
+    merged, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(IDS).logits, base.eval()(IDS).logits, atol=1e-4, rtol=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
+    # An embedding of the adapter's own is the head's no more, whatever reads the folder.
+    own = EMBEDDED.get(arch) in [*adapter.get("modules_to_save", []), *adapter.get("target_modules", [])]
+    assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] == (tied and not own)
+    assert base.config.tie_word_embeddings == tied
+
+
+def test_merging_into_half_precision_loses_nothing(tmp_path):
+    # Without rotary frequencies, which this way of casting would round.
+    base = tiny_causal_lm("gpt2", dtype=torch.bfloat16)
+    adapters = attach(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapters.parameters_of("default"):
+        # So small that most of it is less than half a step of bfloat16.
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
+    save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.float32 and base.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
+    with torch.no_grad():
+        exact = copy.deepcopy(base).float().eval()(IDS).logits
+        torch.testing.assert_close(merged.eval()(IDS).logits, exact, atol=1e-4, rtol=0)
+        with adapters.active(None):
+            assert (base.float()(IDS).logits - exact).abs().max() > 1e-2
+
+
+def test_pushing_makes_the_repository_and_uploads_the_folder(tmp_path, monkeypatch):
+    calls = []
+
+    class Api:
+        def create_repo(self, repo_id, *, exist_ok):
+            calls.append(("create", repo_id, exist_ok))
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            calls.append(("upload", repo_id, folder_path))
+
+    monkeypatch.setattr(export, "HfApi", Api)
+    push_folder(tmp_path, "me/model")
+    assert calls == [("create", "me/model", True), ("upload", "me/model", tmp_path)]

@@ -1,0 +1,314 @@
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import get_scheduler
+
+from alpaca_ppo.checkpoint.directory import FILES
+from alpaca_ppo.checkpoint.serialization import load_checkpoint, random_states, save_checkpoint
+from alpaca_ppo.distributed.engine import WholeState
+from tests.tiny_models import tiny_causal_lm
+
+EXTRA = {
+    "global_step": 3,
+    "kl": {"value": 0.1 + 0.2, "limit": math.inf},
+    "betas": (0.9, [None, True]),
+    "names": {1: "a"},
+}
+
+
+class Model(nn.Module):
+    """Two linear maps of which one is used twice, half-precision weights, and a buffer."""
+
+    def __init__(self, seed=0, width=4):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.low = nn.Parameter(torch.randn(width).bfloat16())
+        self.register_buffer("count", torch.tensor(0.5))
+        self.register_buffer("cache", torch.randn(2), persistent=False)
+
+    def forward(self, x):
+        return self.tied(self.first(x).tanh()) * self.low.float() + torch.rand_like(x) * self.count
+
+
+def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
+    model = Model(seed, width)
+    groups = [{"params": [model.first.weight], "weight_decay": 0.1}, {"params": [model.first.bias, model.low]}]
+    optimizer = optimizer(groups, lr=0.01, **options)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=20)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def written(run):
+    """What of `run` a checkpoint holds."""
+    whole = WholeState(run["model"], run["optimizer"])
+    parts = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
+    return {**parts, "scheduler": run["scheduler"]}
+
+
+def read(run):
+    """Where a checkpoint puts it back."""
+    return {"trained": WholeState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
+
+
+def train(run, steps):
+    """Losses of `steps` updates on random data, drawn from each of the random number generators."""
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(3, run["model"].low.numel()) + np.random.rand() + random.random()
+        loss = run["model"](x).pow(2).mean()
+        loss.backward()
+        run["optimizer"].step()
+        run["scheduler"].step()
+        run["optimizer"].zero_grad()
+        run["model"].count += 0.25
+        losses.append(loss.item())
+    return losses
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def snapshot(run):
+    rng = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    weights = {name: tensor.tolist() for name, tensor in run["model"].state_dict().items()}
+    return str((weights, run["optimizer"].state_dict(), run["scheduler"].state_dict(), rng))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    seed_all(1)
+    run = make_run()
+    train(run, 3)
+    folder = tmp_path / "checkpoint-3"
+    save_checkpoint(folder, **written(run), extra=EXTRA)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"optimizer": torch.optim.SGD, "momentum": 0.9},
+        {"optimizer": torch.optim.RAdam},
+    ],
+)
+def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, options):
+    seed_all(1)
+    whole = make_run(**options)
+    train(whole, 3)
+    save_checkpoint(tmp_path / "checkpoint-3", **written(whole), extra=EXTRA)
+    expected = train(whole, 4)
+    seed_all(2)
+    resumed = make_run(seed=7, **options)
+    train(resumed, 1)
+    assert load_checkpoint(tmp_path / "checkpoint-3", **read(resumed)) == EXTRA
+    assert train(resumed, 4) == expected
+    assert snapshot(resumed) == snapshot(whole)
+
+
+def test_what_extra_must_say_is_checked_before_anything_changes(saved):
+    run = make_run(seed=7)
+    before = snapshot(run)
+
+    def check(extra):
+        raise ValueError(f"step {extra['global_step']} will not do")
+
+    with pytest.raises(ValueError, match="step 3 will not do"):
+        load_checkpoint(saved, **read(run), check=check)
+    with pytest.raises(ValueError, match=r"entry kl\.value is 0.3.* in it and 0.5 here; start anew"):
+        load_checkpoint(
+            saved, **read(run), expected={"kl": {"value": 0.5, "limit": math.inf}}, remedies={"kl": "start anew"}
+        )
+    with pytest.raises(ValueError, match=r"entry kl\.limit is inf in it and absent here; resume with the models"):
+        load_checkpoint(saved, **read(run), expected={"kl": {"value": 0.1 + 0.2}})
+    assert snapshot(run) == before
+
+
+def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
+    run = make_run()
+    save_checkpoint(tmp_path / "checkpoint-0", **written(run), extra={})
+    other = make_run(seed=1)
+    train(other, 2)
+    load_checkpoint(tmp_path / "checkpoint-0", **read(other))
+    assert other["optimizer"].state_dict() == run["optimizer"].state_dict()
+
+
+def test_shared_weights_are_saved_once_and_derived_buffers_not_at_all(saved):
+    assert set(load_file(saved / "model.safetensors")) == {"first.weight", "first.bias", "low", "count"}
+
+
+def test_weights_keep_their_place_in_memory_and_stay_tied(saved):
+    run = make_run(seed=7)
+    before = {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()}
+    load_checkpoint(saved, **read(run))
+    assert {name: parameter.data_ptr() for name, parameter in run["model"].named_parameters()} == before
+    assert run["model"].tied.weight is run["model"].first.weight
+
+
+def test_a_language_model_with_tied_embeddings_round_trips(tmp_path):
+    model, other = tiny_causal_lm("gpt2", seed=0), tiny_causal_lm("gpt2", seed=1)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    runs = []
+    for each in (model, other):
+        optimizer = torch.optim.AdamW(each.parameters())
+        runs.append({"model": each, "optimizer": optimizer, "scheduler": get_scheduler("constant", optimizer)})
+    save_checkpoint(tmp_path / "checkpoint-1", **written(runs[0]), extra={})
+    load_checkpoint(tmp_path / "checkpoint-1", **read(runs[1]))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_two_views_of_one_memory_are_both_saved(tmp_path):
+    run = make_run()
+    memory = torch.arange(8.0)
+    save_checkpoint(
+        tmp_path / "checkpoint-1", **written(run), extra={"low": memory[:4], "both": [memory, memory.view(2, 4).t()]}
+    )
+    extra = load_checkpoint(tmp_path / "checkpoint-1", **read(run))
+    assert extra["low"].tolist() == [0, 1, 2, 3]
+    assert extra["both"][1].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_states_of_the_devices_present_are_saved_and_restored(tmp_path, monkeypatch):
+    run, restored = make_run(), {}
+    states = [torch.tensor([i, 1], dtype=torch.uint8) for i in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    save_checkpoint(tmp_path / "checkpoint-1", **written(run), extra={})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.update({device: state.tolist()}))
+    load_checkpoint(tmp_path / "checkpoint-1", **read(run))
+    assert restored == {0: [0, 1], 1: [1, 1]}
+
+
+def test_nothing_in_a_checkpoint_is_pickled(saved):
+    assert sorted(path.name for path in saved.iterdir()) == sorted([*FILES, "manifest.json"])
+    assert all(path.suffix in {".json", ".safetensors"} for path in saved.iterdir())
+
+
+def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_and_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; give it as plain values"):
+        save_checkpoint(tmp_path / "checkpoint-1", **written(make_run()), extra={"when": 1j})
+    assert list(tmp_path.iterdir()) == []
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def set_version(folder, **entries):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def replace_with_another_run_s(path):
+    seed_all(3)
+    run = make_run(seed=5)
+    train(run, 3)
+    other = path.parents[1] / "other" / "checkpoint-3"
+    save_checkpoint(other, **written(run), extra=EXTRA)
+    path.write_bytes((other / path.name).read_bytes())
+
+
+def damages():
+    for name in FILES:
+        yield lambda folder, name=name: (folder / name).write_text(""), f"{name} is damaged: 0 bytes"
+        yield lambda folder, name=name: replace_with_another_run_s(folder / name), f"{name} is damaged"
+        yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged: \d+ bytes"
+        yield lambda folder, name=name: flip(folder / name), f"{name} is damaged"
+        yield lambda folder, name=name: (folder / name).unlink(), f"{name} is missing"
+    yield lambda folder: truncate(folder / "manifest.json"), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").write_text(""), "no readable manifest.json"
+    yield lambda folder: replace_with_another_run_s(folder / "manifest.json"), "is damaged"
+    yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
+    yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
+    yield lambda folder: set_version(folder, version=2), "this version of alpaca_ppo reads"
+    yield lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is no folder"
+
+
+@pytest.mark.parametrize(("damage", "message"), list(damages()))
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, damage, message):
+    damage(saved)
+    run = make_run(seed=7)
+    train(run, 1)
+    before = snapshot(run)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved, **read(run))
+    assert snapshot(run) == before
+
+
+def test_a_manifest_with_any_byte_changed_is_refused_or_says_the_same(saved):
+    path, whole = saved / "manifest.json", (saved / "manifest.json").read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert load_checkpoint(saved, **read(make_run(7))) == EXTRA
+        except ValueError as error:
+            assert str(saved) in str(error)
+            refused += 1
+    # What is left are blanks between the entries.
+    assert refused > 0.75 * len(whole)
+
+
+class Wider(Model):
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.more = nn.Linear(2, 2)
+
+
+def with_model(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer, "scheduler": get_scheduler("constant", optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (make_run(7, width=5), r"tensor low is bfloat16 \(4,\) in it and bfloat16 \(5,\) here"),
+        (with_model(Wider(7)), r"tensor more.weight is absent in it and float32 \(2, 2\) here"),
+        (with_model(nn.Linear(4, 4)), r"tensor weight is absent in it"),
+        (with_model(Model(7).half()), r"tensor low is bfloat16 \(4,\) in it and float16 \(4,\) here"),
+        (with_model(Model(7)), r"optimizer group 0 is {'parameters': 1, .* in it and {'parameters': 3,"),
+        (make_run(7, optimizer=torch.optim.SGD), r"optimizer group 0 is .*'betas'.* in it and .*'momentum'"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(saved, run, message):
+    before = snapshot(run)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved, **read(run))
+    assert snapshot(run) == before
+
+
+def test_a_checkpoint_with_other_data_is_refused_and_the_same_data_is_not(saved):
+    with pytest.raises(ValueError, match="entry global_step is 3 in it and 4 here"):
+        load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 4})
+    assert (
+        load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA
+    )
+
+
+def test_saving_keeps_the_new_checkpoint_and_as_many_as_allowed(tmp_path):
+    (tmp_path / ".checkpoint-7.incomplete").mkdir()
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / f"checkpoint-{step}", **written(make_run()), extra={}, save_total_limit=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]

@@ -1,0 +1,338 @@
+"""A run that a signal interrupts anywhere saves where it stands, and goes on from there to the same last bit."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.checkpoint.directory import newest_checkpoint
+from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
+from alpaca_ppo.trainer.preflight import check_start
+from tests.integration.run_killed import at_the
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+
+RUN = {
+    "total_episodes": 30,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "kl_controller": "proportional",
+    "target_kl": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+    "trainer_arguments": {"eval_dataset": prompts(3)},
+}
+SEQUENCE = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_policy": "correct", "critic": "c51"}
+STOPPED = {"target_kl_stop": 1e-4, "critic_warmup_steps": 1, "ppo_epochs": 3, "critic": "iqn", "num_quantiles": 4}
+LORA = {"critic_layout": "adapter", "adv_estimator": "grpo", "num_return_sequences": 2}
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """Also where the tests themselves run in the background, whose shell lets SIGINT be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class LongFirst(PPOTrainer):
+    """Adds a key to the rollouts, and lets it weigh in the loss, with noise of its own."""
+
+    def rollout(self, prompt_batches):
+        rollouts = super().rollout(prompt_batches)
+        rollouts["weight"] = rollouts["response_mask"].sum(dim=1) / 5 + torch.rand(len(rollouts["responses"]))
+        return rollouts
+
+    def compute_loss(self, rollouts_batch):
+        loss, stats = super().compute_loss(rollouts_batch)
+        return loss * (rollouts_batch["weight"].mean() + 0.1 * torch.rand(())), stats
+
+
+def signal_at(trainer, monkeypatch, *, check: int) -> None:
+    """This process gets a SIGTERM just before the run asks for the `check`-th time whether it should end."""
+    count = itertools.count(1)
+
+    def counted(ask):
+        def asking():
+            if next(count) == check:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return ask()
+
+        return asking
+
+    for name in ("poll_local", "poll_all_ranks"):
+        monkeypatch.setattr(trainer.interruption, name, counted(getattr(trainer.interruption, name)))
+
+
+def files(folder):
+    """What the run wrote for people: tables and final weights."""
+    names = [p for kind in ("rollouts/*", "eval/*", "final/*/*.safetensors") for p in folder.glob(kind)]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(names)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer_class", "stride"),
+    [({}, PPOTrainer, 5), ({}, LongFirst, 7), (SEQUENCE, PPOTrainer, 9), (STOPPED, PPOTrainer, 9), (LORA, None, 9)],
+    ids=["plain", "subclass", "sequence", "stopped", "lora"],
+)
+def test_a_run_interrupted_again_and_again_is_the_run_that_never_was(
+    settings, trainer_class, stride, tmp_path, monkeypatch
+):
+    run = {**RUN, **settings, "trainer_class": trainer_class or PPOTrainer}
+    if trainer_class is None:
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=True)
+        run["trainer_arguments"] = {**RUN["trainer_arguments"], "peft_config": lora}
+    torch.manual_seed(0)
+    whole = tiny_trainer(tmp_path / "whole", **run)
+    torch.manual_seed(1)
+    whole.train()
+    parts, moments = tmp_path / "parts", []
+    for attempt in itertools.count(1):
+        torch.manual_seed(0)
+        trainer = tiny_trainer(parts, **run)
+        # A resumed run brings its own random states.
+        torch.manual_seed(1 if attempt == 1 else 99)
+        # Each attempt comes further than the last, so that the run ends.
+        signal_at(trainer, monkeypatch, check=attempt * stride)
+        try:
+            trainer.train(resume_from_checkpoint=newest_checkpoint(parts) is not None)
+            break
+        except SystemExit as ended:
+            assert ended.code == 128 + signal.SIGTERM
+            point = trainer.progress
+            moments.append("update" if point.update else "evaluation" if not point.step_ended else "sampling")
+    assert {"update", "sampling"} <= set(moments), moments
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+    assert files(parts) == files(tmp_path / "whole")
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(trainer)[name], value), name
+
+
+class SignalAt(TrainerCallback):
+    """Sends this process a signal at an event of one step."""
+
+    def __init__(self, event: str, *, step: int = 2, signum: int = signal.SIGINT) -> None:
+        self.step, self.signum = step, signum
+        setattr(self, event, self._send)
+
+    def _send(self, args, state, control, **context):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.signum)
+
+
+def interrupted_run(folder, event, **how):
+    arguments = {**RUN["trainer_arguments"], "callbacks": [SignalAt(event, **how)]}
+    trainer = tiny_trainer(folder, **{**RUN, "trainer_arguments": arguments})
+    with pytest.raises(Interrupted) as ended:
+        trainer.train()
+    return trainer, ended.value
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "checkpoints"),
+    [
+        ("on_train_begin", 0, ["checkpoint-0"]),
+        ("on_step_end", 1, ["checkpoint-1"]),
+        ("on_log", 2, ["checkpoint-2"]),
+        ("on_log", 3, ["checkpoint-2", "checkpoint-3"]),
+        ("on_train_end", 3, ["checkpoint-2", "checkpoint-3"]),
+    ],
+)
+def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoints, tmp_path, capsys):
+    tiny_trainer(tmp_path / "whole", **RUN).train()
+    before = signal.getsignal(signal.SIGINT)
+    parts = tmp_path / "parts"
+    trainer, ended = interrupted_run(parts, event, step=step)
+    assert ended.code == 130
+    assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C does what it did before"
+    assert sorted(path.name for path in parts.glob("checkpoint-*")) == checkpoints
+    said = capsys.readouterr().out
+    assert event == "on_train_end" or (checkpoints[-1] in said and "resume_from_checkpoint: true" in said)
+    trainer.callback_handler.callbacks.clear()
+    trainer.train(resume_from_checkpoint=True)
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+    assert files(parts) == files(tmp_path / "whole")
+
+
+def test_a_checkpoint_that_holds_this_very_point_is_not_written_again(tmp_path, monkeypatch):
+    written = []
+    save = PPOTrainer.save_checkpoint
+    monkeypatch.setattr(
+        PPOTrainer, "save_checkpoint", lambda self, *stats: (written.append(self.state.global_step), save(self))
+    )
+    interrupted_run(tmp_path, "on_save", step=2)
+    assert written == [2]
+
+
+def test_a_resumed_run_that_had_nothing_left_to_do_still_knows_its_figures(tmp_path):
+    whole = tiny_trainer(tmp_path, **RUN).train()
+    again = tiny_trainer(tmp_path, **RUN).train(resume_from_checkpoint=True)
+    assert again == whole
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_before_the_run_does(tmp_path):
+    class Twice(PPOTrainer):
+        def step(self, prompt_batches):
+            rollouts = self._estimated_rollouts(prompt_batches)
+            rows = torch.arange(4)
+            self.updater.step(rollouts, rows, self.compute_loss, first=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            stats = self.step_with_rollouts(self._estimated_rollouts(prompt_batches))
+            return self.record_step_stats(stats, rollouts, self.state.global_step)
+
+    with pytest.raises(Interrupted):
+        tiny_trainer(tmp_path, **RUN, trainer_class=Twice).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
+
+
+def test_handlers_are_installed_in_the_main_thread_only_and_ignored_signals_stay_ignored():
+    interruption = PreemptionHandler(Accelerator(cpu=True))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruption.install():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == interruption._note
+    finally:
+        signal.signal(signal.SIGINT, before)
+    seen = []
+
+    def elsewhere():
+        with interruption.install():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL]
+
+
+def test_a_request_that_no_check_met_ends_the_process_afterwards_and_outside_nothing_is_asked():
+    interruption = PreemptionHandler(Accelerator(cpu=True))
+    with pytest.raises(Interrupted, match="SIGTERM"), interruption.install():
+        os.kill(os.getpid(), signal.SIGTERM)
+        interruption.poll_local()  # not sampling: ranks must go on together
+        with interruption.sampling():
+            with pytest.raises(SamplingStopped):
+                interruption.poll_local()
+            interruption.poll_local()
+            raise AssertionError("not reached")
+    interruption.poll_local()
+    interruption.poll_all_ranks()
+
+
+def slow_judge(completions, **columns):
+    time.sleep(60)
+
+
+async def slow_async_judge(completions, **columns):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("judge", [slow_judge, slow_async_judge])
+def test_a_reward_function_that_takes_long_is_left_at_once(judge, tmp_path):
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"reward_funcs": judge})
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert time.monotonic() - start < 30
+    assert newest_checkpoint(tmp_path).name == "checkpoint-0"
+
+
+SECOND_SIGNAL = """
+import os, signal, sys, time
+from accelerate import Accelerator
+from alpaca_ppo.distributed.preemption import PreemptionHandler
+with PreemptionHandler(Accelerator(cpu=True)).install():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("one request", flush=True)
+    time.sleep(1.1)
+    if "fork" in sys.argv and not (child := os.fork()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    if "fork" in sys.argv:
+        print(os.waitpid(child, 0)[1], flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("not reached", flush=True)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is_one():
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL, "fork"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    # 15: the forked child was ended by the signal, as it would have been without us.
+    assert done.stdout.split() == ["one", "request", "15"]
+    assert time.monotonic() - start < 60
+    assert "SIGTERM: saving, then ending" in done.stderr
+
+
+def load_extra(folder):
+    """What a checkpoint holds besides weights, optimizer and schedule."""
+    entries = json.loads((folder / "state.json").read_text())["__dict__"]
+    return dict(dict(entries)["extra"]["__dict__"])
+
+
+class Failing(TrainerCallback):
+    def on_log(self, args, state, control, **context):
+        raise RuntimeError("killed here")
+
+
+def test_a_run_killed_as_it_replaces_its_only_checkpoint_is_found_and_goes_on(tmp_path):
+    trainer, _ = interrupted_run(tmp_path, "on_step_begin", step=1)
+    folder = tmp_path / "checkpoint-1"
+    folder.rename(tmp_path / ".checkpoint-1.replaced")
+    check_start(trainer.args, True)
+    tiny_trainer(tmp_path, **RUN).train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_the_best_checkpoint_keeps_the_weights_that_were_measured(tmp_path, monkeypatch):
+    run = {**RUN, "save_steps": 1, "metric_for_best_model": "objective/scores"}
+    whole = tiny_trainer(tmp_path / "whole", **run)
+    whole.train()
+    parts = tmp_path / "parts"
+    trainer = tiny_trainer(parts, **run)
+    # The update of the second step: the first step's checkpoint is the best there is.
+    trainer.updater._loss = at_the(15, "SIGTERM", trainer.updater._loss)
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert trainer.state.best_model_checkpoint == str(parts / "checkpoint-1")
+    update = load_extra(parts / "checkpoint-1")["update"]
+    assert update is None
+    tiny_trainer(parts, **run).train(resume_from_checkpoint=True)
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+
+
+def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_the_run_is_resumed(tmp_path):
+    tiny_trainer(tmp_path / "whole", **RUN).train()
+    parts = tmp_path / "parts"
+    trainer, _ = interrupted_run(parts, "on_step_end", step=2)
+    trainer.callback_handler.callbacks = [Failing()]
+    with pytest.raises(RuntimeError, match="killed here"):
+        trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(parts)] == [0, 1, 2]
+    tiny_trainer(parts, **RUN).train(resume_from_checkpoint=True)
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+    assert files(parts) == files(tmp_path / "whole")
+
+
+def test_a_loop_of_one_s_own_gets_new_rollouts_for_each_step(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    first, second = ({**trainer.step(trainer.prompt_batches(step))} for step in range(2))
+    assert first["objective/kl_sum_seq"] == 0.0 != second["objective/kl_sum_seq"]

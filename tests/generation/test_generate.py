@@ -1,0 +1,373 @@
+"""The sampler on every architecture: padding, company and order change nothing, and log-probs are the model's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+from alpaca_ppo.generation import Generation, decode, generate
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm
+
+# Long and short, with eos and pad ids inside, one of a single token.
+PROMPTS = [[5, 9, 11, 20, 33, 7, 8], [EOS, PAD, 14], [40], [PAD, PAD, 9, EOS, EOS, 61]]
+PROMPT_IDS = [3, 8, 1, 100]
+WINDOWED = ["mistral", "gemma2", "gemma3"]
+# Eager attention of transformers takes its softmax in float32 whatever the dtype, and in float64 masks padding to NaN.
+EAGER = ["gemma2", "bloom"]
+MODELS = [(arch, {}) for arch in ARCHITECTURES] + [(arch, {"sliding_window": 4}) for arch in WINDOWED]
+
+
+def padded(prompts: list[list[int]], extra: int = 0) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts)) + extra
+    queries = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return queries, mask
+
+
+def run(
+    model: PreTrainedModel,
+    prompts: list[list[int]] = PROMPTS,
+    ids: list[int] = PROMPT_IDS,
+    extra: int = 2,
+    **kwargs: Any,
+) -> Generation:
+    queries, mask = padded(prompts, extra)
+    settings = {
+        "max_new_tokens": 12,
+        "pad_token_id": PAD,
+        "stop_token_ids": [EOS, 7, 9, 10, 11],
+        "seed": 3,
+        "step": 1,
+        "num_return_sequences": 3,
+    }
+    return generate(model, queries, mask, prompt_ids=torch.tensor(ids), **{**settings, **kwargs})
+
+
+def rows(generation: Generation, index: Any) -> Generation:
+    return Generation(
+        generation.responses[index],
+        generation.response_mask[index],
+        generation.logprobs[index],
+        generation.stopped[index],
+    )
+
+
+def assert_same(actual: Generation, expected: Generation, tolerance: float = 1e-5) -> None:
+    assert torch.equal(actual.responses, expected.responses)
+    assert torch.equal(actual.response_mask, expected.response_mask)
+    assert torch.equal(actual.stopped, expected.stopped)
+    assert (actual.logprobs[~actual.response_mask] == 0).all()
+    # Relative too: these models' logits reach tens, and float32 counts from there.
+    assert_close(actual.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
+
+
+def full_forward_logprobs(model: PreTrainedModel, prompt: list[int], tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probs of `tokens` after `prompt` by one forward pass without padding or cache."""
+    sequence = torch.cat([torch.tensor(prompt), tokens])[None]
+    with torch.no_grad():
+        logits = model(sequence, attention_mask=torch.ones_like(sequence), use_cache=False).logits
+    logits = logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("arch", "overrides"), MODELS)
+def test_padding_changes_nothing_and_logprobs_are_a_plain_forwards(
+    arch: str, overrides: dict[str, Any], dtype: torch.dtype
+) -> None:
+    exact = dtype == torch.float64 and arch not in EAGER
+    model = tiny_causal_lm(arch, dtype=dtype if exact else torch.float32, **overrides)
+    tolerance = 1e-9 if exact else 1e-5
+    together = run(model, temperature=0.9)
+    assert together.logprobs.dtype == model.dtype
+    for i, prompt in enumerate(PROMPTS):
+        mine = rows(together, slice(3 * i, 3 * i + 3))
+        assert_same(mine, run(model, [prompt], [PROMPT_IDS[i]], extra=0, temperature=0.9), tolerance)
+        for j in range(3):
+            length = int(mine.response_mask[j].sum())
+            expected = full_forward_logprobs(model, prompt, mine.responses[j, :length], 0.9)
+            assert_close(mine.logprobs[j, :length], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("arch", "overrides"), MODELS)
+def test_both_backends_give_the_same_tokens(arch: str, overrides: dict[str, Any]) -> None:
+    model = tiny_causal_lm(arch, **overrides)
+    assert_same(run(model, backend="generate"), run(model, backend="decode"))
+    assert_same(run(model, backend="generate", do_sample=False), run(model, backend="decode", do_sample=False))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "bloom"])
+def test_a_half_precision_model_gives_float32_logprobs_of_its_own_logits(arch: str) -> None:
+    model = tiny_causal_lm(arch, dtype=torch.bfloat16)
+    together = run(model)
+    assert together.logprobs.dtype == torch.float32
+    longest = rows(together, slice(0, 3))
+    assert_same(longest, run(model, PROMPTS[:1], PROMPT_IDS[:1], extra=0))
+    for j in range(3):
+        length = int(longest.response_mask[j].sum())
+        expected = full_forward_logprobs(model.float(), PROMPTS[0], longest.responses[j, :length], 1.0)
+        # bfloat16 keeps eight bits; the float32 model with the same weights is near, not equal.
+        assert (longest.logprobs[j, :length] - expected).abs().median() < 0.1
+
+
+def test_rows_that_leave_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = {"max_new_tokens": 20, "stop_token_ids": range(2, 64, 6)}
+    for arch, overrides in (("llama", {}), ("bloom", {}), ("opt", {}), ("gemma3", {"sliding_window": 4})):
+        model = tiny_causal_lm(arch, **overrides)
+        leaving, endless = run(model, **often), run(model, max_new_tokens=20, stop_token_ids=[])
+        assert 8 <= leaving.stopped.sum() < 12 and len(leaving.response_mask.sum(dim=1).unique()) >= 4
+        assert not endless.stopped.any() and endless.response_mask.all()
+        kept = leaving.response_mask
+        assert torch.equal(leaving.responses[kept], endless.responses[kept])
+        assert_close(leaving.logprobs[kept], endless.logprobs[kept], rtol=1e-5, atol=1e-5)
+        for worth, every in ((2.0, 1), (1e-9, 1), (1 / 8, 4), (1e-9, 7)):
+            monkeypatch.setattr(decode, "_MIN_DROP_SHARE", worth)
+            monkeypatch.setattr(decode, "_steps_between_checks", lambda device, every=every: every)
+            assert_same(run(model, **often), leaving)
+        monkeypatch.undo()
+
+
+def test_a_prompt_is_computed_once_and_stopped_rows_are_not_computed() -> None:
+    model = tiny_causal_lm("llama")
+    shapes: list[tuple[int, int]] = []
+    logits: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    model.lm_head.register_forward_hook(lambda _, args, output: logits.append(output.size(1)))
+    lengths = run(model, max_new_tokens=20, stop_token_ids=range(2, 64, 6)).response_mask.sum(dim=1)
+    # Four prompts, not twelve, without the two columns that pad them all; then one token of a row; one logit row each.
+    assert shapes[0] == (4, 7) and {width for _, width in shapes[1:]} == {1}
+    assert set(logits) == {1}
+    # A forward for the token at t serves rows longer than t + 1; up to an eighth of the rows may wait for company.
+    assert len(shapes) == lengths.max()
+    for t, (count, _) in enumerate(shapes[1:]):
+        alive = int((lengths > t + 1).sum())
+        assert alive <= count <= max(alive, alive * 8 / 7)
+
+
+def test_several_samples_of_a_prompt_are_those_of_separate_calls() -> None:
+    model = tiny_causal_lm("qwen3")
+    five, three, one = (run(model, num_return_sequences=n) for n in (5, 3, 1))
+    assert_same(rows(five, [0, 1, 2, 5, 6, 7, 10, 11, 12, 15, 16, 17]), three)
+    assert_same(rows(three, slice(0, None, 3)), one)
+    assert len({tuple(row) for row in five.responses[:5].tolist()}) == 5
+
+
+def test_order_and_company_change_nothing() -> None:
+    model = tiny_causal_lm("llama")
+    together = run(model)
+    order = [2, 0, 3, 1]
+    shuffled = run(model, [PROMPTS[i] for i in order], [PROMPT_IDS[i] for i in order])
+    assert_same(shuffled, rows(together, [3 * i + j for i in order for j in range(3)]))
+    halves = [run(model, PROMPTS[a:b], PROMPT_IDS[a:b]) for a, b in ((0, 2), (2, 4))]
+    assert_same(halves[0], rows(together, slice(0, 6)))
+    assert_same(halves[1], rows(together, slice(6, 12)))
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"step": 2}, {"ids": [4, 9, 2, 101]}])
+def test_seed_step_and_prompt_id_change_the_tokens(change: dict[str, Any]) -> None:
+    model = tiny_causal_lm("llama")
+    same_rows = (run(model).responses == run(model, **change).responses).all(dim=1)
+    assert same_rows.sum() <= 2  # responses that stop at once may agree by chance
+
+
+def test_threads_change_no_token() -> None:
+    model = tiny_causal_lm("llama", vocab_size=2000, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run(model)
+        torch.set_num_threads(2)
+        assert_same(run(model), one, 1e-12)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("backend", ["decode", "generate"])
+def test_the_models_generation_config_does_not_matter(backend: str) -> None:
+    model = tiny_causal_lm("llama")
+    plain = run(model, backend=backend)
+    nasty = {
+        "repetition_penalty": 5.0,
+        "top_k": 2,
+        "top_p": 0.1,
+        "min_p": 0.5,
+        "temperature": 0.1,
+        "do_sample": True,
+        "min_length": 30,
+        "min_new_tokens": 10,
+        "no_repeat_ngram_size": 1,
+        "bad_words_ids": [[int(plain.responses[0, 0])]],
+        "suppress_tokens": plain.responses[3:5, 0].tolist(),
+        "begin_suppress_tokens": plain.responses[5:7, 0].tolist(),
+        "forced_bos_token_id": 5,
+        "forced_eos_token_id": 6,
+        "eos_token_id": [20, 21, 22],
+        "max_length": 9,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "exponential_decay_length_penalty": (1, 5.0),
+        "renormalize_logits": True,
+        "use_cache": False,
+    }
+    for name, value in nasty.items():
+        setattr(model.generation_config, name, value)
+    config = model.generation_config
+    model.config.use_cache = False
+    assert_same(run(model, backend=backend), plain, 1e-7)
+    assert model.generation_config is config and config.repetition_penalty == 5.0
+
+
+def test_a_pad_token_that_is_the_stop_token_still_counts_as_chosen() -> None:
+    model = tiny_causal_lm("llama")
+    apart = run(model, pad_token_id=0)
+    same = run(model, pad_token_id=EOS, stop_token_ids=[EOS, 7, 9, 10, 11])
+    assert torch.equal(same.response_mask, apart.response_mask)
+    assert torch.equal(same.responses[same.response_mask], apart.responses[apart.response_mask])
+    assert (same.responses[~same.response_mask] == EOS).all() and (apart.responses[~apart.response_mask] == 0).all()
+    last = same.responses.gather(1, same.response_mask.sum(dim=1, keepdim=True) - 1)[:, 0]
+    assert torch.equal(torch.isin(last, torch.tensor([EOS, 7, 9, 10, 11])), same.stopped)
+
+
+@pytest.mark.parametrize("backend", ["decode", "generate"])
+def test_responses_may_stop_at_once_or_never(backend: str) -> None:
+    model = tiny_causal_lm("gpt2")
+    at_once = run(model, stop_token_ids=range(64), backend=backend)
+    assert at_once.response_mask.sum(dim=1).tolist() == [1] * 12 and at_once.stopped.all()
+    assert (at_once.responses[:, 1:] == PAD).all() and (at_once.logprobs[:, 1:] == 0).all()
+    never = run(model, stop_token_ids=[], backend=backend)
+    assert never.response_mask.all() and not never.stopped.any()
+    assert torch.equal(never.responses[:, 0], at_once.responses[:, 0])
+    single = run(model, max_new_tokens=1, backend=backend)
+    assert single.responses.shape == (12, 1) and torch.equal(single.responses[:, 0], never.responses[:, 0])
+
+
+def test_truncating_tokens_stop_after_enough_tokens() -> None:
+    model = tiny_causal_lm("llama")
+    free = run(model, stop_token_ids=[])
+    cut = run(model, stop_token_ids=[], truncate_token_ids=range(64), truncate_after=4)
+    assert cut.response_mask.sum(dim=1).tolist() == [5] * 12 and cut.stopped.all()
+    assert torch.equal(cut.responses[:, :5], free.responses[:, :5])
+
+
+def test_greedy_takes_the_most_likely_token_of_each_step() -> None:
+    model = tiny_causal_lm("qwen2")
+    greedy = run(model, do_sample=False, num_return_sequences=1, stop_token_ids=[])
+    for i, prompt in enumerate(PROMPTS):
+        sequence = list(prompt)
+        for token in greedy.responses[i].tolist():
+            ids = torch.tensor([sequence])
+            with torch.no_grad():
+                assert token == model(ids, attention_mask=torch.ones_like(ids)).logits[0, -1].argmax().item()
+            sequence.append(token)
+
+
+def test_top_k_and_top_p_narrow_what_is_sampled() -> None:
+    model = tiny_causal_lm("llama")
+    greedy = run(model, do_sample=False)
+    assert_same(run(model, top_k=1), greedy)
+    assert_same(run(model, top_p=1e-6), greedy)
+    assert not torch.equal(run(model, top_k=2).responses, run(model).responses)
+
+
+def modes(model: PreTrainedModel) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("backend", ["decode", "generate"])
+def test_a_model_in_training_with_checkpointing_samples_the_same_and_goes_on_training(backend: str) -> None:
+    for arch in ("gpt2", "llama", "bloom"):
+        model = tiny_causal_lm(arch)
+        expected = run(model, backend=backend)
+        model.train()
+        model.gradient_checkpointing_enable()
+        model.get_input_embeddings().eval()
+        before, state = modes(model), torch.get_rng_state()
+        actual = run(model, backend=backend)
+        assert_same(actual, expected, 1e-7)
+        assert modes(model) == before and torch.equal(torch.get_rng_state(), state)
+        assert torch.is_grad_enabled()
+        assert not actual.logprobs.requires_grad and not actual.logprobs.is_inference()
+
+
+@pytest.mark.parametrize("backend", ["decode", "generate"])
+def test_an_exception_leaves_the_model_as_it_was(backend: str) -> None:
+    model = tiny_causal_lm("llama").train()
+    model.model.norm.eval()
+    before, config = modes(model), model.generation_config
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.lm_head.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(model, backend=backend)
+    hook.remove()
+    assert modes(model) == before and model.generation_config is config and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("backend", ["decode", "generate"])
+def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
+    model = tiny_causal_lm("llama")
+    model.lm_head.weight.data[5] = float("nan")
+    with pytest.raises(ValueError, match="not finite at response position 0 of row 0"):
+        run(model, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
+        ({"num_return_sequences": 0}, r"num_return_sequences \(0\)"),
+        ({"temperature": 0.0}, r"temperature \(0.0\) must be positive; do_sample=False"),
+        ({"temperature": float("nan")}, r"temperature \(nan\)"),
+        ({"top_k": 0}, r"top_k \(0\)"),
+        ({"top_p": 0.0}, r"top_p \(0.0\)"),
+        ({"top_p": 1.5}, r"top_p \(1.5\)"),
+        ({"backend": "vllm"}, r"generation_backend \('vllm'\)"),
+    ],
+)
+def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tiny_causal_lm("llama"), **argument)
+
+
+def test_an_empty_prompt_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the prompt in row 1 is empty"):
+        run(tiny_causal_lm("llama"), [[5], []], [0, 1])
+
+
+def test_no_prompt_at_all_is_an_error() -> None:
+    empty = torch.zeros(0, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="queries has no row; there is nothing to sample"):
+        generate(
+            tiny_causal_lm("llama"),
+            empty,
+            empty,
+            prompt_ids=torch.zeros(0, dtype=torch.long),
+            max_new_tokens=2,
+            pad_token_id=0,
+            stop_token_ids=[2],
+            seed=0,
+            step=0,
+        )
+
+
+def test_a_right_padded_prompt_is_an_error() -> None:
+    queries, mask = padded(PROMPTS)
+    with pytest.raises(ValueError, match="row 1; queries must be left-padded"):
+        generate(
+            tiny_causal_lm("llama"),
+            queries.flip(1),
+            mask.flip(1),
+            max_new_tokens=2,
+            pad_token_id=PAD,
+            stop_token_ids=[],
+            seed=0,
+            step=0,
+            prompt_ids=torch.arange(4),
+        )

@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.ppo.hook_checks import SHAPED, add_to_rollouts, check_loss, check_rollouts
+from tests.tiny_runs import tiny_trainer
+
+
+def rollouts():
+    return {"responses": torch.zeros(2, 3, dtype=torch.long), "response_mask": torch.ones(2, 3, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "returned a NoneType; it must return a dict of tensors"),
+        ({"logprobs": torch.zeros(2, 3)}, "returned a dict; it must return a dict of tensors, `responses` among them"),
+        ({**rollouts(), "texts": ["a", "b"]}, r"rollouts\['texts'\] is a list; every entry must be a tensor with one"),
+        ({**rollouts(), "extra": torch.zeros(3)}, r"rollouts\['extra'\] is a tensor of shape \(3,\).* the 2 responses"),
+        ({**rollouts(), "extra": torch.tensor(1.0)}, r"rollouts\['extra'\] is a tensor of shape \(\)"),
+    ],
+)
+def test_rollouts_must_be_tensors_with_a_row_a_response(returned, message):
+    with pytest.raises(ValueError, match=message):
+        check_rollouts(returned)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"_shape_reward\(\) returned its result as a NoneType; it must return a dict with shaped_rewards, non_"),
+        ({"kl": torch.zeros(2, 3)}, "without shaped_rewards, non_score_rewards; it must"),
+        ({name: torch.zeros(2) for name in SHAPED}, r"shaped_rewards as a tensor of shape \(2,\).* of shape \(2, 3\)"),
+        (
+            {name: torch.zeros(2, 3) for name in SHAPED} | {"mine": [1, 2]},
+            r"returned mine as a list; it must be a tensor of shape \(2,\)",
+        ),
+    ],
+)
+def test_what_a_hook_returns_is_named_where_it_is_wrong(returned, message):
+    with pytest.raises(ValueError, match=message):
+        add_to_rollouts(rollouts(), "_shape_reward", returned, SHAPED)
+
+
+def test_numbers_that_are_not_finite_are_refused_before_any_update():
+    shaped = {name: torch.zeros(2, 3) for name in SHAPED}
+    shaped["kl"][1, 2] = torch.inf
+    with pytest.raises(FloatingPointError, match=r"_shape_reward\(\) returned kl with numbers that are not finite"):
+        add_to_rollouts(rollouts(), "_shape_reward", shaped, SHAPED)
+    outside = rollouts()
+    outside["response_mask"][1, 2] = False
+    add_to_rollouts(outside, "_shape_reward", shaped, SHAPED)
+    assert outside["kl"] is shaped["kl"]
+
+
+@pytest.mark.parametrize("loss", [1.0, torch.tensor(1.0), torch.ones(2, requires_grad=True)])
+def test_a_loss_is_a_scalar_with_a_gradient(loss):
+    with pytest.raises(
+        ValueError, match=r"compute_loss\(\) returned its loss as a .*; it must be a scalar tensor with"
+    ):
+        check_loss(loss)
+
+
+class Careless(PPOTrainer):
+    fault = ""
+
+    def rollout(self, prompt_batches):
+        rollouts = super().rollout(prompt_batches)
+        return {**rollouts, "texts": ["a"]} if self.fault == "rollout" else rollouts
+
+    def _estimate_advantage(self, **arguments):
+        estimated = super()._estimate_advantage(**arguments)
+        return {"advantages": estimated["advantages"]} if self.fault == "estimate" else estimated
+
+    def compute_loss(self, rollouts_batch):
+        loss, stats = super().compute_loss(rollouts_batch)
+        if self.fault == "floats":
+            stats = {name: float(value) for name, value in stats.items()}
+        if self.fault == "vector":
+            stats["mine"] = torch.zeros(3)
+        return (loss.detach(), stats) if self.fault == "loss" else (loss, stats)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("rollout", r"rollouts\['texts'\]"),
+        ("estimate", r"_estimate_advantage\(\) returned its result without returns"),
+        ("loss", r"compute_loss\(\) returned its loss as a tensor of shape \(\) without a gradient"),
+        ("vector", r"the statistic 'mine' has shape \(3,\)"),
+    ],
+)
+def test_a_step_names_the_hook_that_is_wrong(fault, message, tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=Careless)
+    trainer.fault = fault
+    with pytest.raises(ValueError, match=message):
+        trainer.step(trainer.prompt_batches(0))
+
+
+def test_statistics_may_be_plain_numbers(tmp_path):
+    trainers = [tiny_trainer(tmp_path / name, trainer_class=Careless) for name in ("a", "b")]
+    trainers[1].fault = "floats"
+    first, second = (trainer.step(trainer.prompt_batches(0)) for trainer in trainers)
+    assert second["ppo/loss/policy"] == pytest.approx(first["ppo/loss/policy"], abs=1e-7)

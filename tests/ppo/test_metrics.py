@@ -1,0 +1,139 @@
+"""Statistics by hand: what adds up, what is averaged over what, and that padding counts nowhere."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from alpaca_ppo.ppo import metrics
+
+
+def tensors(**values: float) -> dict[str, torch.Tensor]:
+    return {name.replace("__", "/"): torch.tensor(value) for name, value in values.items()}
+
+
+def test_parts_add_up_means_are_weighted_by_tokens_and_extremes_kept():
+    one, two = metrics.StatsAccumulator(), metrics.StatsAccumulator()
+    one.add(tensors(loss__total=0.5, clipfrac=0.25, ratio_min=0.9, ratio_max=1.1), tokens=4)
+    one.add(tensors(loss__total=0.25, clipfrac=1.0, ratio_min=0.8, ratio_max=1.0), tokens=2)
+    # A dummy micro-batch has no tokens: its zeros must not pull the mean or the extremes.
+    two.add(tensors(loss__total=0.0, clipfrac=0.0, ratio_min=0.0, ratio_max=9.0), tokens=0)
+    two.add(tensors(loss__total=0.125, clipfrac=0.5, ratio_min=0.95, ratio_max=1.3), tokens=2)
+    one.merge(two)
+    # loss: (0.5 + 0.25 + 0 + 0.125) / 2 steps; clipfrac: (1 + 2 + 1) / 8
+    stats = one.compute(optimizer_steps=2)
+    assert stats["loss/total"] == 0.4375
+    assert stats["clipfrac"] == 0.5
+    assert stats["ratio_min"] == pytest.approx(0.8)
+    assert stats["ratio_max"] == pytest.approx(1.3)
+
+
+def test_the_padding_share_counts_cells():
+    stats = metrics.StatsAccumulator()
+    stats.add_padding([4, 2])
+    stats.add_padding([10])
+    stats.add_padding([])
+    # 2 of 8 + 10 cells are padding.
+    assert stats.compute(1)["padding_share"] == pytest.approx(2 / 18)
+
+
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():
+    returns = torch.tensor([[1.0, 2.0, math.nan], [3.0, math.nan, math.nan]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
+    assert metrics.explained_variance(returns, returns, mask) == 1.0
+    assert metrics.explained_variance(torch.full((2, 3), 5.0), returns, mask) == pytest.approx(0.0)
+    # errors 1, 0, -1 have variance 2/3, as the returns do
+    assert metrics.explained_variance(returns - torch.tensor([[1.0, 0, 0], [-1, 0, 0]]), returns, mask) == 0.0
+    assert metrics.explained_variance(returns, torch.ones(2, 3), mask) == 0.0
+
+
+def test_timers_add_up_by_phase():
+    timers = metrics.Timers()
+    for _ in range(2):
+        with timers.measure("score"):
+            time.sleep(0.01)
+    assert 0.02 <= timers.seconds["score"] < 1.0
+
+
+def rollouts() -> dict[str, torch.Tensor]:
+    """Two responses of 3 and 1 tokens; the second did not stop."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    ones = mask.float()
+    return {
+        "response_mask": mask,
+        "query_attn_masks": torch.tensor([[1, 1], [0, 1]]),
+        "stopped": torch.tensor([True, False]),
+        "rewards": torch.tensor([2.0, -1.0]),
+        "scores": torch.tensor([2.0, 4.0]),
+        "scores_by_source": torch.tensor([[2.0, math.nan], [4.0, 6.0]]),
+        "kl": ones * torch.tensor([[0.1], [0.5]]),
+        "shaped_rewards": ones * 0.5,
+        "non_score_rewards": ones * -0.25,
+        "logprobs": ones * -1.0,
+        "ref_logprobs": ones * -1.5,
+        "rollout_logprobs": ones * -1.0,
+        "entropies": ones * torch.tensor([[1.0], [2.0]]),
+        "ref_entropies": ones,
+        "values": ones,
+        "returns": ones * torch.tensor([[1.0, 2.0, 3.0]]),
+        "advantages": ones * torch.tensor([[-3.0, 1.0, 1.0]]),
+    }
+
+
+def test_objective_stats_are_over_tokens_or_sequences_and_never_over_padding():
+    stats = metrics.objective_stats(rollouts(), source_names=["a", "b"])
+    # sums: 0.3 and 0.5; tokens: (3 * 0.1 + 0.5) / 4
+    assert stats["objective/kl_sum_seq"] == pytest.approx(0.4)
+    assert stats["objective/kl_avg_seq"] == pytest.approx(0.2)
+    # entropies: (3 * 1 + 2) / 4
+    assert stats["objective/entropies"] == pytest.approx(1.25)
+    assert stats["objective/scores"] == 3.0
+    assert stats["objective/rewards"] == 0.5
+    assert stats["objective/scores/a"] == 3.0
+    assert stats["objective/scores/b"] == 6.0
+    assert stats["objective/response_length"] == 2.0
+    assert stats["objective/truncated_fraction"] == 0.5
+    assert stats["mismatch/ratio_max"] == 1.0
+
+
+def test_the_mismatch_of_sampler_and_trainer_is_measured():
+    batch = rollouts()
+    batch["rollout_logprobs"] = batch["logprobs"] - torch.tensor([[math.log(2.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
+    stats = metrics.objective_stats(batch, source_names=["a", "b"])
+    assert stats["mismatch/ratio_max"] == pytest.approx(2.0)
+    assert stats["mismatch/logprob_abs_mean"] == pytest.approx(math.log(2.0) / 4)
+    # k3 of d = log 2: 1/2 - 1 + log 2
+    assert stats["mismatch/k3"] == pytest.approx((math.log(2.0) - 0.5) / 4)
+
+
+def test_advantage_and_critic_stats_are_over_masked_tokens():
+    stats = metrics.advantage_stats(rollouts())
+    # returns 1 2 3 1: mean 7/4, variance (1 + 4 + 9 + 1)/4 - 49/16 = 11/16
+    assert stats["ppo/returns/mean"] == pytest.approx(1.75)
+    assert stats["ppo/returns/var"] == pytest.approx(11 / 16)
+    assert stats["ppo/val/var"] == 0.0
+    assert stats["ppo/advantages/abs_max"] == 3.0
+
+
+def test_evaluation_stats_give_the_kl_of_whole_sequences():
+    stats = metrics.evaluation_stats(rollouts())
+    # 0.5 a token, 3 and 1 tokens
+    assert stats["eval/kl_sum_seq"] == pytest.approx(1.0)
+    assert stats["eval/scores"] == 3.0
+
+
+def test_throughput_counts_real_tokens():
+    stats = metrics.throughput_stats(rollouts(), {"rollout": 2.0, "update": 2.0, "memory/peak_gib": 1.5})
+    # 4 response and 3 prompt tokens in 4 seconds
+    assert stats["tokens/per_second"] == 7 / 4
+    assert stats["tokens/sampled_per_second"] == 2.0
+    assert stats["time/step"] == 4.0
+    assert stats["memory/peak_gib"] == 1.5
+
+
+def test_peak_memory_is_that_of_this_process():
+    before = metrics.peak_memory_gib(torch.device("cpu"))
+    block = torch.ones(3 * 2**28, dtype=torch.uint8)
+    assert metrics.peak_memory_gib(torch.device("cpu")) > max(before, 0.75)
+    assert block.numel()

@@ -1,0 +1,120 @@
+"""One rank's rollout: what the sources see, what the penalty does, and what does not depend on chunks."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alpaca_ppo.ppo.rollouts import merge_prompt_batches
+from alpaca_ppo.rewards import build_reward
+from alpaca_ppo.rewards.scoring import score_responses
+from alpaca_ppo.tracking.rollout_tables import evaluation_rows, rollout_rows
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_runs import prompts, tiny_trainer
+
+
+def rollouts_of(tmp_path, name, **overrides):
+    trainer = tiny_trainer(tmp_path / name, **overrides)
+    return trainer.rollout(trainer.prompt_batches(0))
+
+
+@pytest.mark.parametrize("overrides", [{"rollout_per_device_batch_size": 1}, {"generation_backend": "generate"}])
+def test_rollouts_do_not_depend_on_chunks_or_the_sampling_backend(overrides, tmp_path):
+    expected = rollouts_of(tmp_path, "a", rollout_per_device_batch_size=10)
+    actual = rollouts_of(tmp_path, "b", **overrides)
+    assert expected.keys() == actual.keys()
+    for key, value in expected.items():
+        assert_close(actual[key], value, rtol=1e-5, atol=1e-5)
+
+
+def test_samples_of_a_prompt_are_neighbours_and_differ(tmp_path):
+    rollouts = rollouts_of(tmp_path, "a", num_return_sequences=3)
+    assert rollouts["sample_ids"].tolist() == [0, 1, 2] * 10
+    assert rollouts["prompt_ids"].view(10, 3).unique(dim=1).size(1) == 1
+    assert len({tuple(row.tolist()) for row in rollouts["responses"]}) > 20
+
+
+def test_everything_is_zero_outside_the_response_mask(tmp_path):
+    rollouts = rollouts_of(tmp_path, "a")
+    outside = ~rollouts["response_mask"]
+    assert outside.any()
+    for key in ("logprobs", "ref_logprobs", "rollout_logprobs", "entropies", "ref_entropies", "values"):
+        assert bool((rollouts[key][outside] == 0).all()), key
+        assert rollouts[key].dtype == torch.float32
+
+
+def test_reward_functions_get_text_without_special_tokens_and_every_column(tmp_path):
+    seen = {}
+
+    def spy(prompts, completions, completion_ids, topic, **columns):
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, topic=topic)
+        return [0.0] * len(prompts)
+
+    dataset = prompts().add_column("topic", list(range(40)))
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"reward_funcs": spy, "train_dataset": dataset})
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    assert seen["topic"] == rollouts["prompt_ids"].tolist()
+    assert [len(ids) for ids in seen["completion_ids"]] == rollouts["response_mask"].sum(1).tolist()
+    assert seen["prompts"] == [dataset[i]["prompt"] for i in seen["topic"]]
+    assert not any("<eos>" in text for text in seen["completions"])
+
+
+def samples() -> dict[str, torch.Tensor]:
+    """Three responses of 3, 2 and 1 tokens; the last two did not stop."""
+    return {
+        "responses": torch.tensor([[10, 11, 2], [12, 13, 0], [14, 0, 0]]),
+        "response_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=torch.bool),
+        "stopped": torch.tensor([True, False, False]),
+    }
+
+
+def score(function, penalty):
+    rows = [{"prompt": "w20"}] * 3
+    return score_responses(build_reward(function), tiny_tokenizer(), samples(), rows, penalty=penalty)
+
+
+def test_the_penalty_takes_the_place_of_the_score_and_the_score_is_kept_beside_it():
+    scored = score(lambda prompts, completions, **columns: [1.0, 2.0, 3.0], penalty=-5.0)
+    assert scored["scores"].tolist() == [1.0, 2.0, 3.0]
+    assert scored["rewards"].tolist() == [1.0, -5.0, -5.0]
+    assert scored["scores_by_source"].tolist() == [[1.0], [2.0], [3.0]]
+    kept = score(lambda prompts, completions, **columns: [1.0, 2.0, 3.0], penalty=None)
+    assert kept["rewards"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_the_penalty_of_token_scores_stands_on_the_last_token():
+    def per_token(prompts, completions, completion_ids, **columns):
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    scored = score(per_token, penalty=-5.0)
+    assert scored["rewards"].tolist() == [[1, 1, 1], [0, -5, 0], [-5, 0, 0]]
+    assert scored["scores"].tolist() == [3.0, 2.0, 1.0]
+
+
+def test_batches_of_different_width_merge_on_the_right():
+    def batch(ids, rows):
+        queries = torch.tensor(ids)
+        return {
+            "queries": queries,
+            "query_attn_masks": (queries > 0).long(),
+            "prompt_ids": torch.tensor(rows),
+            "rows": [{}],
+        }
+
+    merged = merge_prompt_batches([batch([[5, 6]], [0]), batch([[0, 7, 8]], [1])])
+    assert merged["queries"].tolist() == [[0, 5, 6], [0, 7, 8]]
+    assert merged["query_attn_masks"].tolist() == [[0, 1, 1], [0, 1, 1]]
+    assert merged["prompt_ids"].tolist() == [0, 1]
+
+
+def test_rows_for_reading_show_no_padding(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    rollouts.update(kl=rollouts["logprobs"], shaped_rewards=rollouts["values"])
+    rollouts.update(advantages=rollouts["values"], returns=rollouts["values"])
+    rows = rollout_rows(rollouts, trainer.processing_class, count=100)
+    assert len(rows) == 10
+    for row, keep in zip(rows, rollouts["response_mask"], strict=True):
+        assert len(row["tokens"]) == int(keep.sum())
+        assert "<pad>" not in row["prompt"]
+    evaluated = evaluation_rows(rollouts, trainer.processing_class)
+    assert [row["length"] for row in evaluated] == rollouts["response_mask"].sum(1).tolist()

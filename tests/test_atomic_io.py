@@ -1,0 +1,140 @@
+import os
+import shutil
+
+import pytest
+
+from alpaca_ppo import atomic_io
+from alpaca_ppo.atomic_io import (
+    clean_leftovers,
+    committed_path,
+    list_committed,
+    remove_folder,
+    write_folder_atomically,
+    write_text_atomically,
+)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(path, content):
+    with write_folder_atomically(path) as aside:
+        (aside / "deep").mkdir()
+        (aside / "deep" / "file").write_text(content)
+
+
+def content(path):
+    return (path / "deep" / "file").read_text()
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing may tidy up after it."""
+
+
+def test_a_folder_appears_only_when_it_is_complete(tmp_path):
+    path = tmp_path / "made" / "checkpoint-1"
+    with write_folder_atomically(path) as aside:
+        (aside / "file").write_text("x")
+        assert not path.exists()
+        assert aside.parent == path.parent  # one file system, or the rename would copy
+    assert names(path.parent) == ["checkpoint-1"]
+    assert names(path) == ["file"]
+
+
+def test_a_new_folder_replaces_the_old_one_whole(tmp_path):
+    path = tmp_path / "final"
+    write(path, "old")
+    (path / "only_in_the_old").write_text("")
+    write(path, "new")
+    assert content(path) == "new"
+    assert names(path) == ["deep"]
+    assert names(tmp_path) == ["final"]
+
+
+def test_an_exception_leaves_the_old_folder_and_nothing_else(tmp_path):
+    path = tmp_path / "final"
+    write(path, "old")
+    with pytest.raises(KeyboardInterrupt), write_folder_atomically(path) as aside:
+        (aside / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert content(path) == "old"
+    assert names(tmp_path) == ["final"]
+
+
+def test_every_file_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatch):
+    forced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *paths: (forced.append("rename"), rename(*paths)))
+    write(tmp_path / "final", "x")
+    before = forced[: forced.index("rename")]
+    assert {os.path.basename(path) for path in before} == {"deep", "file", ".final.incomplete"}
+    assert forced[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+@pytest.mark.parametrize("tidy", [clean_leftovers, lambda folder: write(folder / "final", "next")])
+def test_a_process_killed_between_two_renames_loses_neither_folder_for_good(tmp_path, monkeypatch, renames, tidy):
+    path = tmp_path / "final"
+    write(path, "old")
+    with monkeypatch.context() as patch:
+        rename, count = os.rename, []
+
+        def killing(*paths):
+            if len(count) == renames:
+                raise Killed
+            count.append(rename(*paths))
+
+        patch.setattr(os, "rename", killing)
+        patch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            write(path, "new")
+    tidy(tmp_path)
+    assert names(tmp_path) == ["final"]
+    # Killed before the second rename the old folder is the complete one, after it the new one.
+    assert content(path) == ("next" if tidy is not clean_leftovers else "old" if renames < 2 else "new")
+
+
+def test_leftovers_are_cleaned_and_other_hidden_files_stay(tmp_path):
+    (tmp_path / ".checkpoint-2.incomplete").mkdir()
+    (tmp_path / ".run.yaml.incomplete").write_text("half")
+    (tmp_path / ".checkpoint-1.replaced").symlink_to(tmp_path)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / ".gitignore").write_text("*")
+    clean_leftovers(tmp_path)
+    assert names(tmp_path) == [".gitignore", "checkpoint-1"]
+
+
+def test_a_folder_is_removed_out_of_sight(tmp_path, monkeypatch):
+    write(tmp_path / "checkpoint-1", "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_io.shutil, "rmtree", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            remove_folder(tmp_path / "checkpoint-1")
+    assert names(tmp_path) == [".checkpoint-1.incomplete"]
+    clean_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_a_text_file_is_replaced_in_one_step(tmp_path, monkeypatch):
+    path = tmp_path / "README.md"
+    write_text_atomically(path, "old \ud83d é")
+    assert path.read_bytes() == b"old \\ud83d \xc3\xa9"
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_text_atomically(path, "new")
+    assert path.read_bytes().startswith(b"old")
+
+
+def test_a_folder_that_a_killed_process_was_about_to_replace_is_still_one_of_those_kept(tmp_path):
+    (tmp_path / ".checkpoint-3.replaced").mkdir()
+    for name in ("checkpoint-2", "checkpoint-10", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-4").write_text("no folder")
+    found = list_committed(tmp_path, "checkpoint-*")
+    assert [path.name for path in found] == ["checkpoint-10", "checkpoint-2", "checkpoint-3"]
+    assert committed_path(tmp_path / "checkpoint-3").name == ".checkpoint-3.replaced"
+    assert committed_path(tmp_path / "checkpoint-2").name == "checkpoint-2"
+    clean_leftovers(tmp_path)
+    assert committed_path(tmp_path / "checkpoint-3").name == "checkpoint-3"

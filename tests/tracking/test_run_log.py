@@ -1,0 +1,244 @@
+import io
+import json
+import math
+import os
+import sys
+
+import pytest
+import yaml
+from accelerate import Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from alpaca_ppo.tracking import run_log
+from alpaca_ppo.tracking.run_log import RunLog, markdown_table, tracker_names
+
+CONFIG = {"seed": 42, "report_to": ["tensorboard"], "run_name": None, "learning_rate": 1e-06}
+
+
+def make_log(folder, **kwargs):
+    options = {"output_dir": folder, "report_to": ["none"], "config": CONFIG}
+    return RunLog(Accelerator(cpu=True), **(options | kwargs))
+
+
+def lines(folder):
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+def board(folder):
+    accumulator = EventAccumulator(str(folder / "runs"))
+    accumulator.Reload()
+    return accumulator
+
+
+def text(accumulator, tag):
+    return accumulator.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+
+def test_a_line_holds_the_step_first_and_then_the_sorted_numbers(tmp_path):
+    log = make_log(tmp_path)
+    log.log({"ppo/loss": 0.1, "objective/kl": 2}, 1)
+    log.log({"ppo/loss": 1 / 3}, 2)
+    assert lines(tmp_path) == [
+        '{"step": 1, "objective/kl": 2.0, "ppo/loss": 0.1}',
+        '{"step": 2, "ppo/loss": 0.3333333333333333}',
+    ]
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path):
+    make_log(tmp_path).log({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
+    assert lines(tmp_path) == ['{"step": 1, "a": null, "b": null, "c": null}']
+
+
+def test_a_resumed_run_keeps_the_lines_up_to_its_step_byte_for_byte(tmp_path):
+    log = make_log(tmp_path)
+    for step in range(5):
+        log.log({"x": step / 7}, step)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "x": 0.7')  # killed half way through a line
+    resumed = make_log(tmp_path, resume_step=2)
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [0, 1, 2]
+    for step in (3, 4):
+        resumed.log({"x": step / 7}, step)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+
+
+def test_a_run_that_starts_anew_keeps_nothing_of_an_older_one(tmp_path):
+    log = make_log(tmp_path)
+    log.log({"x": 1.0}, 0)
+    log.log_table("eval", [{"prompt": "p"}], 0)
+    make_log(tmp_path)
+    assert lines(tmp_path) == []
+    assert list((tmp_path / "eval").iterdir()) == []
+
+
+def test_rows_of_later_steps_are_dropped_and_a_stranger_s_files_stay(tmp_path):
+    log = make_log(tmp_path)
+    for step in (20, 40):
+        log.log_rollouts([{"response": "r"}], step)
+    for stranger in ("rollouts/step_notes.jsonl", "step_000060.jsonl"):
+        (tmp_path / stranger).write_text("mine")
+    make_log(tmp_path, resume_step=20)
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000020.jsonl", "step_notes.jsonl"]
+    assert (tmp_path / "step_000060.jsonl").exists()
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}'])
+def test_a_metrics_file_that_is_no_record_is_an_error_that_names_the_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record of a run"):
+        make_log(tmp_path, resume_step=1)
+
+
+def test_rows_are_strict_json_one_a_line_whatever_the_text(tmp_path):
+    row = {"response": "a\nb\u2028c \ud83d | é", "tokens": [{"id": 1, "kl": math.nan}], "pair": (1.5, math.inf)}
+    make_log(tmp_path).log_rollouts([row, {"response": ""}], 20)
+    written = (tmp_path / "rollouts" / "step_000020.jsonl").read_bytes().decode("utf-8").split("\n")
+    assert len(written) == 3 and written[2] == ""
+    assert json.loads(written[0], parse_constant=pytest.fail) == {
+        "response": row["response"],
+        "tokens": [{"id": 1, "kl": None}],
+        "pair": [1.5, None],
+    }
+
+
+def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
+    log = make_log(tmp_path)
+    log.log_rollouts([{"response": "old"}], 1)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        log.log_rollouts([{"response": "new"}], 1)
+    assert json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text()) == {"response": "old"}
+
+
+def test_run_yaml_holds_the_resolved_configuration(tmp_path):
+    make_log(tmp_path)
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == CONFIG
+
+
+def test_tensorboard_gets_numbers_tables_and_configuration(tmp_path):
+    log = make_log(tmp_path, report_to=["tensorboard"])
+    log.log({"objective/kl": 0.5}, 1)
+    log.log({"objective/kl": 0.75}, 2, report=False)
+    log.log_table("eval", [{"prompt": f"p{i}", "score": i / 3} for i in range(20)], 2)
+    log.finish()
+    events = board(tmp_path)
+    assert [(e.step, e.value) for e in events.Scalars("objective/kl")] == [(1, 0.5)]
+    assert len(lines(tmp_path)) == 2
+    assert "| p15 | 5 |" in text(events, "eval/table") and "p16" not in text(events, "eval/table")
+    assert len((tmp_path / "eval" / "step_000002.jsonl").read_text().splitlines()) == 20
+    assert "| learning_rate | 1e-06 |" in text(events, "run.yaml")
+
+
+@pytest.mark.parametrize(("resume_step", "steps"), [(2, [1, 2, 3]), (-1, [3])])
+def test_tensorboard_hides_what_a_resumed_or_new_run_does_not_keep(tmp_path, monkeypatch, resume_step, steps):
+    # Event files are ordered by a name that holds the second they were made in.
+    for start, first, last in ((1_000_000, 1, 4), (1_000_001, 3, 3)):
+        monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda start=start: start)
+        log = make_log(tmp_path, report_to=["tensorboard"], resume_step=-1 if first == 1 else resume_step)
+        for step in range(first, last + 1):
+            log.log({"x": step / 2}, step)
+        log.finish()
+    assert [e.step for e in board(tmp_path).Scalars("x")] == steps
+
+
+def test_trackers_that_the_accelerator_already_has_are_kept_and_left_open(tmp_path):
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path / "mine")
+    accelerator.init_trackers("project")
+    log = RunLog(accelerator, output_dir=tmp_path / "run", report_to=["tensorboard"], config=CONFIG)
+    log.log({"x": 1.0}, 1)
+    log.finish()
+    assert not (tmp_path / "run" / "runs").exists()
+    assert len(accelerator.trackers) == 1
+    accelerator.trackers[0].finish()
+
+
+def test_another_tracker_gets_the_run_s_name_its_configuration_and_its_numbers(tmp_path, monkeypatch):
+    calls = []
+
+    class Tracker(run_log.TensorBoardTracker.__mro__[1]):
+        name, requires_logging_directory, tracker = "wandb", False, None
+
+        def __init__(self, project, **options):
+            calls.append(("init", project, options))
+
+        def start(self):
+            pass
+
+        def store_init_configuration(self, values):
+            calls.append(("config", values))
+
+        def log(self, values, step, **_):
+            calls.append(("log", values, step))
+
+        def finish(self):
+            calls.append("finish")
+
+    monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
+    monkeypatch.setitem(run_log.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    log = make_log(tmp_path / "lucky", report_to=["wandb"])
+    log.log({"x": 1.0}, 3)
+    log.finish()
+    name = ("init", "alpaca_ppo", {"name": "lucky"})
+    assert calls == [name, ("config", CONFIG), ("log", {"x": 1.0}, 3), "finish"]
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "is_main_process", False)
+    log = RunLog(accelerator, output_dir=tmp_path / "run", report_to=["none"], config=CONFIG)
+    log.log({"x": 1.0}, 1)
+    log.log_rollouts([{"response": "r"}], 1)
+    log.log_table("eval", [{"response": "r"}], 1)
+    log.message("hello")
+    log.finish()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_message_is_printed_once(tmp_path, capsys):
+    make_log(tmp_path).message("8 steps")
+    assert capsys.readouterr().out == "8 steps\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
+def test_a_progress_bar_shows_on_a_terminal_only(tmp_path, monkeypatch, stream, shown):
+    monkeypatch.setattr(sys, "stderr", stream)
+    with make_log(tmp_path).progress(8, "ppo", initial=2) as bar:
+        bar.update(6)
+    assert ("ppo" in stream.getvalue() and "8/8" in stream.getvalue()) is shown
+
+
+def test_report_to_names_each_tracker_once(monkeypatch):
+    monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
+    assert tracker_names(["wandb", "all"]) == ["wandb", "tensorboard"]
+    assert tracker_names(["none"]) == tracker_names([]) == []
+
+
+@pytest.mark.parametrize(
+    ("report_to", "message"),
+    [
+        (["tensorbord"], "'tensorbord', which is no tracker of Accelerate; available here: tensorboard, all, none"),
+        (["tensorboard", "wandb"], "'wandb', which is not installed; available here: tensorboard, all, none"),
+        (["none", "tensorboard"], "'none' excludes the others"),
+    ],
+)
+def test_a_tracker_that_cannot_be_had_is_an_error_that_lists_the_others(monkeypatch, report_to, message):
+    monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard"])
+    with pytest.raises(ValueError, match=message):
+        tracker_names(report_to)
+
+
+def test_a_table_takes_its_columns_from_the_first_row_and_keeps_each_row_on_one_line():
+    rows = [{"prompt": "a|b\nc", "score": 0.123456}, {"prompt": "d", "other": 1}]
+    assert markdown_table(rows) == "| prompt | score |\n| --- | --- |\n| a\\|b<br>c | 0.1235 |\n| d |  |"
+    assert markdown_table([]) == ""

@@ -1,0 +1,278 @@
+"""What each `old_policy` makes of a sampler that is not the policy, on purpose: the gradient, enumerated, and a step.
+
+With mu the sampler's law and pi the policy's, an update should climb J = sum over y of pi(y) * (r(y) - beta *
+log(pi(y) / ref(y))), but the responses come from mu. What the expectation over mu of the trainer's gradient is:
+
+- recompute: the ratio starts at 1, and mu stands for pi everywhere. Biased.
+- rollout: the ratio is pi / mu of a token, which puts right the choice of that token alone. How likely the sampler is
+  to get there, and how it goes on, stay as they are, the KL in the reward is that of mu, and the clip, which is meant
+  for the policy's own steps, cuts the ratio. Biased; without the clip less so, and not at all for one token without KL.
+- correct, level token: rollout without the clip, and with the policy's own KL in the reward.
+- correct, level sequence: exactly the gradient, as long as the threshold cuts no weight.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.ppo import rollouts
+from alpaca_ppo.ppo.losses import correction_weights
+from tests.enumerable import (
+    add_advantages,
+    enumerable_policy,
+    enumerable_trainer,
+    enumerated_rollouts,
+    every_response,
+    expected_loss_gradient,
+    objective_gradient,
+    policy_gradient,
+    probabilities,
+    relative_error,
+    token_logprobs,
+    visited_states_gradient,
+)
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import tiny_trainer
+
+TOLERANCE = 1e-5
+BETA = 0.3
+PROBLEMS = {"three tokens": every_response(stops=False), "up to three": every_response(stops=True)}
+ONE_TOKEN = every_response(stops=False, length=1)
+MODES = ["recompute", "rollout", "correct"]
+
+SEQUENCE = {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_threshold": 1e9}
+TOKEN = {**SEQUENCE, "rollout_correction_level": "token"}
+UNCLIPPED = {"old_policy": "rollout", "cliprange": 0.999, "cliprange_high": 1e9}
+
+either_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+
+
+def perturbed(model, scale=0.05):
+    """A copy with noise on the weights of its head."""
+    other = copy.deepcopy(model)
+    weight = other.get_output_embeddings().weight.data
+    weight += scale * torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(7))
+    return other
+
+
+def expected_update(folder, problem, **overrides):
+    """The trainer and the direction of descent of its loss, expected over the responses of a perturbed sampler."""
+    sampler = perturbed(enumerable_policy(0))
+    trainer = enumerable_trainer(folder, **{"kl_coef": BETA, **overrides})
+    batch = add_advantages(trainer, enumerated_rollouts(trainer, problem, sampler))
+    batch |= correction_weights(batch, trainer.args)
+    return trainer, -expected_loss_gradient(trainer, batch, probabilities(sampler, problem))
+
+
+def error(folder, problem, **overrides):
+    trainer, update = expected_update(folder, problem, **overrides)
+    return relative_error(update, objective_gradient(trainer, problem, kl_coef=trainer.args.kl_coef))
+
+
+def one_token_gradient(trainer, problem, *, kl_coef):
+    """Of the sum over places t and responses y of r(y) times mu(y), in which the policy takes the sampler's place for
+    the token at t alone.
+    """
+    sampler = token_logprobs(perturbed(enumerable_policy(0)), problem).detach()
+    policy = token_logprobs(trainer.actor_critic.policy.model, problem)
+    reference = token_logprobs(trainer.collector.reference.policy.model, problem).detach()
+    rewards = problem.rewards - kl_coef * (sampler - reference).sum(dim=1)
+    swapped = (sampler.sum(dim=1, keepdim=True) - sampler + policy).exp()
+    return policy_gradient((torch.where(problem.mask, swapped, 0.0) * rewards.unsqueeze(1)).sum(), trainer)
+
+
+@either_problem
+def test_sequence_weights_remove_the_bias_that_the_other_modes_have(problem, tmp_path):
+    assert error(tmp_path / "a", problem, **SEQUENCE) < TOLERANCE
+    assert error(tmp_path / "b", problem, old_policy="rollout") > 0.01
+    assert error(tmp_path / "c", problem, old_policy="recompute") > 0.01
+
+
+@either_problem
+def test_without_weights_and_with_the_sampler_as_policy_there_is_no_bias(problem, tmp_path):
+    trainer = enumerable_trainer(tmp_path, kl_coef=BETA, old_policy="rollout")
+    batch = add_advantages(trainer, enumerated_rollouts(trainer, problem))
+    weights = probabilities(trainer.actor_critic.policy.model, problem)
+    update = -expected_loss_gradient(trainer, batch, weights)
+    assert relative_error(update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
+
+
+@either_problem
+def test_a_tokens_ratio_puts_right_that_token_alone(problem, tmp_path):
+    trainer, update = expected_update(tmp_path / "a", problem, **UNCLIPPED)
+    assert relative_error(update, one_token_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
+    assert relative_error(update, objective_gradient(trainer, problem, kl_coef=BETA)) > 0.01
+    trainer, update = expected_update(tmp_path / "b", problem, kl_coef=0.0, **TOKEN)
+    assert relative_error(update, one_token_gradient(trainer, problem, kl_coef=0.0)) < TOLERANCE
+    assert relative_error(update, objective_gradient(trainer, problem)) > 0.01
+
+
+@either_problem
+def test_the_clip_adds_a_bias_of_its_own(problem, tmp_path):
+    trainer, update = expected_update(tmp_path, problem, old_policy="rollout", cliprange=0.2)
+    assert relative_error(update, one_token_gradient(trainer, problem, kl_coef=BETA)) > 0.01
+
+
+def test_for_responses_of_one_token_a_tokens_weight_is_a_sequences(tmp_path):
+    assert error(tmp_path / "a", ONE_TOKEN, response_len=1, **TOKEN) < TOLERANCE
+    assert error(tmp_path / "b", ONE_TOKEN, response_len=1, kl_coef=0.0, **UNCLIPPED) < TOLERANCE
+    # The sampler's KL in the reward, and the clip.
+    assert error(tmp_path / "c", ONE_TOKEN, response_len=1, **UNCLIPPED) > 0.01
+    assert error(tmp_path / "d", ONE_TOKEN, response_len=1, kl_coef=0.0, old_policy="rollout") > 0.01
+
+
+@either_problem
+def test_a_threshold_that_cuts_weights_leaves_some_of_the_bias(problem, tmp_path):
+    cut = error(tmp_path / "a", problem, **{**SEQUENCE, "rollout_correction_threshold": 1.2})
+    assert 0.01 < cut < error(tmp_path / "b", problem, old_policy="recompute")
+
+
+@either_problem
+def test_sequence_weights_hold_for_kl_and_entropy_in_the_loss_too(problem, tmp_path):
+    settings = {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "k2", "entropy_coef": 0.7}
+    trainer, update = expected_update(tmp_path, problem, **SEQUENCE, **settings)
+    penalty = visited_states_gradient(trainer, problem, lambda pi, ref: (pi.exp() * (pi - ref)).sum(dim=-1))
+    bonus = visited_states_gradient(trainer, problem, lambda pi, ref: -(pi.exp() * pi).sum(dim=-1))
+    expected = objective_gradient(trainer, problem, kl_coef=BETA) - 0.7 * penalty + 0.7 * bonus
+    assert relative_error(update, expected) < TOLERANCE
+
+
+class Recorder(PPOTrainer):
+    """Keeps what a step makes of its rollouts."""
+
+    def step_with_rollouts(self, rollouts):
+        stats = super().step_with_rollouts(rollouts)
+        self.recorded = rollouts
+        return stats
+
+
+def step_of(folder, monkeypatch, *, scale, **overrides):
+    """A trainer whose sampler is a perturbed copy of the policy, and the statistics of its first step, whose one
+    optimizer step takes all ten responses in four micro-batches. At `scale` 0 the sampler is the policy.
+    """
+    sampler = perturbed(tiny_causal_lm("llama"), scale)
+    plain = rollouts.generate
+    monkeypatch.setattr(rollouts, "generate", lambda model, *args, **how: plain(sampler, *args, **how))
+    settings = {"step_batch_size": 10, "ppo_epochs": 1, **overrides}
+    trainer = tiny_trainer(folder, trainer_class=Recorder, **settings)
+    return trainer, trainer.step(trainer.prompt_batches(0))
+
+
+def mismatch_of(stats):
+    return {name: value for name, value in stats.items() if name.startswith("mismatch/")}
+
+
+@pytest.mark.filterwarnings("ignore:before any update the policy's ratio is off 1")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mismatch_of_sampler_and_policy_is_logged_in_every_mode(mode, tmp_path, monkeypatch):
+    _, stats = step_of(tmp_path / "a", monkeypatch, scale=0.0, old_policy=mode)
+    same = mismatch_of(stats)
+    assert same["mismatch/logprob_abs_mean"] < 1e-5 and same["mismatch/k3"] < 1e-8
+    assert same["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    monkeypatch.undo()
+    # The policy's own log-probs of the same responses: what recompute puts beside the sampler's.
+    trainer, _ = step_of(tmp_path / "b", monkeypatch, scale=0.1)
+    mask = trainer.recorded["response_mask"]
+    difference = (trainer.recorded["logprobs"] - trainer.recorded["rollout_logprobs"])[mask].double()
+    monkeypatch.undo()
+    _, stats = step_of(tmp_path / "c", monkeypatch, scale=0.1, old_policy=mode)
+    expected = {
+        "mismatch/logprob_abs_mean": difference.abs().mean().item(),
+        "mismatch/k3": ((-difference).exp() - 1 + difference).mean().item(),
+        "mismatch/ratio_max": difference.max().exp().item(),
+    }
+    assert mismatch_of(stats) == pytest.approx(expected, rel=1e-4)
+    assert expected["mismatch/logprob_abs_mean"] > 0.1
+
+
+@pytest.mark.parametrize("mode", ["recompute", "rollout"])
+def test_a_sampler_that_is_surer_than_the_policy_everywhere_has_a_largest_ratio_below_one(mode, tmp_path):
+    class Sure(PPOTrainer):
+        def rollout(self, prompt_batches):
+            batch = super().rollout(prompt_batches)
+            batch["rollout_logprobs"] += 0.0005 * batch["response_mask"]
+            if self.args.old_policy == "rollout":
+                batch["logprobs"] = batch["rollout_logprobs"].clone()
+            return batch
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Sure, old_policy=mode, step_batch_size=10)
+    batches = trainer.prompt_batches(0)
+    stats = trainer.step(batches)
+    assert stats["objective/response_length"] < 5, "there is padding, whose ratio would be 1"
+    # exp(-0.0005) = 0.99950
+    assert stats["mismatch/ratio_max"] == pytest.approx(0.99950, abs=2e-5)
+
+
+def test_the_samplers_log_probs_spare_the_policys_pass(tmp_path):
+    passes = {}
+    for mode in MODES:
+        trainer = tiny_trainer(tmp_path / mode, old_policy=mode)
+        calls = []
+        trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *_, seen=calls: seen.append(1))
+        batch = trainer.rollout(trainer.prompt_batches(0))
+        passes[mode] = len(calls)
+        assert torch.equal(batch["logprobs"], batch["rollout_logprobs"]) == (mode == "rollout")
+        assert ("entropies" in batch) == (mode != "rollout")
+        assert "values" in batch
+    # Ten responses, four at once: three passes. The others belong to the sampler.
+    assert passes["recompute"] - passes["rollout"] == 3
+    assert passes["correct"] == passes["recompute"]
+
+
+@pytest.mark.filterwarnings("ignore:before any update the policy's ratio is off 1")
+@pytest.mark.parametrize("mode", ["recompute", "rollout"])
+def test_only_correct_weighs_the_loss(mode, tmp_path, monkeypatch):
+    trainer, _ = step_of(tmp_path, monkeypatch, scale=0.1, old_policy=mode)
+    assert "loss_weights" not in trainer.recorded
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_weights_of_correct_are_truncated_and_then_divided_by_their_mean(level, normalize, tmp_path, monkeypatch):
+    settings = {"rollout_correction_level": level, "rollout_correction_normalize": normalize}
+    settings |= {"old_policy": "correct", "rollout_correction_threshold": 1.1}
+    trainer, stats = step_of(tmp_path, monkeypatch, scale=0.1, **settings)
+    batch, mask = trainer.recorded, trainer.recorded["response_mask"]
+    difference = torch.where(mask, batch["logprobs"] - batch["rollout_logprobs"], 0.0)
+    ratio = (difference if level == "token" else difference.sum(dim=1, keepdim=True)).exp()
+    assert (ratio > 1.1).any() and (ratio < 1.1).any()
+    expected = ratio.clamp(max=1.1)
+    if normalize:
+        expected = expected / (expected[mask] if level == "token" else expected).mean()
+    assert torch.equal(batch["loss_weights"] == 0, ~mask)
+    torch.testing.assert_close(batch["loss_weights"], torch.where(mask, expected, 0.0))
+    assert stats["ppo/policy/first_ratio_error_max"] < 1e-5, "old and new log-probs are both the trainer's"
+
+
+@pytest.mark.filterwarnings("ignore:before any update the policy's ratio is off 1")
+@either_problem
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_step_follows_the_gradient_only_where_sequences_are_weighed(problem, mode, tmp_path):
+    # The sampler is uniform, so the mean over all 27 ways to choose three tokens is the expectation, in micro-batches
+    # of at most 6 rows; a response that stops early stands for the 3 or 9 ways that continue it, and their weights
+    # have the mean 1. One SGD step of length 1 moves the weights by the gradient.
+    rows = torch.arange(len(problem.mask)).repeat_interleave(3 ** (3 - problem.mask.sum(dim=1)))
+    assert len(rows) == 27
+    policy = enumerable_policy(0)
+    uniform = copy.deepcopy(policy)
+    uniform.lm_head.weight.data.zero_()
+    actor_critic = build_actor_critic(policy, critic_layout="separate")
+    optimizer = torch.optim.SGD(actor_critic.parameters(), lr=1.0)
+    settings = {"rollout_batch_size": 27, "step_batch_size": 27, "step_per_device_batch_size": 6, "ppo_epochs": 1}
+    settings |= {**SEQUENCE, "old_policy": mode, "rollout_correction_normalize": True}
+    trainer = enumerable_trainer(
+        tmp_path,
+        policy=actor_critic,
+        trainer_arguments={"optimizers": (optimizer, None)},
+        **{**settings, "kl_coef": BETA, "max_grad_norm": 1e9},
+    )
+    batch = add_advantages(trainer, enumerated_rollouts(trainer, problem, uniform))
+    expected = objective_gradient(trainer, problem, kl_coef=BETA)
+    before = [p.detach().clone() for p in actor_critic.policy.parameters()]
+    trainer.step_with_rollouts({name: value[rows] for name, value in batch.items()})
+    moved = [(p.detach() - old).flatten() for p, old in zip(actor_critic.policy.parameters(), before, strict=True)]
+    bias = relative_error(torch.cat(moved), expected)
+    assert bias < TOLERANCE if mode == "correct" else bias > 0.01

@@ -1,0 +1,393 @@
+"""The trainer's arithmetic: what a step trains on, and that how it is cut does not matter."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from alpaca_ppo import ActorCritic, PPOTrainer
+from alpaca_ppo.functional import gae, masked_whiten
+from alpaca_ppo.models import Critic, Policy, build_actor_critic, make_head
+from alpaca_ppo.tracking.callbacks import FLAGS
+from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+
+
+def step_once(trainer: PPOTrainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    stats = trainer.step(trainer.prompt_batches(0))
+    return stats, weights(trainer)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_one_step_moves_every_policy_and_critic_and_starts_at_ratio_one(arch, layout, tmp_path):
+    trainer = tiny_trainer(tmp_path, model=tiny_causal_lm(arch), critic_layout=layout)
+    before = weights(trainer)
+    stats, after = step_once(trainer)
+    assert stats["ppo/policy/first_ratio_error_max"] < 1e-5
+    assert stats["mismatch/logprob_abs_mean"] < 1e-5
+    assert stats["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "critic.head.weight" in moved
+    assert any(name.startswith("policy.") for name in moved)
+    assert any(name.startswith("critic.backbone.") for name in moved) == (layout == "separate")
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_update_does_not_depend_on_the_micro_batch_size(mode, tmp_path):
+    results = []
+    start = sgd_trainer(tmp_path / "start", loss_agg_mode=mode)
+    for size in (1, 2, 3, 4, 64):
+        trainer = sgd_trainer(tmp_path / str(size), step_per_device_batch_size=size, loss_agg_mode=mode)
+        results.append(step_once(trainer))
+    assert not torch.equal(weights(start)["critic.head.weight"], results[0][1]["critic.head.weight"])
+    for stats, after in results[1:]:
+        for name, expected in results[0][1].items():
+            assert_close(after[name], expected, rtol=0, atol=1e-10)
+        for name, expected in results[0][0].items():
+            if name.startswith(("objective/", "ppo/")) and "padding" not in name:
+                assert stats[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+
+
+def sgd_trainer(folder, **overrides) -> PPOTrainer:
+    """A float64 trainer with plain SGD, which shows the gradient itself: Adam's first step would hide its scale."""
+    policy = tiny_causal_lm("llama", dtype=torch.float64)
+    actor_critic = build_actor_critic(policy, critic_layout="separate")
+    optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.1)
+    return tiny_trainer(folder, model=actor_critic, trainer_arguments={"optimizers": (optimizer, None)}, **overrides)
+
+
+def test_a_ragged_last_batch_is_trained_on_and_optimizer_steps_add_up(tmp_path):
+    # 40 prompts, 16 a step: steps of 16, 16 and 8 rows; step batches of 6: 3 + 3 + 2 optimizer steps, two epochs each.
+    trainer = tiny_trainer(
+        tmp_path, rollout_batch_size=16, step_batch_size=6, ppo_epochs=2, total_epochs=1, total_episodes=None
+    )
+    assert trainer.schedule.num_steps == 3
+    assert trainer.optimizer_steps == 2 * (3 + 3 + 2)
+    steps = []
+    trainer.updater.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    trainer.train()
+    assert len(steps) == trainer.optimizer_steps
+    seen = [index for step in range(3) for index in trainer.schedule.indices(step)]
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_bandit_is_learned(tmp_path):
+    def count_sevens(prompts, completions, completion_ids, **columns):
+        return [float(ids.count(7)) for ids in completion_ids]
+
+    trainer = tiny_trainer(
+        tmp_path,
+        total_episodes=None,
+        total_epochs=20,
+        rollout_batch_size=40,
+        num_return_sequences=2,
+        step_batch_size=40,
+        step_per_device_batch_size=40,
+        rollout_per_device_batch_size=80,
+        learning_rate=1e-2,
+        kl_coef=0.0,
+        num_logged_rollouts=0,
+        trainer_arguments={"reward_funcs": count_sevens},
+    )
+    trainer.train()
+    scores = [line["objective/scores"] for line in metric_lines(tmp_path)]
+    # Chance is 5 tokens / 64; five of five would be perfect.
+    assert scores[0] < 0.5
+    assert scores[-1] > 3.0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
+    lines = []
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        tiny_trainer(tmp_path / folder, seed=seed).train()
+        lines.append(metric_lines(tmp_path / folder))
+    assert lines[0] == lines[1]
+    assert lines[0] != lines[2]
+
+
+def test_pad_equal_to_eos_changes_nothing(tmp_path):
+    runs = []
+    for pad in ("<pad>", "<eos>"):
+        tokenizer = tiny_tokenizer()
+        tokenizer.pad_token = pad
+        trainer = tiny_trainer(tmp_path / pad.strip("<>"), trainer_arguments={"processing_class": tokenizer})
+        trainer.train()
+        runs.append(metric_lines(trainer.args.output_dir))
+    assert runs[0] == runs[1]
+
+
+def test_responses_that_stop_at_once_and_never_stop_are_trained_on(tmp_path):
+    def always_eos(prompts, completions, completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
+    for bias, length in ((50.0, 1.0), (-50.0, 5.0)):
+        model = tiny_causal_lm("gpt2")
+        head = torch.nn.Linear(32, 64)
+        head.weight.data = model.lm_head.weight.data.clone()
+        head.bias.data.zero_()[2] = bias
+        model.lm_head = head
+        model.config.tie_word_embeddings = False
+        trainer = tiny_trainer(
+            tmp_path / str(length),
+            model=model,
+            penalty_reward_value=-3.0,
+            trainer_arguments={"reward_funcs": always_eos},
+        )
+        stats, _ = step_once(trainer)
+        assert stats["objective/response_length"] == length
+        assert stats["objective/truncated_fraction"] == float(length == 5.0)
+        assert stats["objective/scores"] == length
+        assert stats["objective/rewards"] == (length if length == 1.0 else -3.0)
+
+
+def test_per_token_rewards_take_the_place_of_the_score(tmp_path):
+    def per_token(prompts, completions, completion_ids, **columns):
+        return [[1.0 if token % 2 == 0 else 0.0 for token in ids] for ids in completion_ids]
+
+    trainer = tiny_trainer(tmp_path, kl_coef=0.0, trainer_arguments={"reward_funcs": per_token})
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    shaped = trainer._shape_reward(
+        *(rollouts[k] for k in ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask"))
+    )["shaped_rewards"]
+    expected = ((rollouts["responses"] % 2 == 0) & rollouts["response_mask"]).float()
+    assert expected.sum() > 0
+    assert_close(shaped, expected)
+
+
+def test_the_default_advantages_are_whitened_gae_and_the_returns_are_not(tmp_path):
+    trainer = tiny_trainer(tmp_path, gamma=0.9, lam=0.8)
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 5, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    outcome = trainer._estimate_advantage(rewards=rewards, values=values, response_mask=mask)
+    plain = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    assert_close(outcome["returns"], plain.returns)
+    assert_close(outcome["advantages"], masked_whiten(plain.advantages, mask))
+    whitening = tiny_trainer(tmp_path / "w", gamma=0.9, lam=0.8, whiten_rewards=True, whiten_advantages=False)
+    outcome = whitening._estimate_advantage(rewards=rewards, values=values, response_mask=mask)
+    scaled = masked_whiten(rewards, mask, keep_mean=True)
+    assert_close(outcome["advantages"], gae(scaled, values, mask, gamma=0.9, lam=0.8).advantages)
+
+
+def test_the_kl_controller_moves_the_coefficient_after_each_step(tmp_path):
+    trainer = tiny_trainer(tmp_path, kl_controller="proportional", kl_coef=0.2, target_kl=1.0, k_beta=0.5)
+    stats, _ = step_once(trainer)
+    # The first KL is 0, so the clipped error is -0.2: 0.2 * (1 - 0.5 * 0.2) = 0.18.
+    assert stats["objective/kl_coef"] == 0.2
+    assert trainer.kl_controller.value == pytest.approx(0.18)
+
+
+def test_a_critic_started_from_the_reward_model_predicts_its_score(tmp_path):
+    reward_model = tiny_sequence_classifier("llama", seed=3)
+    trainer = tiny_trainer(
+        tmp_path,
+        init_value_with_reward=True,
+        trainer_arguments={"reward_funcs": reward_model, "reward_processing_classes": tiny_tokenizer()},
+    )
+    head = trainer.actor_critic.critic.head.weight
+    assert torch.equal(head, reward_model.score.weight)
+    before = reward_model.score.weight.clone()
+    _, after = step_once(trainer)
+    assert not torch.equal(after["critic.head.weight"], before), "the critic learns"
+    assert torch.equal(reward_model.score.weight, before), "the reward model does not"
+
+
+def test_the_first_values_of_a_new_critic_are_zero(tmp_path):
+    for layout in ("separate", "shared"):
+        trainer = tiny_trainer(tmp_path / layout, critic_layout=layout)
+        assert bool((trainer.rollout(trainer.prompt_batches(0))["values"] == 0).all())
+
+
+def test_a_non_finite_gradient_is_refused_and_leaves_the_weights(tmp_path):
+    class Broken(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            return loss * math.nan, stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Broken)
+    before = weights(trainer)
+    with pytest.raises(FloatingPointError, match="the update was refused"):
+        trainer.step(trainer.prompt_batches(0))
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+
+
+def test_a_ratio_off_one_before_any_update_is_warned_of(tmp_path):
+    class Drifting(PPOTrainer):
+        def rollout(self, prompt_batches):
+            rollouts = super().rollout(prompt_batches)
+            rollouts["logprobs"] = rollouts["logprobs"] - 0.1 * rollouts["response_mask"]
+            return rollouts
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Drifting)
+    with pytest.warns(UserWarning, match="off 1 by 0.105"):
+        stats, _ = step_once(trainer)
+    # exp(0.1) - 1 = 0.10517
+    assert stats["ppo/policy/first_ratio_error_max"] == pytest.approx(0.10517, abs=1e-4)
+
+
+def test_callbacks_hear_of_everything_and_can_stop_save_and_evaluate(tmp_path):
+    events = []
+
+    class Listener(TrainerCallback):
+        def __getattribute__(self, name):
+            if name.startswith("on_"):
+                return lambda args, state, control, **kwargs: self.hear(name, state, control, kwargs)
+            return super().__getattribute__(name)
+
+        def hear(self, name, state, control, kwargs):
+            events.append(name)
+            assert kwargs["model"] is not None and kwargs["optimizer"] is not None
+            if name == "on_step_end" and state.global_step == 1:
+                control.should_save = control.should_evaluate = True
+            if name == "on_step_end" and state.global_step == 2:
+                control.should_training_stop = True
+            return control
+
+    trainer = tiny_trainer(
+        tmp_path, total_episodes=40, trainer_arguments={"callbacks": [Listener], "eval_dataset": prompts(3)}
+    )
+    trainer.train()
+    step = ["on_step_begin", "on_step_end"]
+    assert events == [
+        "on_train_begin",
+        "on_evaluate",
+        *[*step, "on_evaluate", "on_log", "on_save"],
+        *[*step, "on_evaluate", "on_log"],
+        "on_train_end",
+    ]
+    assert (tmp_path / "checkpoint-1").is_dir()
+    assert ["eval/scores" in line for line in metric_lines(tmp_path)] == [True, True, True]
+
+
+def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
+    policy = Policy(tiny_causal_lm("llama"))
+    actor_critic = ActorCritic(policy, Critic(make_head("scalar", 32), None))
+    trainer = tiny_trainer(tmp_path, model=actor_critic, critic_layout="shared")
+    assert trainer.actor_critic is actor_critic
+    with pytest.raises(ValueError, match="leave value_model out"):
+        tiny_trainer(
+            tmp_path / "b", model=actor_critic, trainer_arguments={"value_model": tiny_sequence_classifier("llama")}
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"critic_layout": "separate"}, "layout 'shared', but critic_layout is 'separate'"),
+        ({"critic_layout": "shared", "critic": "c51"}, "the head .'kind': 'scalar'., but args say .'kind': 'c51'"),
+        ({"critic_layout": "shared", "adv_estimator": "remax"}, "has a critic, but adv_estimator is 'remax'"),
+    ],
+)
+def test_an_actor_critic_must_be_what_the_configuration_says(settings, message, tmp_path):
+    actor_critic = ActorCritic(Policy(tiny_causal_lm("llama")), Critic(make_head("scalar", 32), None))
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path, model=actor_critic, **settings)
+
+
+def test_dropout_of_an_actor_critic_of_the_users_own_is_switched_off(tmp_path):
+    actor_critic = ActorCritic(Policy(tiny_causal_lm("gpt2", resid_pdrop=0.5)), Critic(make_head("scalar", 32), None))
+    stats, _ = step_once(tiny_trainer(tmp_path, model=actor_critic, critic_layout="shared"))
+    assert stats["ppo/policy/first_ratio_error_max"] < 1e-5
+
+
+def test_a_reward_model_that_is_also_the_value_model_is_not_trained(tmp_path):
+    reward_model = tiny_sequence_classifier("llama", seed=3)
+    before = {name: p.clone() for name, p in reward_model.named_parameters()}
+    arguments = {
+        "reward_funcs": reward_model,
+        "value_model": reward_model,
+        "reward_processing_classes": tiny_tokenizer(),
+    }
+    step_once(tiny_trainer(tmp_path, trainer_arguments=arguments))
+    assert all(torch.equal(before[name], p) for name, p in reward_model.named_parameters())
+
+
+def test_an_update_after_a_refused_one_starts_without_its_gradient(tmp_path):
+    class BrokenOnce(PPOTrainer):
+        calls = 0
+
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            self.calls += 1
+            return loss * (math.nan if self.calls == 1 else 1.0), stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=BrokenOnce)
+    with pytest.raises(FloatingPointError):
+        trainer.step(trainer.prompt_batches(0))
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert math.isfinite(stats["ppo/loss/total"])
+
+
+def test_a_loop_of_the_users_own_gets_new_rollouts_each_time(tmp_path):
+    trainer = tiny_trainer(tmp_path, learning_rate=0.0)
+    responses = []
+    for _ in range(2):
+        rollouts = trainer.rollout(trainer.prompt_batches(0))
+        rollouts.update(trainer._shape_reward(*(rollouts[k] for k in SHAPED)))
+        rollouts.update(
+            trainer._estimate_advantage(rollouts["shaped_rewards"], rollouts["values"], rollouts["response_mask"])
+        )
+        trainer.step_with_rollouts(rollouts)
+        responses.append(rollouts["responses"])
+    assert trainer.state.global_step == 2
+    assert not torch.equal(*responses)
+
+
+SHAPED = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
+
+
+def test_a_subclass_may_return_no_statistics(tmp_path):
+    class Silent(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            return super().compute_loss(rollouts_batch)[0], {}
+
+    stats, _ = step_once(tiny_trainer(tmp_path, trainer_class=Silent))
+    assert "ppo/policy/grad_norm" in stats
+
+
+def test_sampling_and_scoring_share_one_temperature(tmp_path):
+    stats, _ = step_once(tiny_trainer(tmp_path, temperature=0.6))
+    assert stats["ppo/policy/first_ratio_error_max"] < 1e-5
+    assert stats["mismatch/logprob_abs_mean"] < 1e-5
+
+
+def test_the_horizon_controller_counts_responses(tmp_path):
+    settings = {"kl_controller": "horizon", "kl_horizon": 100, "kl_coef": 0.2, "target_kl": 1.0}
+    trainer = tiny_trainer(tmp_path, num_return_sequences=2, **settings)
+    step_once(trainer)
+    # 10 prompts, 2 samples each; the first KL is 0, so the clipped error is -0.2: 0.2 * (1 - 0.2 * 20 / 100) = 0.192.
+    assert trainer.kl_controller.value == pytest.approx(0.192)
+
+
+def test_truncating_tokens_act_from_truncate_after_on(tmp_path):
+    every = [f"w{i}" for i in range(4, 64)]
+    for after in (0, 3):
+        stats, _ = step_once(tiny_trainer(tmp_path / str(after), truncate_tokens=every, truncate_after=after))
+        # Nearly every token truncates; eos and the special ones stop or pass.
+        assert stats["objective/response_length"] == pytest.approx(after + 1, abs=0.9)
+
+
+def test_a_callback_made_for_another_trainer_is_named(tmp_path):
+    class Own(TrainerCallback):
+        def on_step_end(self, args, state, control, **context):
+            raise AttributeError("not of the arguments", name="elsewhere", obj=self)
+
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [EarlyStoppingCallback(1)]})
+    with pytest.raises(ValueError, match="EarlyStoppingCallback.on_train_begin reads args.load_best_model_at_end"):
+        trainer.train()
+    trainer = tiny_trainer(tmp_path / "own", trainer_arguments={"callbacks": [Own]})
+    with pytest.raises(AttributeError, match="not of the arguments"):
+        trainer.train()
+
+
+def test_what_a_callback_asks_for_on_one_rank_is_asked_for_on_all(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [TrainerCallback]})
+    # This rank asks for a checkpoint, the other for the end.
+    trainer.callback_handler.control.should_save = True
+    trainer.callback_handler.sync_control(lambda mine: [mine, [flag == "should_training_stop" for flag in FLAGS]])
+    control = trainer.callback_handler.control
+    assert (control.should_save, control.should_training_stop) == (True, True)
+    assert not control.should_evaluate and not control.should_log

@@ -1,0 +1,185 @@
+"""What the constructor refuses, before any training, and what it builds by default."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+
+import alpaca_ppo
+from alpaca_ppo.distributed.accelerator import make_accelerator
+from alpaca_ppo.distributed.optimizer import make_optimizer
+from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
+
+
+def refused(tmp_path, message, *, model=None, arguments=None, **overrides):
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path, model=model, trainer_arguments=arguments, **overrides)
+
+
+def test_a_model_without_a_name_needs_a_tokenizer(tmp_path):
+    refused(tmp_path, "processing_class is None", arguments={"processing_class": None})
+
+
+def test_the_critic_has_one_starting_point(tmp_path):
+    classifier = tiny_sequence_classifier("llama")
+    refused(tmp_path, "choose one start", arguments={"value_model": classifier}, init_value_with_reward=True)
+    refused(tmp_path, "no reward source is a model", init_value_with_reward=True)
+    refused(
+        tmp_path,
+        "critic_layout is 'shared'.*leave it out",
+        arguments={"value_model": classifier},
+        critic_layout="shared",
+    )
+
+
+def test_critic_and_reference_read_the_policys_tokens(tmp_path):
+    other = tiny_sequence_classifier("llama", vocab_size=80)
+    refused(tmp_path, r"critic's vocabulary \(80\)", arguments={"value_model": other})
+    other = tiny_causal_lm("llama", vocab_size=80)
+    refused(tmp_path, r"the reference's vocabulary \(80\)", arguments={"ref_model": other})
+
+
+def test_a_critic_has_one_label_and_a_linear_score():
+    with pytest.raises(ValueError, match="num_labels 3"):
+        classifier = tiny_sequence_classifier("llama")
+        classifier.config.num_labels = 3
+        load_sequence_classifier(classifier)
+    classifier = tiny_sequence_classifier("llama")
+    classifier.score = torch.nn.Sequential(classifier.score)
+    with pytest.raises(ValueError, match="linear layer named `score`"):
+        load_sequence_classifier(classifier)
+
+
+def test_an_unknown_schedule_is_named(tmp_path):
+    refused(tmp_path, "lr_scheduler_type is 'zigzag'", lr_scheduler_type="zigzag")
+
+
+def test_a_policy_that_nothing_stops_is_refused(tmp_path):
+    model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
+    model.generation_config.eos_token_id = None
+    tokenizer.eos_token = None
+    refused(tmp_path, "no response would ever stop", model=model, arguments={"processing_class": tokenizer})
+
+
+def test_prompts_and_responses_must_fit_the_models_positions(tmp_path):
+    refused(tmp_path, r"query_len \(4\) \+ response_len \(600\) is more than .* \(512\)", response_len=600)
+    tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), response_len=600)
+
+
+def test_an_evaluation_without_prompts_is_refused(tmp_path):
+    long = Dataset.from_list([{"prompt": "w10 w11 w12 w13 w14 w15"}] * 2)
+    refused(tmp_path, "all 2 prompts have more tokens than query_len", arguments={"eval_dataset": long})
+    with pytest.raises(ValueError, match="eval_dataset is None"):
+        tiny_trainer(tmp_path).evaluate()
+
+
+def test_the_reference_is_a_frozen_copy_that_updates_do_not_touch(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    reference, policy = trainer.collector.reference.policy.model, trainer.actor_critic.policy.model
+    before = {name: p.clone() for name, p in reference.named_parameters()}
+    assert not any(p.requires_grad for p in reference.parameters())
+    shared = {p.data_ptr() for p in policy.parameters()} & {p.data_ptr() for p in reference.parameters()}
+    assert shared == set()
+    trainer.step(trainer.prompt_batches(0))
+    assert all(torch.equal(before[name], p) for name, p in reference.named_parameters())
+
+
+def test_a_reference_of_the_users_own_is_what_kl_is_measured_against(tmp_path):
+    other = tiny_causal_lm("llama", seed=1)
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"ref_model": other})
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["objective/kl_sum_seq"] > 0.1
+
+
+def test_models_load_from_folders_in_float32_whatever_the_checkpoint_holds(tmp_path):
+    tiny_causal_lm("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "policy")
+    tiny_sequence_classifier("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "value")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    trainer = alpaca_ppo.PPOTrainer(
+        model=str(tmp_path / "policy"),
+        reward_funcs=count_even,
+        args=tiny_config(tmp_path / "run"),
+        train_dataset=prompts(),
+        value_model=str(tmp_path / "value"),
+        ref_model=str(tmp_path / "policy"),
+    )
+    assert {p.dtype for p in trainer.actor_critic.parameters()} == {torch.float32}
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_weight_decay_acts_on_matrices_only():
+    model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout="shared")
+    optimizer = make_optimizer(model, tiny_config("unused", weight_decay=0.1))
+    for group in optimizer.param_groups:
+        assert {p.dim() >= 2 for p in group["params"]} == {group["weight_decay"] == 0.1}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_the_critic_has_a_learning_rate_of_its_own(layout):
+    model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout=layout)
+    optimizer = make_optimizer(model, tiny_config("unused", critic_learning_rate=0.5))
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert {rates[id(p)] for p in model.critic.parameters()} == {0.5}
+    assert {rates[id(p)] for p in model.policy.parameters()} == {1e-3}
+
+
+def test_gradient_checkpointing_gives_the_same_update(tmp_path):
+    after = []
+    for checkpointing in (False, True):
+        trainer = tiny_trainer(tmp_path / str(checkpointing), gradient_checkpointing=checkpointing)
+        stats = trainer.step(trainer.prompt_batches(0))
+        after.append((stats["ppo/loss/total"], stats["ppo/policy/grad_norm"]))
+        assert trainer.actor_critic.policy.model.is_gradient_checkpointing == checkpointing
+        assert trainer.actor_critic.critic.backbone.is_gradient_checkpointing == checkpointing
+    assert after[0] == pytest.approx(after[1], rel=1e-5)
+
+
+def test_an_unknown_public_name_is_an_attribute_error_that_lists_the_known():
+    with pytest.raises(AttributeError, match="PPOTrainer"):
+        _ = alpaca_ppo.PPOTrainr
+
+
+def test_an_optimizer_that_leaves_out_the_critic_is_refused(tmp_path):
+    model = tiny_causal_lm("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(tmp_path, "the optimizer leaves out", model=model, arguments={"optimizers": (optimizer, None)})
+
+
+def test_an_accelerator_of_another_precision_is_refused(tmp_path):
+    refused(tmp_path, "bf16 is True but the accelerator", arguments={"accelerator": Accelerator(cpu=True)}, bf16=True)
+    tracked = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    refused(tmp_path, "log_with .* but its trackers were not started", arguments={"accelerator": tracked})
+    # Accelerate's state of this process has no bf16.
+    refused(tmp_path, "bf16 is True and use_cpu True, but this process has an Accelerator", bf16=True)
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"accelerator": Accelerator(cpu=True)})
+    assert "objective/scores" in trainer.step(trainer.prompt_batches(0))
+
+
+def test_a_step_beyond_the_schedule_and_a_rollout_without_prompts_are_refused(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    with pytest.raises(ValueError, match="step 2 is not one of the schedule's 2"):
+        trainer.prompt_batches(2)
+    with pytest.raises(ValueError, match="no prompt in prompt_batches"):
+        trainer.rollout([])
+
+
+def test_a_folder_without_the_head_it_needs_is_refused(tmp_path):
+    tiny_sequence_classifier("llama").save_pretrained(tmp_path / "classifier")
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match="has no weights for lm_head.weight"):
+        load_causal_lm(str(tmp_path / "classifier"))
+    with pytest.raises(ValueError, match="has no weights for score.weight"):
+        load_sequence_classifier(str(tmp_path / "policy"))
+
+
+def test_processes_wait_for_one_another_as_long_as_ddp_timeout_says(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("alpaca_ppo.distributed.accelerator.Accelerator", lambda **settings: asked.update(settings))
+    make_accelerator(tiny_config(tmp_path, ddp_timeout=77))
+    assert [handler.to_kwargs() for handler in asked["kwargs_handlers"]] == [{"timeout": timedelta(seconds=77)}]

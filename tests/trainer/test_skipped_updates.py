@@ -1,0 +1,105 @@
+"""An update that is not finite is refused, recorded, and skipped as often as `max_skipped_updates` says."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.ppo.hook_checks import non_finite
+from tests.tiny_runs import metric_lines, poisoned, tiny_trainer, weights
+
+
+def skipped_lines(folder):
+    return [json.loads(line) for line in (folder / "skipped_updates.jsonl").read_text().splitlines()]
+
+
+def test_a_loss_that_is_not_finite_is_told_by_its_terms():
+    stats = {"loss/policy": torch.tensor(1.0), "loss/value": torch.tensor(math.inf), "loss/total": torch.tensor(3.0)}
+    assert non_finite(torch.tensor(1.0), stats) is None
+    assert non_finite(torch.tensor(math.inf), stats) == "loss/value is inf"
+    assert non_finite(torch.tensor(math.nan), {"loss/total": math.nan}) == "the loss is nan"
+
+
+def test_the_run_ends_at_the_first_one_by_default_and_says_which_prompts(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=poisoned((1, 0)), save_steps=1, total_episodes=30)
+    with pytest.raises(FloatingPointError, match=r"step 2: loss/policy is nan on rank 0 .*max_skipped_updates is 0"):
+        trainer.train()
+    (line,) = skipped_lines(tmp_path)
+    assert line["number"] == 1 and line["step"] == 2
+    assert len(line["prompt_ids"]) == 4
+    suspects = json.loads(line["cause"].partition("prompts ")[2].rstrip(")"))
+    assert 0 < len(suspects) <= 3 and set(suspects) <= set(line["prompt_ids"])
+    # The last checkpoint is whole: the run goes on from it, with leave to skip.
+    resumed = tiny_trainer(tmp_path, trainer_class=poisoned((1, 0)), total_episodes=30, max_skipped_updates=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2, 3]
+    assert len(skipped_lines(tmp_path)) == 1
+
+
+def test_a_skipped_update_leaves_no_trace_but_its_record(tmp_path, capsys):
+    """Weights, optimizer state and schedule after the skipped update, which is the last, are those before it."""
+    settings = {"ppo_epochs": 1, "lr_scheduler_type": "linear", "total_episodes": 10}
+    trainer = tiny_trainer(tmp_path, trainer_class=poisoned((0, 2)), max_skipped_updates=1, **settings)
+    seen = []
+    step = trainer.updater.step
+
+    def watched(*args, **kwargs):
+        optimizer, scheduler = trainer.updater.optimizer, trainer.updater.scheduler
+        seen.append((weights(trainer), str(optimizer.state_dict()), str(scheduler.state_dict())))
+        return step(*args, **kwargs)
+
+    trainer.updater.step = watched
+    stats = trainer.step(trainer.prompt_batches(0))
+    before, optimizer, scheduler = seen[2]
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    assert optimizer == str(trainer.updater.optimizer.state_dict())
+    assert scheduler == str(trainer.updater.scheduler.state_dict())
+    assert stats["ppo/policy/skipped_updates"] == 1 and stats["ppo/policy/optimizer_steps"] == 2
+    assert stats["ppo/policy/kl_stopped"] == 0
+    assert math.isfinite(stats["ppo/loss/total"])
+    assert "step 1: loss/policy is nan on rank 0" in capsys.readouterr().out
+
+
+def test_an_infinite_gradient_of_a_finite_loss_is_skipped_too(tmp_path):
+    class Steep(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            # sqrt(0) is 0, and its derivative infinite.
+            return loss + (loss - loss.detach()).abs().sqrt() * 0.5, stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Steep, max_skipped_updates=6)
+    before = weights(trainer)
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["ppo/policy/skipped_updates"] == 6 and stats["ppo/policy/optimizer_steps"] == 0
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    assert "gradient norm is nan, though the losses of all ranks are finite" in skipped_lines(tmp_path)[5]["cause"]
+
+
+def test_a_step_that_stops_at_its_kl_does_not_take_a_nan_for_one(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=poisoned((0, 1)), target_kl_stop=10.0, max_skipped_updates=1)
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["ppo/policy/skipped_updates"] == 1 and stats["ppo/policy/kl_stopped"] == 0
+    assert stats["ppo/policy/optimizer_steps"] == 5
+
+
+def test_the_count_goes_on_in_a_resumed_run_which_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
+    run = {"trainer_class": poisoned((0, 1), (2, 0), (3, 3)), "save_steps": 1, "total_episodes": 50}
+    whole = tiny_trainer(tmp_path / "whole", max_skipped_updates=3, **run)
+    whole.train()
+    assert [line["step"] for line in skipped_lines(tmp_path / "whole")] == [1, 3, 4]
+    parts = tiny_trainer(tmp_path / "parts", max_skipped_updates=2, **run)
+    with pytest.raises(FloatingPointError, match="step 4: .* 3 updates were not finite in this run"):
+        parts.train()
+    resumed = tiny_trainer(tmp_path / "parts", max_skipped_updates=2, **run)
+    with pytest.raises(FloatingPointError, match="step 4: .* 3 updates were not finite in this run"):
+        resumed.train(resume_from_checkpoint=True)
+    resumed = tiny_trainer(tmp_path / "parts", max_skipped_updates=3, **run)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts/checkpoint-2"))
+    assert skipped_lines(tmp_path / "parts") == skipped_lines(tmp_path / "whole")
+    assert metric_lines(tmp_path / "parts") == metric_lines(tmp_path / "whole")
+    assert all(torch.equal(weights(resumed)[name], value) for name, value in weights(whole).items())
+    # A new run in the folder forgets them.
+    tiny_trainer(tmp_path / "new").train()
+    assert not (tmp_path / "new/skipped_updates.jsonl").exists()
