@@ -6,14 +6,14 @@ is attached where it is written. A user's own file does both with one decorator,
 `functional.register_adv_estimator`, and is imported before the configuration is read (`import_modules`).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass
+@dataclasses.dataclass
 class Registry(Generic[T]):
     """The choices of one field of the configuration.
 
@@ -25,8 +25,8 @@ class Registry(Generic[T]):
 
     field: str
     traits: dict[str, dict[str, Any]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    _targets: dict[str, T] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _targets: dict[str, T] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
