@@ -239,7 +239,7 @@ class PPOTrainer(BaseTrainer):
                 how: dict[str, Any] = {"freeze_policy": self.in_critic_warmup, "check": self._check}
                 how["value_taus"] = quantile_levels(self.args, *key, epoch, done.num_attempted)
                 how["target_kl_stop"] = self.args.target_kl_stop
-                how["first"] = done.optimizer_steps == 0 or self.in_critic_warmup
+                how["policy_unchanged"] = done.optimizer_steps == 0 or self.in_critic_warmup
                 progress.update(1)
                 try:
                     part, stepped = self.updater.step(rollouts, batch, self.compute_loss, **how)
