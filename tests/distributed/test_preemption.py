@@ -187,7 +187,7 @@ def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_be
         def step(self, prompt_batches):
             rollouts = self._estimated_rollouts(prompt_batches)
             rows = torch.arange(4)
-            self.updater.step(rollouts, rows, self.compute_loss, first=True)
+            self.updater.step(rollouts, rows, self.compute_loss, policy_unchanged=True)
             os.kill(os.getpid(), signal.SIGTERM)
             stats = self.step_with_rollouts(self._estimated_rollouts(prompt_batches))
             return self.record_step_stats(stats, rollouts, self.state.global_step)
