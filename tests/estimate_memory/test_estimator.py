@@ -132,6 +132,8 @@ def fresh_state():
 )
 def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overrides):
     AcceleratorState._reset_state(True)
+    # Sampling, token by token, would take most of the time.
+    overrides = {**overrides, "response_len": 16}
     args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
     torch.manual_seed(0)
     peft_config = lora(use_dora=with_lora == "dora") if with_lora else None

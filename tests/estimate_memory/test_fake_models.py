@@ -73,6 +73,7 @@ def test_weights_are_those_of_every_layer(model_type, overrides):
 )
 def test_a_mixture_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overrides, dense):
     AcceleratorState._reset_state(True)
+    overrides = {**overrides, "response_len": 16}
     args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
     peft_config = queries() if with_lora else None
     of = config("qwen3_moe", **{**QWEN, "num_experts": 32}, mlp_only_layers=dense, num_hidden_layers=4)
