@@ -72,7 +72,7 @@ class Updater:
         freeze_policy: bool = False,
         value_taus: Tensor | None = None,
         target_kl_stop: float | None = None,
-        check: Callable[[], Any] = lambda: None,
+        poll: Callable[[], Any] = lambda: None,
     ) -> tuple[StatsAccumulator, bool]:
         """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
         and whether the step was taken.
@@ -86,7 +86,7 @@ class Updater:
             freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
             value_taus: (K,) quantile levels of this step for an iqn critic.
             target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
-            check: called before each micro-batch; what it raises drops the optimizer step's gradient.
+            poll: called before each micro-batch; what it raises drops the optimizer step's gradient.
 
         Raises:
             NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
@@ -102,7 +102,7 @@ class Updater:
         # What an update that was refused or interrupted left behind must not reach this one.
         self.engine.begin()
         for number, positions in enumerate(plan[self.accelerator.process_index]):
-            check()
+            poll()
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
                 loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
