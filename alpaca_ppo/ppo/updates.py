@@ -1,5 +1,4 @@
-"""Optimizer steps on global rollouts: which rows this rank trains, in which micro-batches, and how their losses add
-up.
+"""Optimizer steps on global rollouts: the rows and micro-batches of each rank, and how their losses add up.
 
 A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
 micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
@@ -45,7 +44,7 @@ class Updater:
         self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
         self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
-        """In force at the last optimizer step."""
+        """Used by the last optimizer step."""
         self.num_updates = 0
         """Optimizer steps since this was built."""
         self._inside_step = False
@@ -99,7 +98,7 @@ class Updater:
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         stats, self._faults = StatsAccumulator(), []
-        # What an update that was refused or interrupted left behind must not reach this one.
+        # Gradients of an update that was refused or interrupted must not reach this one.
         self.engine.begin()
         for number, positions in enumerate(plan[self.accelerator.process_index]):
             poll()
@@ -120,14 +119,16 @@ class Updater:
         return stats, stepped
 
     def _refuse_losses(self, prompt_ids: Tensor) -> None:
-        """Ends the update on every rank where a loss on any is not finite."""
+        """Refuses the update on every rank where a loss of any rank is not finite."""
         if any_rank(bool(self._faults), self.accelerator):
             everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
             raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
     def _learner(self, freeze_policy: bool) -> Iterator[None]:
-        """Inside, the base is the critic's where the critic alone learns: recomputed activations must be its own."""
+        """Inside, an adapter critic's adapter is active where the critic alone learns, so that gradient checkpointing
+        recomputes the critic's activations.
+        """
         if not freeze_policy:
             yield
             return
@@ -150,15 +151,15 @@ class Updater:
 
     @property
     def separate_backward(self) -> bool:
-        """Whether the critic's backward pass can be made before the policy's forward pass: inside `step`, where the
-        two share no activations. Then the two graphs are never in memory together.
+        """Whether the critic's backward pass can be made before the policy's forward pass, so that the two graphs are
+        never in memory together: inside `step`, where the two share no activations.
         """
         critic = self.engine.actor_critic.critic
         return self._inside_step and critic is not None and not critic.shares_states
 
     @contextmanager
     def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:
-        """Inside, the critic runs alone; yields what makes its backward pass and returns its terms as numbers."""
+        """Inside, only the critic runs; yields a function that makes its backward pass and returns its detached terms."""
         actor_critic = self.engine.actor_critic
 
         def backward(terms: Terms) -> Terms:
@@ -181,21 +182,21 @@ class Updater:
         return self.over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
-        """Warns, of each once, of a ratio off 1 before any update and of returns beyond a c51 critic's support."""
+        """Warns once each of a ratio off 1 before any update, and of returns outside a c51 critic's support."""
         self._warn_of_ratio(train_stats)
         outside = train_stats.get("val/outside_support", 0.0)
-        # Probability at the edges alone is no fault: returns may be 0 or 1 and the support just that.
+        # Probability at the edges alone is fine: returns may be 0 or 1, and the support [0, 1].
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
             warnings.warn(
-                f"{outside:.1%} of the returns lie beyond the c51 critic's support, and "
+                f"{outside:.1%} of the returns lie outside the c51 critic's support, and "
                 f"{train_stats['val/edge_mass']:.0%} of its probability at the edges: values there are cut off. Widen "
                 "c51_v_min and c51_v_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 
     def _warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
-        # bfloat16 keeps 8 bits; float32 passes in other batches differ by rounding only.
+        # bfloat16 has 8 significant bits; float32 passes in other batches differ by rounding alone.
         narrow = any(p.element_size() < 4 for p in self.engine.actor_critic.policy.parameters())
         tolerance = 0.1 if narrow or self.accelerator.mixed_precision == "bf16" else 1e-3
         error = train_stats.get("policy/first_ratio_error_max", 0.0)
@@ -209,7 +210,7 @@ class Updater:
             )
 
     def _micro_batch(self, rollouts: Rollouts, rows: Tensor, shared: Mapping[str, Tensor]) -> Rollouts:
-        """The rows on the device; without rows, one row with an empty mask, because ranks must run the same passes."""
+        """The rows on the device; without rows, one row with an empty mask: all ranks must run the same passes."""
         dummy = len(rows) == 0
         chosen = torch.zeros(1, dtype=torch.long) if dummy else rows
         batch: Any = {key: value[chosen].to(self.accelerator.device) for key, value in _tensors(rollouts).items()}
@@ -231,7 +232,7 @@ class Updater:
 
 
 def _at_first(stats: Mapping[str, Any], *, policy_unchanged: bool) -> dict[str, Any]:
-    """`stats` with what can be said only before the policy has moved, or without it."""
+    """`stats` with the ratio's distance from 1 where the policy has not moved, else without `mismatch/*`."""
     if not policy_unchanged:
         return {name: value for name, value in stats.items() if not name.startswith("mismatch/")}
     # A subclass's loss may have no ratio.
