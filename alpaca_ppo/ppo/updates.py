@@ -159,7 +159,7 @@ class Updater:
 
     @contextmanager
     def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:
-        """Inside, only the critic runs; yields a function that makes its backward pass and returns its detached terms."""
+        """Inside, only the critic runs; yields a function that makes its backward pass and detaches its terms."""
         actor_critic = self.engine.actor_critic
 
         def backward(terms: Terms) -> Terms:
