@@ -49,6 +49,8 @@ class Updater:
         """Optimizer steps since this was built."""
         self._inside_step = False
         self._faults: list[str] = []
+        self._early_weights: list[Tensor] = []
+        self._late_weights: list[Tensor] = []
         self._ratio_warned = self._edges_warned = False
 
     @property
@@ -110,6 +112,7 @@ class Updater:
                 )
                 stats.add_padding([lengths[i] for i in positions])
                 self.engine.backward(loss)
+            self._check_critic_weight()
         prompt_ids = rollouts["prompt_ids"][rows]
         self._refuse_losses(prompt_ids)
         stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
@@ -164,11 +167,34 @@ class Updater:
 
         def backward(terms: Terms) -> Terms:
             loss, stats = terms
+            loss.register_hook(self._early_weights.append)
             self.engine.backward(loss)
-            return loss.detach() + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
+            # A leaf of the returned loss, which shows with which weight the loss counts it.
+            part = loss.detach().requires_grad_()
+            part.register_hook(self._late_weights.append)
+            return part + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
 
         with self.engine.no_sync(), actor_critic.critic_active():
             yield backward
+
+    def _check_critic_weight(self) -> None:
+        """Checks that the micro-batch's loss counted the critic's part as its backward pass did.
+
+        Raises:
+            ValueError: where `compute_loss` scaled or dropped it: the critic would have another gradient than the loss.
+        """
+        early, late = self._early_weights, self._late_weights
+        self._early_weights, self._late_weights = [], []
+        if not early or self._faults:
+            return
+        weight = float(sum(late)) / float(early[0])
+        # Weights that are not finite come with a gradient norm that is not, which refuses the update.
+        if math.isfinite(weight) and weight != 1.0:
+            raise ValueError(
+                f"compute_loss() returned a loss in which the critic's part has the weight {weight:g}, but its "
+                "backward pass was made before with weight 1; set separate_critic_backward = False in your trainer "
+                "class, so that policy and critic stay in one graph"
+            )
 
     def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
         """What all ranks accumulated over their shares of the same optimizer steps."""

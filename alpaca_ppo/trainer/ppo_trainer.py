@@ -70,9 +70,9 @@ class PPOTrainer(BaseTrainer):
     """
 
     separate_critic_backward = True
-    """Whether `compute_loss` may make the critic's backward pass by itself, before the policy's forward pass, which
-    saves memory where the two share no activations. Its part of the loss is then a mere number: an override may add to
-    the loss that `super().compute_loss` returns, but a loss that scales or couples the two parts needs False here."""
+    """Whether `compute_loss` makes the critic's backward pass by itself, before the policy's forward pass, which saves
+    memory where the two share no activations. An override may add terms to what `super().compute_loss` returns; one
+    that scales it, or couples policy and critic otherwise, must set this to False (a scaled loss is refused)."""
     score_chunk_prompts: int | None = None
     """Prompts whose responses `_score` gets in one call; None = all of this rank's."""
 
@@ -345,8 +345,8 @@ class PPOTrainer(BaseTrainer):
         `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
         `*_max` are extremes, all others means over the micro-batch's masked tokens.
 
-        With `separate_critic_backward`, a critic that shares no activations with the policy makes its backward pass in
-        here, and its part of the returned loss is a mere number.
+        With `separate_critic_backward`, the backward pass of a critic that shares no activations with the policy is
+        made in here, and its part of the returned loss is detached from the critic.
         """
         separate = self.separate_critic_backward and self.updater.separate_backward
         terms = loss_terms(

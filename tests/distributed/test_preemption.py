@@ -49,6 +49,8 @@ def ctrl_c_is_heard():
 class LongFirst(PPOTrainer):
     """Adds a key to the rollouts, and lets it weigh in the loss, with noise of its own."""
 
+    separate_critic_backward = False
+
     def rollout(self, prompt_batches):
         rollouts = super().rollout(prompt_batches)
         rollouts["weight"] = rollouts["response_mask"].sum(dim=1) / 5 + torch.rand(len(rollouts["responses"]))

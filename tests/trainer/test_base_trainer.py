@@ -89,6 +89,50 @@ def test_a_loss_that_couples_policy_and_critic_keeps_both_graphs(tmp_path):
     assert norms[0] == pytest.approx(2 * norms[1], rel=0.05)
 
 
+@pytest.mark.parametrize(("factor", "weight"), [(0.5, "0.5"), (0.0, "0")])
+def test_a_loss_that_scales_the_critic_without_saying_so_is_refused(tmp_path, factor, weight):
+    class Scaled(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            return factor * loss, stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Scaled)
+    before = weights(trainer)
+    with pytest.raises(
+        ValueError, match=rf"critic's part has the weight {weight}, .* separate_critic_backward = False"
+    ):
+        trainer.step(trainer.prompt_batches(0))
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_a_loss_made_of_the_policy_s_part_alone_is_refused(tmp_path):
+    class Dropped(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            _, stats = super().compute_loss(rollouts_batch)
+            outputs = self._forward(rollouts_batch, with_policy=True, with_critic=False)
+            return outputs.logprobs.sum(), stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Dropped)
+    with pytest.raises(ValueError, match="critic's part has the weight 0"):
+        trainer.step(trainer.prompt_batches(0))
+
+
+def test_a_term_added_to_the_loss_needs_nothing(tmp_path):
+    class Added(Recorder):
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            return loss + 0.0 * self.actor_critic.policy.model.lm_head.weight.sum(), stats
+
+    torch.manual_seed(0)
+    plain = tiny_trainer(tmp_path / "plain")
+    torch.manual_seed(0)
+    added = tiny_trainer(tmp_path / "added", trainer_class=Added)
+    for trainer in (plain, added):
+        trainer.train()
+    assert added.early_passes == 24
+    assert all(torch.equal(weights(added)[name], value) for name, value in weights(plain).items())
+
+
 class Counting(PPOTrainer):
     """Has a state of its own."""
 
