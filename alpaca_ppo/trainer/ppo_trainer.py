@@ -22,7 +22,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import make_accelerator
-from alpaca_ppo.distributed.failures import record_error
+from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.functional import shape_rewards
 from alpaca_ppo.generation.sampling_params import SamplingParams
