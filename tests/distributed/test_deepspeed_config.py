@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from peft import LoraConfig
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.distributed import deepspeed_config
 from alpaca_ppo.distributed.accelerator import _check_deepspeed, make_accelerator
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, resolve_auto, wants_deepspeed
@@ -76,7 +76,10 @@ def test_sizes_that_the_file_names_are_kept():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"optimizer": {"type": "AdamW"}}, "has 'optimizer'; remove it: learning_rate, lr_scheduler_type and the adam_"),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            "has 'optimizer'; remove it: learning_rate, lr_scheduler_type and the",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, "has 'scheduler'; remove it: learning_rate"),
         ({"gradient_clipping": 1.0}, "has gradient_clipping 1.0, but the run's configuration makes it 0.5"),
         ({"gradient_accumulation_steps": 1}, "has gradient_accumulation_steps 1, .* makes it 3"),
@@ -134,7 +137,7 @@ def test_deepspeed_is_wanted_by_the_run_or_by_the_launcher(monkeypatch):
 def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = file(json.dumps({"zero_optimization": {"stage": 2}}))
-    with pytest.raises(ValueError, match="use_cpu is True, but DeepSpeed uses any GPU it finds; .* CUDA_VISIBLE_DEVICES= "):
+    with pytest.raises(ValueError, match="use_cpu is True, but DeepSpeed uses any GPU .* CUDA_VISIBLE_DEVICES= "):
         make_accelerator(tiny_config(tmp_path / "run", deepspeed=path))
 
 
@@ -165,7 +168,7 @@ def test_a_group_of_both_cannot_stand_still_in_part(tmp_path):
 
 def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapters = attach(tiny_causal_lm("llama"), lora)
+    adapters = add_policy_adapter(tiny_causal_lm("llama"), lora)
     model = build_actor_critic(adapters, critic_layout="adapter", value_model=None, head={"kind": "scalar"})
     frozen, *others = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
     optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": others}])
