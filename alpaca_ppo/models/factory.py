@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters import (
     AdapterSet,
-    attach,
+    add_policy_adapter,
     check_adapter_shapes,
     from_peft_model,
     is_adapter,
@@ -187,7 +187,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
 def _attached(model: PreTrainedModel, peft_config: Any, args: PPOConfig) -> AdapterSet:
     with torch.random.fork_rng():
         torch.manual_seed(args.seed)
-        return attach(model, peft_config)
+        return add_policy_adapter(model, peft_config)
 
 
 def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCritic:
