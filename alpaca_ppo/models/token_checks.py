@@ -47,8 +47,8 @@ def check_reward_token_ids(base: PreTrainedModel, tokenizer: Any, reward_adapter
     if missing := _first_without_embedding(base, tokenizer):
         raise ValueError(
             f"reward_adapter {reward_adapter}: its tokenizer has {len(tokenizer)} tokens but the base has "
-            f"{_num_embeddings(base)} embeddings, none for {missing}; train it with the base's own tokenizer, or give a "
-            "full reward model in reward_funcs (reward_model_name_or_path)"
+            f"{_num_embeddings(base)} embeddings, none for {missing}; train it with the base's own tokenizer, or give "
+            "a full reward model in reward_funcs (reward_model_name_or_path)"
         )
 
 
