@@ -3,17 +3,12 @@ row."""
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError
 
 
@@ -74,8 +69,7 @@ def call_functions(sources: Sequence[FunctionReward], batch: RewardBatch) -> lis
 def load_reward_function(spec: str) -> Callable[..., Any]:
     """The function that `spec` names: "package.module:function" or "path/to/file.py:function".
 
-    A module is looked for in the working directory first, then where python looks; a file's folder is importable while
-    it is loaded.
+    Relative paths and modules are looked up as in `config.modules.load_module`.
 
     Raises:
         ValueError: where `spec` has no such form, or the module, file or function does not exist. An error inside the
@@ -84,58 +78,15 @@ def load_reward_function(spec: str) -> Callable[..., Any]:
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
         raise ValueError(f"reward function {spec!r} must be 'module:function' or 'path/to/file.py:function'")
-    module = _module_from_file(target, spec) if target.endswith(".py") else _module_by_name(target, spec)
+    try:
+        module = load_module(target)
+    except NoSuchModule as error:
+        raise ValueError(f"reward function {spec!r}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(f"reward function {spec!r}: {target} has no function {name!r}; it has {found}")
     return function
-
-
-def _module_from_file(target: str, spec: str) -> ModuleType:
-    path = Path(target).resolve()
-    if not path.is_file():
-        raise ValueError(f"reward function {spec!r}: there is no file {path}")
-    # A file is loaded once, so that two functions of it share what the module holds; the prefix keeps it from
-    # replacing a module of its name.
-    module_name = f"_reward_file_{path.stem}_{abs(hash(path)):x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    found = importlib.util.spec_from_file_location(module_name, path)
-    assert found is not None and found.loader is not None, path
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module
-    try:
-        with _importable(path.parent):
-            found.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
-
-
-def _module_by_name(target: str, spec: str) -> ModuleType:
-    try:
-        with _importable(Path.cwd()):
-            return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if target != missing and not target.startswith(f"{missing}."):
-            raise
-        raise ValueError(
-            f"reward function {spec!r}: no module {missing!r} in {Path.cwd()} or on python's path; "
-            "give the file instead: path/to/file.py:function"
-        ) from error
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """`folder` first on python's path; `python script.py` puts the script's folder there, not the working directory."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def _name_of(function: Any) -> str:

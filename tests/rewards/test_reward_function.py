@@ -225,7 +225,7 @@ def test_an_installed_function_is_named_by_its_module():
         ("judging_package.judge", "must be 'module:function' or 'path/to/file.py:function'"),
         (":best", "must be 'module:function'"),
         ("judging_package.judge:", "must be 'module:function'"),
-        ("judging_package.jury:best", "no module 'judging_package.jury' in .* give the file instead"),
+        ("judging_package.jury:best", "no module 'judging_package.jury' in .* give the path of a .py file instead"),
         ("no_such_package.judge:best", "no module 'no_such_package'"),
         ("judging_package.judge:worst", r"has no function 'worst'; it has \['best'\]"),
         ("loose/json.py:number", r"has no function 'number'; it has \['good', 'calls'\]"),
