@@ -41,7 +41,7 @@ def load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise NoSuchModule(f"there is no file {path}")
+        raise NoSuchModule(f"the file {path} does not exist")
     # The prefix keeps a file named json.py from replacing the module of that name.
     module_name = f"_user_file_{path.stem}_{abs(hash(path)):x}"
     if module_name in sys.modules:
@@ -68,7 +68,7 @@ def _import_by_name(name: str) -> ModuleType:
         if name != missing and not name.startswith(f"{missing}."):
             raise
         raise NoSuchModule(
-            f"there is no module {missing!r} in {Path.cwd()} or on Python's path; give the path of a .py file instead"
+            f"there is no module {missing!r} in {Path.cwd()} or on Python's path; use the file's path instead"
         ) from error
 
 

@@ -45,8 +45,8 @@ def test_a_package_is_found_in_the_current_folder(project):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.py", "there is no file .*missing.py"),
-        ("package.outer", "there is no module 'package.outer' in .* give the path of a .py file instead"),
+        ("missing.py", "the file .*missing.py does not exist"),
+        ("package.outer", "there is no module 'package.outer' in .* use the file's path instead"),
         ("no_such_package.inner", "there is no module 'no_such_package' in"),
     ],
 )

@@ -256,7 +256,7 @@ def test_flags_win_over_the_modules_of_the_file(extension, tmp_path):
 
 
 def test_modules_that_cannot_be_imported_are_named(extension, tmp_path):
-    with pytest.raises(ValueError, match="import_modules holds 'missing.py', .* there is no file .*missing.py"):
+    with pytest.raises(ValueError, match="import_modules holds 'missing.py', .* the file .*missing.py does not exist"):
         parse_args([ScriptArguments, PPOConfig], ["--import_modules", "missing.py", *REQUIRED])
     path = tmp_path / "run.yaml"
     path.write_text("import_modules: [3]\n")
