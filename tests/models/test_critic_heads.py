@@ -111,7 +111,7 @@ def test_a_c51_head_whose_support_has_no_zero_inside_starts_beside_the_nearest_e
     head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
     distance = (head(some_states()).values - edge).abs() / (support[1] - support[0])
     # 51 atoms, 1/50 of the width apart. Odds of 100 between neighbours put the mean 1/50 * (1/100) / (1 - 1/100) =
-    # 0.000202 of the width from the edge; 0.999 of that and 0.001 of the uniform law's 1/2: 0.000702.
+    # 0.000202 of the width from the edge; 0.999 of that and 0.001 of the uniform distribution's 1/2: 0.000702.
     assert_close(distance, torch.full((5,), 0.999 / 50 / 99 + 0.001 / 2), rtol=1e-3, atol=0)
 
 
