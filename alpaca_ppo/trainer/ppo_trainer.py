@@ -24,14 +24,14 @@ from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.failures import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
-from alpaca_ppo.functional import shape_rewards
+from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, factory
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.advantages import estimate_advantages, quantile_levels, rollout_parts
+from alpaca_ppo.ppo.advantages import RolloutParts, estimate_advantages, rollout_parts
 from alpaca_ppo.ppo.hook_checks import ESTIMATED, SHAPED, NonFiniteUpdate, add_to_rollouts, check_rollouts
-from alpaca_ppo.ppo.losses import correction_weights, loss_terms
+from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.tracking import rollout_tables
@@ -200,7 +200,7 @@ class PPOTrainer(BaseTrainer):
         up to `rewards`.
         """
         parts = rollout_parts(self.args)
-        return self._collect(prompt_batches, self.sampling, seed=self.args.seed, step=self.state.global_step, **parts)
+        return self._collect(prompt_batches, self.sampling, parts, seed=self.args.seed, step=self.state.global_step)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -220,8 +220,15 @@ class PPOTrainer(BaseTrainer):
         `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), and `baseline_scores`
         (B,) or None, for estimators that need them.
         """
-        given = {name: extra.get(name) for name in ("prompt_ids", "baseline_scores")}
-        return estimate_advantages(rewards, values, response_mask, **given, args=self.args)
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            values=values,
+            response_mask=response_mask,
+            scores=extra.get("scores"),
+            prompt_ids=extra.get("prompt_ids"),
+            baseline_scores=extra.get("baseline_scores"),
+        )
+        return estimate_advantages(inputs, self.args)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
@@ -237,7 +244,7 @@ class PPOTrainer(BaseTrainer):
                 if done.kl_stopped:
                     break
                 how: dict[str, Any] = {"freeze_policy": self.in_critic_warmup, "check": self._check}
-                how["value_taus"] = quantile_levels(self.args, *key, epoch, done.num_attempted)
+                how["value_taus"] = sample_value_taus(self.critic_head, *key, epoch, done.num_attempted)
                 how["target_kl_stop"] = self.args.target_kl_stop
                 how["policy_unchanged"] = done.optimizer_steps == 0 or self.in_critic_warmup
                 progress.update(1)
@@ -258,6 +265,12 @@ class PPOTrainer(BaseTrainer):
         return {**train_stats, **{f"policy/{name}": float(count) for name, count in counts.items()}}
 
     @property
+    def critic_head(self) -> CriticHead | None:
+        """The critic's head, whatever wraps the model; None without a critic."""
+        critic = self.updater.engine.actor_critic.critic
+        return None if critic is None else critic.head
+
+    @property
     def in_critic_warmup(self) -> bool:
         """Whether only the critic learns in this step."""
         return self.state.global_step < self.args.critic_warmup_steps
@@ -273,10 +286,15 @@ class PPOTrainer(BaseTrainer):
         policy makes its backward pass in here, to free its memory; its part of the loss is then a mere number.
         """
         # A subclass may change the loss, so its critic must not have made its backward pass already.
-        own = type(self).compute_loss is PPOTrainer.compute_loss
-        how = {"apart": self.updater.critic_backward_first if own and self.updater.separate_backward else None}
-        forward, with_policy = partial(self._forward, rollouts_batch), not self.in_critic_warmup
-        terms = loss_terms(forward, rollouts_batch, self.args, with_policy=with_policy, **how)
+        first = type(self).compute_loss is PPOTrainer.compute_loss and self.updater.separate_backward
+        terms = loss_terms(
+            partial(self._forward, rollouts_batch),
+            rollouts_batch,
+            self.args,
+            head=self.critic_head,
+            with_policy=not self.in_critic_warmup,
+            critic_backward_first=self.updater.critic_backward_first if first else None,
+        )
         loss = torch.stack([term for term, _ in terms]).sum()
         stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}
         return loss, {**stats, "loss/total": loss.detach()}
@@ -318,7 +336,8 @@ class PPOTrainer(BaseTrainer):
         sampling = setup.evaluation_sampling(self.sampling, self.args)
         self.timers = metrics.Timers()
         batches = self._collate(self.eval_prompts, range(len(self.eval_prompts)))
-        rollouts = self._collect(batches, sampling, seed=self.args.seed + 1, step=0, with_critic=False)
+        parts = RolloutParts(with_critic=False)
+        rollouts = self._collect(batches, sampling, parts, seed=self.args.seed + 1, step=0)
         self._log.log_table(
             "eval", rollout_tables.evaluation_rows(rollouts, self.processing_class), self.state.global_step
         )
@@ -335,7 +354,9 @@ class PPOTrainer(BaseTrainer):
         items, pad = [self.train_prompts[0]] * count, self.sampling.pad_token_id
         return collate_prompts(items, [0] * count, pad_token_id=pad, query_len=self.args.query_len)
 
-    def _collect(self, batches: Sequence[PromptBatch], sampling: SamplingParams, **how: Any) -> Rollouts:
+    def _collect(
+        self, batches: Sequence[PromptBatch], sampling: SamplingParams, parts: RolloutParts, **how: Any
+    ) -> Rollouts:
         n = sampling.num_return_sequences
         real = sum(len(batch["rows"]) for batch in batches)
         synced_forwards, stoppable = self.updater.engine.synced_forwards, self._can_checkpoint
@@ -344,7 +365,7 @@ class PPOTrainer(BaseTrainer):
             batches = collectives.pad_to_longest_rank(batches, real, self._dummy_prompts, self.accelerator)
         local = None
         with self._log.progress(real * n, "rollout", leave=False) as progress:
-            how |= {"timers": self.timers, "on_chunk": progress.update}
+            how |= {"timers": self.timers, "on_chunk": progress.update, **vars(parts)}
             self.interruption.synced_forwards = synced_forwards and stoppable
             how["interruption"] = self.interruption if stoppable else None
             # A rank that leaves this block early tells the others in the gathering.
