@@ -31,7 +31,7 @@ from alpaca_ppo.models import (
     build_actor_critic,
     disable_dropout,
     frozen_copy,
-    frozen_start,
+    frozen_initial_policy,
     is_critic_folder,
     load_causal_lm,
     load_critic,
@@ -295,4 +295,4 @@ def make_reference(
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
     if policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
-    return CopiedReference(frozen_start(policy), offloaded=choice == "copy_offloaded")
+    return CopiedReference(frozen_initial_policy(policy), offloaded=choice == "copy_offloaded")

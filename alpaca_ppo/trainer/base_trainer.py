@@ -170,7 +170,7 @@ class BaseTrainer:
         return self.run_log
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
-        self.collector.scorer.around_functions = self.interruption.interruptible_call
+        self.collector.scorer.interruptible_call = self.interruption.interruptible_call
         folder = self._refuse_or_resolve(resume_from_checkpoint)
         if folder is not None:
             self._load_checkpoint(folder)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo.adapters import POLICY, REFERENCE, VALUE, attach, from_peft_model, load_adapters, merged_weights
 from alpaca_ppo.models import Policy, build_actor_critic, load_causal_lm, loading
-from alpaca_ppo.models.reference import without_adapters
+from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier
 
@@ -147,7 +147,7 @@ def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_pa
     stirred(adapters, POLICY, seed=5)
     with adapters.active(REFERENCE):
         assert_close(policy(*BATCH, **HOW).logprobs, expected)
-    assert_close(Policy(without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert_close(Policy(copy_without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
     assert not any(p.requires_grad for p in adapters.parameters_of(REFERENCE))
     assert all(p.requires_grad for p in adapters.parameters_of(POLICY))
 
@@ -313,7 +313,7 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
         from_peft_model(peft)
     with pytest.raises(ValueError, match=r"adapters are \['mine'\]; the policy's must be named 'default'"):
         from_peft_model(PeftModel(tiny_causal_lm("llama"), lora(), adapter_name="mine"))
-    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has none"):
+    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has no adapters"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout="adapter")
     get_peft_model(tiny_sequence_classifier("llama"), lora(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
     adapters = attach(tiny_causal_lm("llama"), lora())
@@ -338,11 +338,11 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
 
 def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
     built = build_actor_critic(attach(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
-    assert not built.policy.recomputes
+    assert not built.policy.is_gradient_checkpointing
     built.policy.model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
         built(*BATCH, **HOW)
     with built.critic_active():
         assert built(*BATCH, **HOW, with_policy=False).values.requires_grad
     built.policy.model.gradient_checkpointing_disable()
-    assert not built.policy.recomputes and built(*BATCH, **HOW).values.requires_grad
+    assert not built.policy.is_gradient_checkpointing and built(*BATCH, **HOW).values.requires_grad

@@ -1,4 +1,4 @@
-"""How the configuration selects an estimator. Its mathematics is tested in tests/functional, runs in test_algorithms."""
+"""How the configuration selects an estimator; the mathematics is tested in tests/functional."""
 
 import pytest
 import torch
