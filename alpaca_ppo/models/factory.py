@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters import (
     AdapterSet,
-    attach,
+    add_policy_adapter,
     check_adapter_shapes,
     from_peft_model,
     is_adapter,
@@ -189,7 +189,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
     if peft_config is not None:
         with torch.random.fork_rng():
             torch.manual_seed(args.seed)
-            return attach(language_model, peft_config)
+            return add_policy_adapter(language_model, peft_config)
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
         raise ValueError(
             f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "

@@ -4,7 +4,6 @@ configuration's options, and which parts of a rollout it needs.
 The rollouts of a step are global here, so no estimator needs a collective.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +19,8 @@ from alpaca_ppo.functional import (
     reinforce_plus_plus,
     remax,
 )
+from alpaca_ppo.ppo.rollouts import RolloutParts
 from alpaca_ppo.registry import ADV_ESTIMATORS
-
-
-@dataclass(frozen=True)
-class RolloutParts:
-    """Which passes a rollout makes besides sampling and scoring."""
-
-    with_policy: bool = True
-    """The trainer's own log-probabilities of the policy; without them, those of the sampler are used."""
-    with_critic: bool = True
-    """The values of the critic."""
-    greedy_baseline: bool = False
-    """A greedy response to each prompt, for `baseline_scores`."""
 
 
 def rollout_parts(args: PPOConfig) -> RolloutParts:

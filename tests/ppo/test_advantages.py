@@ -6,7 +6,8 @@ from torch import tensor
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.functional import AdvantageInputs, Advantages, register_adv_estimator
-from alpaca_ppo.ppo.advantages import RolloutParts, estimate_advantages, rollout_parts
+from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_parts
+from alpaca_ppo.ppo.rollouts import RolloutParts
 from tests.registered import temporary_choices
 
 MASK = tensor([[True, True], [True, False]])
