@@ -20,7 +20,7 @@ TESTS = ROOT / "tests"
 
 TOP_LEVEL = set(
     "setup.cfg pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt .ci .gitignore "
-    "alpaca_ppo examples tests".split()
+    "alpaca_ppo docs examples tests".split()
 )
 # Two machines on one need network namespaces, which some hosts forbid.
 PERMITTED_SKIP = (
@@ -28,7 +28,7 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"types", "registry", "atomic_io"},
+    {"types", "registry", "presets", "atomic_io"},
     {"functional", "adapters", "config"},
     {"generation", "data", "rewards", "models", "tracking"},
     {"distributed"},
