@@ -28,8 +28,8 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"functional", "types", "registry", "presets", "adapters", "atomic_io"},
-    {"config"},
+    {"types", "registry", "presets", "atomic_io"},
+    {"functional", "adapters", "config"},
     {"generation", "data", "rewards", "models", "tracking"},
     {"distributed"},
     {"ppo", "checkpoint", "estimate_memory"},
