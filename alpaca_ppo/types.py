@@ -52,7 +52,7 @@ class Rollouts(TypedDict, total=False):
     values: NotRequired[Tensor]
     """(B, R) float32: value of the state before the action; only where there is a critic, like the next one."""
     value_means: NotRequired[Tensor]
-    """(B, R) float32: mean of the law that a distributional critic learns; `values` is it too, without a risk level."""
+    """(B, R) float32: mean of the distribution that a critic learns; equal to `values` without a risk level."""
     scores: Required[Tensor]
     """(B,) float32: sum of the reward sources before any penalty."""
     scores_by_source: Required[Tensor]
@@ -74,6 +74,7 @@ class Rollouts(TypedDict, total=False):
     loss_weights: NotRequired[Tensor]
     """(B, R) float32, set by `step_with_rollouts` for `old_policy: correct`: importance weights of the tokens."""
     value_taus: NotRequired[Tensor]
-    """(K,), only in the batch that `compute_loss` gets: quantile levels of an iqn critic's loss."""
+    """(K,), only in the batch that `compute_loss` gets: quantile levels of the critic's predictions, where its head
+    samples them (iqn)."""
     denominator: NotRequired[Tensor]
     """Scalar, only in the batch that `compute_loss` gets: tokens or sequences of the whole optimizer-step batch."""
