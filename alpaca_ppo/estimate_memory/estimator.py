@@ -134,7 +134,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
 
     Returns:
         `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
-        `offloaded`. With `device_gib` also `limit` and `fits`, and where the run does not fit `changes`, the peak after
+        `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`, the peak after
         each single change; if none of them fits, also `all_changes`, the peak after all of them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is told of a saved adapter before any model is loaded, and adapters that are hub ids."""
+"""Checks of saved adapters before any model is loaded, and adapters on the hub."""
 
 import json
 
