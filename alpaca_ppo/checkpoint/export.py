@@ -103,16 +103,17 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHea
         head: the value head.
         processing_class: the tokenizer, saved too. The classifier finds the end of a padded row by its pad token.
     """
-    classifier = matching_classifier(backbone) if head.kind == "scalar" else None
+    score = head.score_weight()
+    classifier = None if score is None else matching_classifier(backbone)
     with write_folder_atomically(folder) as tmp_dir, _progress_on_terminal_only():
-        if classifier is None:
+        if classifier is None or score is None:
             write_critic(tmp_dir, head, backbone)
         else:
             if processing_class.pad_token_id is not None:
                 classifier.config.pad_token_id = processing_class.pad_token_id
             prefix = classifier.base_model_prefix
             weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
-            weights["score.weight"] = head.get_parameter("weight").detach()
+            weights["score.weight"] = score.detach()
             classifier.save_pretrained(tmp_dir, state_dict=weights)
         processing_class.save_pretrained(tmp_dir)
         write_value_card(tmp_dir, "critic" if classifier is None else "classifier")
@@ -129,7 +130,7 @@ def save_value_adapter(
     with write_folder_atomically(folder) as tmp_dir:
         write_critic_adapter(tmp_dir, adapters, name, head)
         processing_class.save_pretrained(tmp_dir)
-        write_value_card(tmp_dir, "adapter" if head.kind == "scalar" else "critic_adapter")
+        write_value_card(tmp_dir, "critic_adapter" if head.score_weight() is None else "adapter")
 
 
 def matching_classifier(backbone: PreTrainedModel) -> PreTrainedModel | None:

@@ -254,7 +254,7 @@ class _Passes:
         self, actor_critic: ActorCritic, packed: PackedRows
     ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
         critic: Any = actor_critic.critic
-        taus = torch.zeros(self._args.num_quantiles) if critic.head.kind == "iqn" else None
+        taus = critic.head.sample_taus(torch.Generator())
 
         def states() -> Tensor:
             if critic.backbone is not None:
@@ -268,7 +268,7 @@ class _Passes:
         responses = torch.zeros(packed.input_ids.size(0), self._sizes.response, dtype=torch.long)
 
         def score(states: Tensor) -> Tensor:
-            scored = policy.score(
+            scored = policy.outputs_from_states(
                 states,
                 packed,
                 responses,

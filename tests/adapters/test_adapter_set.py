@@ -20,7 +20,7 @@ from alpaca_ppo.adapters import (
     merged_weights,
 )
 from alpaca_ppo.models import Policy, build_actor_critic, load_causal_lm, loading
-from alpaca_ppo.models.reference import without_adapters
+from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier
 
@@ -155,7 +155,7 @@ def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_pa
     stirred(adapters, POLICY, seed=5)
     with adapters.active(REFERENCE):
         assert_close(policy(*BATCH, **HOW).logprobs, expected)
-    assert_close(Policy(without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert_close(Policy(copy_without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
     assert not any(p.requires_grad for p in adapters.parameters_of(REFERENCE))
     assert all(p.requires_grad for p in adapters.parameters_of(POLICY))
 
@@ -327,7 +327,7 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
         from_peft_model(peft)
     with pytest.raises(ValueError, match=r"adapters are \['mine'\]; the policy's must be named 'default'"):
         from_peft_model(PeftModel(tiny_causal_lm("llama"), lora(), adapter_name="mine"))
-    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has none"):
+    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has no adapters"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout="adapter")
     get_peft_model(tiny_sequence_classifier("llama"), lora(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
     adapters = add_policy_adapter(tiny_causal_lm("llama"), lora())
@@ -352,13 +352,29 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     assert list(adapters.peft.peft_config) == [POLICY]
 
 
-def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
+def gradients_of_both(built):
+    """Gradients of a loss of policy and critic in one graph."""
+    built.zero_grad()
+    outputs = built(*BATCH, **HOW)
+    (outputs.logprobs.sum() + (outputs.values - 1).square().sum()).backward()
+    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+def test_checkpointed_activations_are_computed_again_with_the_adapter_that_made_them():
     built = build_actor_critic(add_policy_adapter(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
-    assert not built.policy.recomputes
-    built.policy.model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
-        built(*BATCH, **HOW)
-    with built.critic_active():
-        assert built(*BATCH, **HOW, with_policy=False).values.requires_grad
-    built.policy.model.gradient_checkpointing_disable()
-    assert not built.policy.recomputes and built(*BATCH, **HOW).values.requires_grad
+    torch.manual_seed(0)
+    for name, parameter in built.named_parameters():
+        if "lora_B" in name or "critic.head" in name:
+            parameter.data.normal_()
+    built.train()
+    assert not built.policy.is_gradient_checkpointing
+    expected = gradients_of_both(built)
+    built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert built.policy.is_gradient_checkpointing
+    found = gradients_of_both(built)
+    assert found.keys() == expected.keys() and any("value" in name for name in found)
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="reentrant checkpointing, which cannot activate the adapter 'value' again"):
+        gradients_of_both(built)

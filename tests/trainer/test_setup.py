@@ -163,7 +163,7 @@ def test_an_accelerator_of_another_precision_is_refused(tmp_path):
 
 def test_a_step_beyond_the_schedule_and_a_rollout_without_prompts_are_refused(tmp_path):
     trainer = tiny_trainer(tmp_path)
-    with pytest.raises(ValueError, match="step 2 is not one of the schedule's 2"):
+    with pytest.raises(ValueError, match="step 2 is outside the schedule of 2 steps"):
         trainer.prompt_batches(2)
     with pytest.raises(ValueError, match="prompt_batches is empty on every process"):
         trainer.rollout([])
