@@ -437,14 +437,16 @@ def test_changes_are_listed_together_where_no_single_one_is_enough(folder, monke
     assert not result["fits"] and not any(change["fits"] for change in result["changes"])
     together = result["all_changes"]
     assert together["fits"] and together["peak"] <= result["limit"]
-    assert "use_peft: true, dtype: bfloat16" in together["changes"]
-    assert "no single change is enough; all of them together fit (gradient_checkpointing: true" in table(result)
+    assert {"use_peft: true", "dtype: bfloat16"} < set(together["changes"])
+    assert "bf16: false" in together["changes"]
+    peak = f"{together['peak'] / 2**30:.2f} GiB with gradient_checkpointing: true; "
+    assert f"no single change is enough; all of them together fit ({peak}" in table(result)
 
 
 def test_a_model_that_is_too_large_with_all_changes_is_reported_as_such(folder, monkeypatch):
     result = on_device(monkeypatch, folder, 1.5, *SMALL)
     assert not result["all_changes"]["fits"]
-    assert "not even all of them fit; use a smaller model" in table(result)
+    assert "not even all together fit: use a smaller model" in table(result)
 
 
 def singles(before: PPOConfig, fits: Any, *, use_peft: bool = False, processes: int = 1) -> list[str]:
@@ -454,7 +456,7 @@ def singles(before: PPOConfig, fits: Any, *, use_peft: bool = False, processes: 
 
 
 def together(before: PPOConfig, *, use_peft: bool = False, processes: int = 1, fits: Any = lambda s: True) -> list[str]:
-    """The texts of all changes together."""
+    """The texts of all changes together; `fits` as in `singles`."""
     return all_changes(run_settings(before, use_peft=use_peft, processes=processes), weight(fits), 2.0)["changes"]
 
 
@@ -496,14 +498,13 @@ def test_a_change_that_the_run_refuses_is_left_out():
     assert singles(settings(), refuses_shared, use_peft=True) == ["critic_layout: adapter"]
     assert singles(settings(), refuses_shared) == []
     both = together(settings(), fits=refuses_shared, processes=2)
-    assert both[-3:] == ["use_peft: true, dtype: bfloat16", "critic_layout: adapter", "zero_stage: 3"]
+    assert {"use_peft: true", "dtype: bfloat16", "critic_layout: adapter", "zero_stage: 3"} < set(both)
 
 
 def test_lora_needs_no_copy_of_the_reference():
     """Offloading the reference comes before LoRA, which does without a copy."""
     labels = together(settings(reference="copy", use_cpu=False))
-    assert "reference: copy_offloaded" in labels
-    assert "use_peft: true, reference: adapter_off, dtype: bfloat16" in labels
+    assert "reference: adapter_off" in labels and "reference: copy_offloaded" not in labels
     assert singles(settings(reference="copy"), lambda s: s.args.reference == "adapter_off") == [
         "use_peft: true, reference: adapter_off"
     ]
@@ -565,7 +566,7 @@ def test_zero_is_offered_to_several_processes():
     [
         ([], "model_name_or_path is not set"),
         (["--model_name_or_path=x", "--num_processes=0"], "num_processes is 0; it must be at least 1"),
-        (["--model_name_or_path=x", "--zero_stage=4"], "zero_stage is 4; it must be 0"),
+        (["--model_name_or_path=x", "--zero_stage=4"], "zero_stage is 4; it must be at least 0 and at most 3"),
         (["--model_name_or_path=x", "--zero_stage=2"], "zero_stage is 2 but num_processes is 1"),
         (["--model_name_or_path=x", "--device_gib=0.5"], "device_gib is 0.5; it must be above 1"),
         (["--model_name_or_path=/no/such/folder"], "model_name_or_path: no configuration can be read"),
