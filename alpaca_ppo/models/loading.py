@@ -189,7 +189,7 @@ def _matching(critic: Critic, wanted: CriticHead) -> Critic:
     if critic.head.settings() != wanted.settings():
         raise ValueError(
             f"the value model's head is {critic.head.settings()}, but the critic asked for is {wanted.settings()}; "
-            "set critic and its options to those of the value model"
+            "set critic and its fields to those of the value model"
         )
     critic.head.risk_level = wanted.risk_level
     return critic

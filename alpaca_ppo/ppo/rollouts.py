@@ -70,7 +70,7 @@ def sample_responses(
         "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
         "stopped": torch.zeros(count, n, dtype=torch.bool),
     }
-    how = {"seed": seed, "step": step, "any_rank": any_rank, "before_token": before_token, **vars(sampling)}
+    how = {**vars(sampling), "seed": seed, "step": step, "any_rank": any_rank, "before_token": before_token}
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
         longest = max(lengths[i] for i in chunk)
         generation = generate(
