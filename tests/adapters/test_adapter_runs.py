@@ -333,7 +333,7 @@ def in_memory_adapter():
             "load_in_4bit is True but a CUDA device",
         ),
         ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout is 'separate'"),
-        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', but that is no folder or hub"),
+        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', which is not an adapter's folder"),
         ({"peft_config": None}, {"merge_on_save": True}, "merge_on_save is True, but the policy has no adapter to mer"),
         (
             {},
@@ -351,7 +351,7 @@ def test_what_cannot_be_is_refused_with_the_remedy(arguments, overrides, message
 
 def test_an_actor_critic_brings_its_adapters(tmp_path):
     built = build_actor_critic(load_causal_lm(tiny_causal_lm("llama")), critic_layout="separate")
-    with pytest.raises(ValueError, match="brings its adapters; leave peft_config out"):
+    with pytest.raises(ValueError, match="whose adapters are part of it; leave peft_config out"):
         lora_trainer(tmp_path, arguments={"model": built})
 
 
