@@ -20,7 +20,7 @@ TESTS = ROOT / "tests"
 
 TOP_LEVEL = set(
     "setup.cfg pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt .ci .gitignore "
-    "alpaca_ppo examples tests".split()
+    "alpaca_ppo examples tests docs".split()
 )
 # Two machines on one need network namespaces, which some hosts forbid.
 PERMITTED_SKIP = (
