@@ -45,7 +45,10 @@ def workplace(tmp_path, monkeypatch, model_folder) -> Path:
     for block in all_blocks("python"):
         if block.file_name:
             (tmp_path / block.file_name).write_text(block.text)
-    monkeypatch.setattr(datasets, "load_dataset", load_rows)
+    load_files = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: load_files(*a, **k) if "data_files" in k else load_rows(*a, **k)
+    )
     monkeypatch.setattr(alpaca_ppo, "PPOConfig", small_config, raising=False)
     for family in vars(registry).values():
         if isinstance(family, registry.Registry):

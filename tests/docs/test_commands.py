@@ -147,7 +147,7 @@ def test_every_yaml_block_configures_a_run(block, workplace):
         "accelerate launch examples/train_ppo.py --config run.yaml --no_such_flag 1",
         "accelerate launch examples/train_ppo.py --config run.yaml --adv_estimator nothing",
         "accelerate launch --no_such_option 1 examples/train_ppo.py --config run.yaml",
-        "accelerate launch --config_file examples/accelerate_configs/nothing.yaml examples/train_ppo.py --config run.yaml",
+        "accelerate launch --config_file examples/nothing.yaml examples/train_ppo.py --config run.yaml",
         "torchrun --nproc_per_node 2 examples/train_ppo.py --config run.yaml --deepspeed examples/nothing.json",
         "python examples/train_sft.py --model_name_or_path m --dataset_name d --no_such_flag 1",
         "python examples/no_such_script.py",

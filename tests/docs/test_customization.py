@@ -19,7 +19,9 @@ from tests.docs.markdown import Block, all_blocks
 from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, weights
 
 PAGE = [block for block in all_blocks("python", "yaml") if block.page == "docs/customization.md"]
-PROGRAMS = {block.heading: block for block in PAGE if block.language == "python" and block.heading != "Without the trainer"}
+PROGRAMS = {
+    block.heading: block for block in PAGE if block.language == "python" and block.heading != "Without the trainer"
+}
 SETTINGS = {block.heading: block for block in PAGE if block.language == "yaml"}
 IN_TRAINERS = sorted(set(PROGRAMS) - set(SETTINGS))
 TINY = ("query_len", "response_len", "rollout_batch_size", "step_batch_size", "step_per_device_batch_size")
@@ -54,7 +56,8 @@ def test_what_is_registered_trains_two_steps_from_the_command_line(heading, work
     run = RUN | {name: getattr(args, name) for name in TINY} | {"reward_funcs": ["my_rewards.py:count_even"]}
     run |= {"total_episodes": 20, "report_to": "none", "use_cpu": True, "output_dir": "out", "learning_rate": 1e-3}
     (workplace / "my_rewards.py").write_text(
-        "def count_even(completion_ids, **columns):\n    return [sum(t % 2 == 0 for t in ids) for ids in completion_ids]\n"
+        "def count_even(completion_ids, **columns):\n"
+        "    return [sum(token % 2 == 0 for token in ids) for ids in completion_ids]\n"
     )
     rows = [json.dumps({"prompt": f"w{10 + i}"}) for i in range(40)]
     (workplace / "prompts.jsonl").write_text("\n".join(rows))
@@ -176,7 +179,9 @@ def test_process_rewards_pay_new_tokens_and_the_score_at_the_end(tmp_path):
 def test_an_example_whose_file_does_not_register_is_found(workplace):
     (workplace / "empty.py").write_text("")
     with pytest.raises(ValueError, match="adv_estimator"):
-        parse_args(train_arguments(), ["--config", "run.yaml", "--import_modules", "empty.py", "--adv_estimator", "mine"])
+        parse_args(
+            train_arguments(), ["--config", "run.yaml", "--import_modules", "empty.py", "--adv_estimator", "mine"]
+        )
 
 
 def train_arguments():

@@ -78,7 +78,9 @@ def test_the_names_on_a_page_exist(page, words):
     assert unknown_names(text, named(page), words | others, set(documented_metrics())) == []
 
 
-@pytest.mark.parametrize("span", ["no_such_option: 1", "objective/nothing", "_no_such_hook", "time/nothing", "ppo/nope/*"])
+@pytest.mark.parametrize(
+    "span", ["no_such_option: 1", "objective/nothing", "_no_such_hook", "time/nothing", "ppo/nope/*"]
+)
 def test_a_name_that_does_not_exist_is_found(span, words):
     assert len(unknown_names(f"`{span}`", "page.md", words, set(documented_metrics()))) == 1
 
