@@ -1,5 +1,6 @@
-"""Pages as the tests read them: fenced blocks, headings, tables and code spans. Reads Markdown as this repository writes it;
-this is no full parser.
+"""Pages as the tests read them: fenced blocks, headings, tables and code spans.
+
+Reads Markdown as this repository writes it; this is no full parser.
 """
 
 import re
