@@ -105,6 +105,20 @@ def test_the_policy_loss_weighs_log_probs_with_the_clipped_ratio():
     assert_close(logprobs.grad, torch.tensor([[-0.6, -1.0]]))
 
 
+def test_the_critic_head_learns_a_mean_and_a_deviation():
+    head = names_of_registered("A critic head")["GaussianHead"](4)
+    predictions = torch.tensor([[[0.0, 0.0], [1.0, math.log(4.0)]]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    # 0.5 * (0 + 2^2 / 1) = 2 and 0.5 * (log 4 + 2^2 / 4) = 0.5 log 4 + 0.5; deviations 1 and 2
+    loss, stats = head.loss(
+        predictions, torch.tensor([[2.0, 3.0]]), mask, old_values=None, loss_agg_mode="token-mean", denominator=None
+    )
+    assert_close(loss, torch.tensor((2.5 + 0.5 * math.log(4.0)) / 2))
+    assert_close(stats["deviation"], torch.tensor(1.5))
+    states = torch.ones(3, 4)
+    assert_close(head(states).values, head.linear(states)[:, 0])
+
+
 def test_the_kl_estimator_is_linear_beyond_one_nat():
     huber = names_of_registered("A KL estimator")["huber"]
     assert_close(huber(torch.tensor([0.5, -2.0])), torch.tensor([0.125, 1.5]))
