@@ -13,7 +13,7 @@ ifeq ($(usable),)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: quickstart results overopt compare lora memory-table same-run torture test check
+.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture test check
 
 quickstart results overopt compare lora: $(STAMP)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -27,6 +27,11 @@ torture: $(STAMP)
 
 same-run: $(STAMP)
 	$(BIN)/python -m examples.same_run
+
+# What a change that claims to move no number is held to; BASE is the commit to compare the working tree with.
+BASE ?= a7dd063
+same-numbers: $(STAMP)
+	$(BIN)/python -m tests.same_numbers $(BASE)
 
 test: check
 	$(BIN)/python -m pytest
