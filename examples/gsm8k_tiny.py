@@ -14,7 +14,6 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -24,7 +23,7 @@ from alpaca_ppo.data import collate_prompts, load_prompt_dataset, prepare_prompt
 from alpaca_ppo.generation import resolve_stop_tokens
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import Policy, load_causal_lm
-from alpaca_ppo.ppo.rollouts import evaluate_responses, sample_responses
+from alpaca_ppo.ppo.rollouts import EvaluationSettings, evaluate_responses, sample_responses
 from alpaca_ppo.types import PromptBatch
 from examples.mini_farm.base import write_base
 from examples.rewards.gsm8k import correctness, well_formed
@@ -79,18 +78,17 @@ def measure(model: Path, reference: Path, rows: Dataset, *, do_sample: bool, see
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy, prior = Policy(load_causal_lm(str(model))).eval(), Policy(load_causal_lm(str(reference))).eval()
     prompts = _prompts(rows, tokenizer)
-    sampling = SamplingParams(
+    sampling_params = SamplingParams(
         max_new_tokens=RESPONSE_LEN,
         temperature=1.0,
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=resolve_stop_tokens(tokenizer, policy.model.generation_config),
         do_sample=do_sample,
+        seed=seed,
     )
-    samples = sample_responses(
-        policy.model, prompts, sampling=sampling, seed=seed, step=0, per_device_batch_size=_BATCH
-    )
-    how: dict[str, Any] = {"temperature": 1.0, "chunk_size": 4096, "per_device_batch_size": _BATCH}
-    own, other = (evaluate_responses(p, samples, device=torch.device("cpu"), **how) for p in (policy, prior))
+    samples = sample_responses(policy.model, prompts, sampling_params, per_device_batch_size=_BATCH)
+    settings = EvaluationSettings(temperature=1.0, chunk_size=4096, per_device_batch_size=_BATCH)
+    own, other = (evaluate_responses(p, samples, settings, device=torch.device("cpu")) for p in (policy, prior))
     texts = tokenizer.batch_decode(samples["responses"], skip_special_tokens=True)
     answers = [row["answer"] for row in prompts["rows"]]
     stopped = samples["stopped"].float()

@@ -4,14 +4,13 @@ The mathematics is in `functional`; this module chooses. A step's rollouts are g
 collective.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import gae, group_advantages, masked_whiten, reinforce_plus_plus, remax
 from alpaca_ppo.functional.rng import seeded_generator
+from alpaca_ppo.ppo.rollouts import RolloutParts
 
 
 def estimate_advantages(
@@ -64,13 +63,13 @@ def estimate_advantages(
     return {"advantages": advantages, "returns": returns}
 
 
-def rollout_parts(args: PPOConfig) -> dict[str, Any]:
+def rollout_parts(args: PPOConfig) -> RolloutParts:
     """Which passes a rollout needs: the policy's own log-probs, the critic's values, greedy responses as a baseline."""
-    return {
-        "with_policy": args.old_policy != "rollout",
-        "with_critic": args.uses_critic,
-        "greedy_baseline": args.adv_estimator == "remax",
-    }
+    return RolloutParts(
+        with_policy=args.old_policy != "rollout",
+        with_critic=args.uses_critic,
+        greedy_baseline=args.adv_estimator == "remax",
+    )
 
 
 def quantile_levels(args: PPOConfig, *key: int) -> Tensor | None:

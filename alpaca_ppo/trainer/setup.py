@@ -1,7 +1,6 @@
-"""What the trainer's constructor assembles: accelerator, tokenizer, prompts, rewards and run log, each from plain
-arguments.
+"""From the configuration to the trainer's parts: prompts, schedule, sampling parameters, rewards, run log.
 
-Kept apart from `trainer.py` so that the loop can be read on its own. Models are in `model_construction`.
+The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
 
 from dataclasses import asdict, replace
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters import check_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -20,7 +19,8 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
-from alpaca_ppo.ppo.kl_controllers import KLController, make_kl_controller
+from alpaca_ppo.ppo import kl_controllers
+from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.rewards import AdapterClassifier, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.tracking.run_log import RunLog
@@ -52,7 +52,7 @@ def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
     )
 
 
-def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> SamplingParams:
+def make_sampling_params(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> SamplingParams:
     """How the policy is sampled in training.
 
     Raises:
@@ -146,30 +146,27 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> R
     )
 
 
-def make_state(schedule: PromptSchedule, accelerator: Accelerator) -> TrainerState:
-    """The state that callbacks see, before the first step."""
-    return TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
-
-
 def make_collector(
-    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, processing_class: Any, args: PPOConfig
+    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, args: PPOConfig
 ) -> RolloutCollector:
-    """What takes prompts to scored and evaluated rows on one rank."""
+    """What samples, evaluates and gathers the rows of a rollout."""
     return RolloutCollector(
+        accelerator=accelerator,
         reference=reference,
         scorer=scorer,
-        processing_class=processing_class,
-        penalty=args.penalty_reward_value,
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
-        accelerator=accelerator,
     )
 
 
-def evaluation_sampling(sampling: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`."""
+def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
+    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`, with the same
+    random numbers each time.
+    """
     return replace(
-        sampling,
+        sampling_params,
+        seed=args.seed + 1,
+        step=0,
         num_return_sequences=1,
         do_sample=args.eval_do_sample,
         top_k=args.eval_top_k,
@@ -177,9 +174,9 @@ def evaluation_sampling(sampling: SamplingParams, args: PPOConfig) -> SamplingPa
     )
 
 
-def make_kl(args: PPOConfig) -> KLController:
+def make_kl_controller(args: PPOConfig) -> KLController:
     """The controller of the KL penalty's weight."""
-    return make_kl_controller(
+    return kl_controllers.make_kl_controller(
         args.kl_controller,
         kl_coef=args.kl_coef,
         target_kl=args.target_kl,

@@ -121,7 +121,9 @@ def test_the_same_rows_from_another_place_are_the_same_data(run, tmp_path):
 
 def test_other_evaluation_data_are_warned_of(run):
     trainer = tiny_trainer(run, **RUN, trainer_arguments={"eval_dataset": prompts(4)})
-    with pytest.warns(UserWarning, match="eval_dataset is not the one that the checkpoint's run had .*'prompts': 4"):
+    with pytest.warns(
+        UserWarning, match="eval_dataset differs from the one that the checkpoint's run had .*'prompts': 4"
+    ):
         trainer.train(resume_from_checkpoint=True)
     assert metric_lines(run)[-1]["step"] == 3
 

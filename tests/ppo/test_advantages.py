@@ -5,6 +5,7 @@ import torch
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo.advantages import estimate_advantages, quantile_levels, rollout_parts
+from alpaca_ppo.ppo.rollouts import RolloutParts
 
 MASK = torch.tensor([[True, True], [True, False]])
 REWARDS = torch.tensor([[0.0, 1.0], [3.0, 0.0]])
@@ -33,9 +34,9 @@ def test_a_groups_score_is_the_sum_of_its_shaped_rewards():
 
 
 def test_a_rollout_makes_the_passes_that_are_needed():
-    assert rollout_parts(PPOConfig()) == {"with_policy": True, "with_critic": True, "greedy_baseline": False}
+    assert rollout_parts(PPOConfig()) == RolloutParts(with_policy=True, with_critic=True, greedy_baseline=False)
     sparing = PPOConfig(adv_estimator="remax", old_policy="rollout")
-    assert rollout_parts(sparing) == {"with_policy": False, "with_critic": False, "greedy_baseline": True}
+    assert rollout_parts(sparing) == RolloutParts(with_policy=False, with_critic=False, greedy_baseline=True)
 
 
 def test_quantile_levels_are_the_same_for_the_same_key_alone():

@@ -27,8 +27,9 @@ class OwnHooks(PPOTrainer):
 
 
 class OwnLoss(PPOTrainer):
-    """Weighs the loss by half."""
+    """Weighs the loss by half: policy and critic need one graph."""
 
+    separate_critic_backward = False
     calls = 0
 
     def compute_loss(self, rollouts_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

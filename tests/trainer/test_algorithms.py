@@ -160,6 +160,8 @@ def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
 @pytest.mark.parametrize("layout", ["separate", "shared"])
 def test_a_subclass_that_scales_the_loss_scales_the_critic_too(layout, tmp_path):
     class Nothing(PPOTrainer):
+        separate_critic_backward = False
+
         def compute_loss(self, rollouts_batch):
             loss, stats = super().compute_loss(rollouts_batch)
             return 0.0 * loss, stats
