@@ -261,7 +261,7 @@ class _Passes:
     def _scores(self, policy: Policy, packed: PackedRows) -> Callable[[Tensor], Tensor]:
         responses = torch.zeros(packed.input_ids.size(0), self._sizes.response, dtype=torch.long)
         how: dict[str, Any] = {"temperature": self._args.temperature, "chunk_size": self._args.logprob_chunk_size}
-        return lambda states: policy.score(states, packed, responses, **how).logprobs.sum()
+        return lambda states: policy.outputs_from_states(states, packed, responses, **how).logprobs.sum()
 
     def _packed(self, rows: int) -> PackedRows:
         """Rows whose prompts and responses are as long as they may be."""

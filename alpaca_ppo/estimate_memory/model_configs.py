@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import check_four_bit
-from alpaca_ppo.distributed.deepspeed_config import filled
+from alpaca_ppo.distributed.deepspeed_config import resolve_auto
 from alpaca_ppo.estimate_memory.phases import micro_batches_of
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.models.token_checks import check_positions
@@ -109,7 +109,7 @@ def _read_json(file: str) -> Any:
 
 
 def _zero_settings(written: Any, processes: int, args: PPOConfig, config: Any) -> Mapping[str, Any]:
-    whole = filled(
+    whole = resolve_auto(
         written,
         hidden_size=config.get_text_config().hidden_size,
         bf16=args.bf16,

@@ -1,7 +1,7 @@
-"""The sampler: prompts to responses, with the log-prob of every chosen token.
+"""The sampler: from prompts to responses, with the log-prob of every chosen token.
 
-A KV-cache decode loop of our own, the randomness of its tokens, and what stops a response. It knows nothing of
-rewards, of processes or of configuration objects.
+`generate` is its entry point. The package has its own decode loop over a key-value cache and its own choice of tokens;
+rewards, other processes and the configuration object are unknown here.
 """
 
 from alpaca_ppo.generation.generate import generate

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters import (
     AdapterSet,
-    attach,
+    add_policy_adapter,
     check_adapter_shapes,
     from_peft_model,
     is_adapter,
@@ -26,7 +26,7 @@ from alpaca_ppo.models import (
     build_actor_critic,
     disable_dropout,
     frozen_copy,
-    frozen_start,
+    frozen_initial_policy,
     is_critic_folder,
     load_causal_lm,
     load_critic,
@@ -187,7 +187,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
 def _attached(model: PreTrainedModel, peft_config: Any, args: PPOConfig) -> AdapterSet:
     with torch.random.fork_rng():
         torch.manual_seed(args.seed)
-        return attach(model, peft_config)
+        return add_policy_adapter(model, peft_config)
 
 
 def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCritic:
@@ -286,4 +286,4 @@ def make_reference(
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
     if policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
-    return CopiedReference(frozen_start(policy), offloaded=choice == "copy_offloaded")
+    return CopiedReference(frozen_initial_policy(policy), offloaded=choice == "copy_offloaded")

@@ -19,7 +19,13 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.optimizer import _check_cover, _drop_frozen, make_engine, make_optimizer, make_scheduler
+from alpaca_ppo.distributed.optimizer import (
+    check_covers_trainable,
+    drop_frozen_parameters,
+    make_engine,
+    make_optimizer,
+    make_scheduler,
+)
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
@@ -297,8 +303,8 @@ def make_updater(
         for step in range(schedule.num_steps)
     )
     optimizer = optimizer or make_optimizer(actor_critic, args)
-    _drop_frozen(optimizer)
-    _check_cover(optimizer, actor_critic)
+    drop_frozen_parameters(optimizer)
+    check_covers_trainable(optimizer, actor_critic)
     scheduler = scheduler or make_scheduler(optimizer, args, total)
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()

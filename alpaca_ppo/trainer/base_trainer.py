@@ -21,7 +21,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.distributed.failures import record_error
+from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic

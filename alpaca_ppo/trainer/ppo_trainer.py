@@ -116,7 +116,7 @@ class PPOTrainer(BaseTrainer):
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
         self.timers, self.rollout_poll = metrics.Timers(), RolloutPoll()
-        scorer.around_functions = lambda: self.rollout_poll.interruptible_call()
+        scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
 
     @property
     def model(self) -> Any:

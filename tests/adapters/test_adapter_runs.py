@@ -333,7 +333,7 @@ def in_memory_adapter():
             "load_in_4bit is True but a CUDA device",
         ),
         ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout is 'separate'"),
-        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', but that is no folder or hub"),
+        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', which is not an adapter's folder"),
         ({"peft_config": None}, {"merge_on_save": True}, "merge_on_save is True, but the policy has no adapter to mer"),
         (
             {},

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.models import load_causal_lm
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -26,7 +26,7 @@ def logits(model):
 
 
 def stirred(base, **settings):
-    adapters = attach(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
+    adapters = add_policy_adapter(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -128,7 +128,7 @@ def test_without_the_stored_base_the_loaded_one_is_merged_and_a_warning_says_so(
     if change in ("other", "less"):
         other = {"other": {"seed": 5}, "less": {"num_hidden_layers": 1}}[change]
         tiny_causal_lm("llama", **other).save_pretrained(folder)
-    with pytest.warns(UserWarning, match=rf"{reason}.*: the merged model is .* on the base rounded to torch.bfloat16"):
+    with pytest.warns(UserWarning, match=rf"{reason}.*: the adapter is merged into the base rounded to torch.bfloat16"):
         save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
     on_rounded = PeftModel.from_pretrained(rounded, tmp_path / "policy")
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), logits(on_rounded), atol=1e-4, rtol=0)

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.export import (
     matching_classifier,
@@ -263,7 +263,7 @@ EMBEDDED = {"llama": "embed_tokens", "gpt2": "wte"}
 )
 def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapter, tmp_path):
     base = tiny_causal_lm(arch, tie_word_embeddings=tied)
-    adapters = attach(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **adapter}))
+    adapters = add_policy_adapter(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **adapter}))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
@@ -286,7 +286,7 @@ def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapt
 def test_merging_into_half_precision_loses_nothing(tmp_path):
     # Without rotary frequencies, which this way of casting would round.
     base = tiny_causal_lm("gpt2", dtype=torch.bfloat16)
-    adapters = attach(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    adapters = add_policy_adapter(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
         # So small that most of it is less than half a step of bfloat16.

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from alpaca_ppo.checkpoint.directory import FILES
 from alpaca_ppo.checkpoint.serialization import load_checkpoint, random_states, save_checkpoint
-from alpaca_ppo.distributed.engine import WholeState
+from alpaca_ppo.distributed.engine import TrainState
 from tests.tiny_models import tiny_causal_lm
 
 EXTRA = {
@@ -49,14 +49,14 @@ def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
 
 def written(run):
     """What of `run` a checkpoint holds."""
-    whole = WholeState(run["model"], run["optimizer"])
+    whole = TrainState(run["model"], run["optimizer"])
     parts = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
     return {**parts, "scheduler": run["scheduler"]}
 
 
 def read(run):
     """Where a checkpoint puts it back."""
-    return {"trained": WholeState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
+    return {"trained": TrainState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
 
 
 def train(run, steps):

@@ -613,7 +613,7 @@ def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(fold
 
 
 def test_a_reward_adapter_that_is_none_is_refused(folder):
-    with pytest.raises(ValueError, match="reward_adapter is .*no folder or hub id of an adapter"):
+    with pytest.raises(ValueError, match="reward_adapter is .*not an adapter's folder or hub id"):
         planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)
 
 

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
-from alpaca_ppo.distributed.collectives import settle
+from alpaca_ppo.distributed.collectives import drain_collectives
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import LargestFile, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
 
@@ -140,7 +140,7 @@ def run(output_dir: str, *settings: str) -> None:
     if trainer.accelerator.is_main_process:
         torch.save(weights, Path(output_dir) / "weights.pt")
         (Path(output_dir) / "resident.json").write_text(json.dumps(resident_shares(trainer)))
-    settle(trainer.accelerator)
+    drain_collectives(trainer.accelerator)
 
 
 def main(*arguments: str) -> None:
