@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from alpaca_ppo.config.checks import argument, check_types
+from alpaca_ppo.config.fields import argument, check_fields
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.estimate_memory.estimator import GIB
 from examples.memory_cells import FAMILIES, LAYOUTS, SHAPES, SIZES, Cell, count_weights, run_cell
@@ -56,7 +56,7 @@ class TableArguments:
     only: str | None = argument(None, f"One cell alone, of the first shape, as JSON: {', '.join(LAYOUTS)}.")
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
         for shape in self.shapes:
             if shape not in SHAPES:
                 raise ValueError(f"shapes holds {shape!r}; choose of {', '.join(SHAPES)}")

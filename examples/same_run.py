@@ -23,7 +23,7 @@ from typing import Any
 import safetensors.torch
 import yaml
 
-from alpaca_ppo.config.checks import argument
+from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.base import write_base
 

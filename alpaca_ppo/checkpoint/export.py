@@ -111,16 +111,17 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHea
         head: the value head.
         processing_class: the tokenizer, saved too. Its pad token tells the classifier where a padded row ends.
     """
-    classifier = matching_classifier(backbone) if head.kind == "scalar" else None
+    score = head.score_weight()
+    classifier = None if score is None else matching_classifier(backbone)
     with write_folder_atomically(folder) as aside, _quiet_unless_watched():
-        if classifier is None:
+        if classifier is None or score is None:
             write_critic(aside, head, backbone)
         else:
             if processing_class.pad_token_id is not None:
                 classifier.config.pad_token_id = processing_class.pad_token_id
             prefix = classifier.base_model_prefix
             weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
-            weights["score.weight"] = head.get_parameter("weight").detach()
+            weights["score.weight"] = score.detach()
             classifier.save_pretrained(aside, state_dict=weights)
         processing_class.save_pretrained(aside)
         write_text_atomically(
@@ -137,7 +138,7 @@ def save_value_adapter(
     with write_folder_atomically(folder) as aside:
         write_critic_adapter(aside, adapters, name, head)
         processing_class.save_pretrained(aside)
-        use = _ADAPTER_USE if head.kind == "scalar" else _HEAD_USE
+        use = _HEAD_USE if head.score_weight() is None else _ADAPTER_USE
         write_text_atomically(aside / "README.md", _VALUE_CARD + use)
 
 

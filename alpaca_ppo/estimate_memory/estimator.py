@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alpaca_ppo.adapters import read_reward_adapter
-from alpaca_ppo.config.checks import REFERENCES, argument, check_types
+from alpaca_ppo.config.checks import REFERENCES
+from alpaca_ppo.config.fields import argument, check_fields
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.estimate_memory.fake_models import Figures, Models
@@ -39,7 +40,7 @@ class EstimateArguments(ScriptArguments):
     json: bool = argument(False, "Print JSON, in bytes, instead of a table.")
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
         if not self.model_name_or_path:
             raise ValueError("model_name_or_path is not set; give --model_name_or_path or put it in the --config file")
         if self.num_processes < 1:

@@ -248,7 +248,7 @@ class _Passes:
         self, actor_critic: ActorCritic, packed: PackedRows
     ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
         critic: Any = actor_critic.critic
-        taus = torch.zeros(self._args.num_quantiles) if critic.head.kind == "iqn" else None
+        taus = critic.head.sample_taus(torch.Generator())
 
         def states() -> Tensor:
             if critic.backbone is not None:

@@ -4,8 +4,17 @@
 rewards, other processes and the configuration object are unknown here.
 """
 
+from alpaca_ppo.generation.backends import register_generation_backend
 from alpaca_ppo.generation.generate import generate
 from alpaca_ppo.generation.responses import Generation
+from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.stopping_criteria import resolve_stop_tokens, resolve_truncate_tokens
 
-__all__ = ["Generation", "generate", "resolve_stop_tokens", "resolve_truncate_tokens"]
+__all__ = [
+    "Generation",
+    "SamplingParams",
+    "generate",
+    "register_generation_backend",
+    "resolve_stop_tokens",
+    "resolve_truncate_tokens",
+]

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.decode import decode
-from alpaca_ppo.generation.hf_generate import decode_with_generate
-from alpaca_ppo.generation.responses import Generation, ResponseBuffer
+from alpaca_ppo.generation.backends import run_backend
+from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def generate(
     num_return_sequences: int = 1,
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
-    backend: Literal["decode", "generate"] = "decode",
+    backend: str = "decode",
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
 ) -> Generation:
@@ -62,7 +62,7 @@ def generate(
         truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
         truncate_after: see `truncate_token_ids`; in tokens.
         backend: "decode" is this package's own loop; "generate" runs `model.generate`, for models whose cache does not
-            support dropping rows.
+            support dropping rows; others are added by `register_generation_backend`.
         any_rank: returns whether its argument is True on any rank. Pass it if the model's parameters are sharded over
             ranks (ZeRO 3); all ranks then make the same number of forward passes.
         before_token: called before the tokens of each position are chosen; an exception in it ends the sampling.
@@ -89,24 +89,17 @@ def generate(
     _check_params(params)
     queries, mask = _trim(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
-    responses = ResponseBuffer(
-        params.random_keys(prompt_ids.to(model.device)),
-        params,
-        logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
-        before_token=before_token,
-    )
-    run_backend = decode if backend == "decode" else decode_with_generate
     with _eval_mode(model):
-        run_backend(
+        generation = run_backend(
             model,
             queries,
             mask,
-            num_return_sequences=num_return_sequences,
-            max_new_tokens=max_new_tokens,
-            responses=responses,
+            sampling_params=params,
+            prompt_ids=prompt_ids.to(model.device),
             any_rank=any_rank,
+            before_token=before_token,
         )
-    return _check_finite(responses.finish())
+    return _check_finite(generation)
 
 
 def _check_params(params: SamplingParams) -> None:
@@ -122,8 +115,7 @@ def _check_params(params: SamplingParams) -> None:
         raise ValueError(f"top_k ({params.top_k}) must be at least 1; None keeps the whole vocabulary")
     if params.top_p is not None and not 0 < params.top_p <= 1:
         raise ValueError(f"top_p ({params.top_p}) must be in (0, 1]; None keeps the whole vocabulary")
-    if params.backend not in ("decode", "generate"):
-        raise ValueError(f"generation_backend ({params.backend!r}) must be 'decode' or 'generate'")
+    GENERATION_BACKENDS.check(params.backend)
 
 
 def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:

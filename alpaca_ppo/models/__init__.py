@@ -1,7 +1,16 @@
 """Policy, critic and reference: wrappers that compute log-probabilities and values of responses, and their loading."""
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs, Critic
-from alpaca_ppo.models.critic_heads import CriticHead, make_head
+from alpaca_ppo.models.critic_heads import (
+    C51Head,
+    CriticHead,
+    HeadLinear,
+    HeadOutputs,
+    IQNHead,
+    QuantileHead,
+    ScalarHead,
+    register_critic_head,
+)
 from alpaca_ppo.models.critic_io import is_critic_folder, load_critic, write_critic, write_critic_adapter
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
@@ -11,11 +20,17 @@ __all__ = [
     "ActorCritic",
     "ActorCriticOutputs",
     "AdapterReference",
+    "C51Head",
     "CopiedReference",
     "Critic",
     "CriticHead",
+    "HeadLinear",
+    "HeadOutputs",
+    "IQNHead",
     "Policy",
+    "QuantileHead",
     "Reference",
+    "ScalarHead",
     "build_actor_critic",
     "disable_dropout",
     "frozen_copy",
@@ -24,7 +39,7 @@ __all__ = [
     "load_causal_lm",
     "load_critic",
     "load_sequence_classifier",
-    "make_head",
+    "register_critic_head",
     "write_critic",
     "write_critic_adapter",
 ]

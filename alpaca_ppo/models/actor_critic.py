@@ -118,7 +118,7 @@ class ActorCritic(nn.Module):
             scatter_tokens(part, packed, responses) for part in self.critic.head(states, value_taus)
         )
         return ActorCriticOutputs(
-            logprobs, entropies, values, None if self.critic.head.kind == "scalar" else means, predictions
+            logprobs, entropies, values, means if self.critic.head.distributional else None, predictions
         )
 
     def critic_parameters(self) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ Models are loaded with an explicit dtype and from safetensors only. What a run l
 saved by a run are in `critic_io`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import (
 
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
-from alpaca_ppo.models.critic_heads import CriticHead, make_head
+from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 
@@ -127,7 +127,7 @@ def build_actor_critic(
     *,
     critic_layout: str | None,
     value_model: PreTrainedModel | Critic | None = None,
-    head: Mapping[str, Any] | None = None,
+    head: Callable[[int], CriticHead] = ScalarHead,
 ) -> ActorCritic:
     """Returns the policy with a critic in the layout `critic_layout`.
 
@@ -137,8 +137,9 @@ def build_actor_critic(
             `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
             None for no critic.
         value_model: a sequence classifier with one label, a `Critic`, or None. The critic takes over its weights
-            without a copy: all of a `Critic`'s; of a classifier the backbone, and its `score` if the head is scalar.
-        head: `kind` and further arguments of `make_head`; a scalar head by default. New heads predict the value 0.
+            without a copy: all of a `Critic`'s; of a classifier the backbone, and its `score` if the head can start
+            from it.
+        head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
 
     Raises:
         ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
@@ -152,10 +153,9 @@ def build_actor_critic(
         )
     if critic_layout is None:
         return ActorCritic(wrapped, None)
-    settings = dict(head or {"kind": "scalar"})
     hidden_size = wrapped.head.weight.size(1)
     if isinstance(value_model, Critic):
-        return ActorCritic(wrapped, _matching(value_model, make_head(**settings, hidden_size=1)))
+        return ActorCritic(wrapped, _matching(value_model, head(value_model.head.hidden_size)))
     if critic_layout == "adapter":
         if wrapped.adapters is None:
             raise ValueError(
@@ -166,17 +166,18 @@ def build_actor_critic(
         else:
             wrapped.adapters.add(VALUE, wrapped.adapters.config_of(POLICY), trainable=True)
     if critic_layout != "separate":
-        head_alone = make_head(**settings, hidden_size=hidden_size, dtype=dtype)
+        head_alone = build_head(head, hidden_size, dtype)
         return ActorCritic(wrapped, Critic(head_alone, None, has_adapter=critic_layout == "adapter"))
-    backbone: Any = value_model.base_model if value_model is not None else copy_without_adapters(wrapped).base_model
-    if value_model is not None:
-        weight = value_model.get_parameter("score.weight")
-        hidden_size = weight.size(1)
-        if settings["kind"] == "scalar":
-            settings["weight"] = weight
+    if value_model is None:
+        backbone: Any = copy_without_adapters(wrapped).base_model
+        own_head = build_head(head, hidden_size, dtype)
+    else:
+        backbone, score = value_model.base_model, value_model.get_parameter("score.weight").detach()
+        own_head = build_head(head, score.size(1), dtype)
+        own_head.load_score_weight(score)
     # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
     backbone = backbone.to(torch.promote_types(dtype, torch.float32))
-    return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=dtype), backbone))
+    return ActorCritic(wrapped, Critic(own_head, backbone))
 
 
 def _why_unused(critic_layout: str | None) -> str:
@@ -186,9 +187,9 @@ def _why_unused(critic_layout: str | None) -> str:
 
 
 def _matching(critic: Critic, wanted: CriticHead) -> Critic:
-    if critic.head.settings() != wanted.settings():
+    if critic.head.spec() != wanted.spec():
         raise ValueError(
-            f"the value model's head is {critic.head.settings()}, but the critic asked for is {wanted.settings()}; "
+            f"the value model's head is {critic.head.spec()}, but the critic asked for is {wanted.spec()}; "
             "set critic and its options to those of the value model"
         )
     critic.head.risk_level = wanted.risk_level

@@ -5,17 +5,12 @@ Async functions of one batch run concurrently. Checking the returned scores is t
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError
 
 
@@ -78,8 +73,7 @@ def call_functions(sources: Sequence[FunctionReward], batch: RewardBatch) -> lis
 def load_reward_function(spec: str) -> Callable[..., Any]:
     """Returns the function that `spec` names: "package.module:function" or "path/to/file.py:function".
 
-    A module is looked up in the working directory first, then on Python's path. While a file is loaded, modules in its
-    folder can be imported.
+    Relative paths and modules are looked up as in `config.modules.load_module`.
 
     Raises:
         ValueError: if `spec` has another form, or the module, file or function does not exist. An exception raised
@@ -88,58 +82,15 @@ def load_reward_function(spec: str) -> Callable[..., Any]:
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
         raise ValueError(f"reward function {spec!r} must be 'module:function' or 'path/to/file.py:function'")
-    module = _module_from_file(target, spec) if target.endswith(".py") else _module_by_name(target, spec)
+    try:
+        module = load_module(target)
+    except NoSuchModule as error:
+        raise ValueError(f"reward function {spec!r}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(f"reward function {spec!r}: {target} has no function {name!r}, only {found}")
     return function
-
-
-def _module_from_file(target: str, spec: str) -> ModuleType:
-    path = Path(target).resolve()
-    if not path.is_file():
-        raise ValueError(f"reward function {spec!r}: the file {path} does not exist")
-    # A file is loaded once, so that two functions from it share the module's state. With the prefix, it cannot replace
-    # an imported module of the same name.
-    module_name = f"_reward_file_{path.stem}_{abs(hash(path)):x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    found = importlib.util.spec_from_file_location(module_name, path)
-    assert found is not None and found.loader is not None, path
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module
-    try:
-        with _importable(path.parent):
-            found.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
-
-
-def _module_by_name(target: str, spec: str) -> ModuleType:
-    try:
-        with _importable(Path.cwd()):
-            return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if target != missing and not target.startswith(f"{missing}."):
-            raise
-        raise ValueError(
-            f"reward function {spec!r}: there is no module {missing!r} in {Path.cwd()} or on Python's path; "
-            "use the file's path instead: path/to/file.py:function"
-        ) from error
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Puts `folder` first on Python's path: `python script.py` adds the script's folder, not the working directory."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def _name_of(function: Any) -> str:

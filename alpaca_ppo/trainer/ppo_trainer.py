@@ -22,14 +22,14 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.distributed.preemption import RolloutPoll
-from alpaca_ppo.functional import shape_rewards
+from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, factory
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
-from alpaca_ppo.ppo.advantages import estimate_advantages, quantile_levels, rollout_parts
-from alpaca_ppo.ppo.losses import correction_weights, loss_terms
+from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_parts
+from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
 from alpaca_ppo.ppo.rollouts import RolloutParts
 from alpaca_ppo.ppo.updates import make_updater
@@ -281,14 +281,15 @@ class PPOTrainer(BaseTrainer):
         `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), and `baseline_scores`
         (B,) or None, for estimators that need them.
         """
-        return estimate_advantages(
-            rewards,
-            values,
-            response_mask,
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            values=values,
+            response_mask=response_mask,
+            scores=extra.get("scores"),
             prompt_ids=extra.get("prompt_ids"),
             baseline_scores=extra.get("baseline_scores"),
-            args=self.args,
         )
+        return estimate_advantages(inputs, self.args)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
@@ -313,7 +314,7 @@ class PPOTrainer(BaseTrainer):
                         self.compute_loss,
                         policy_unchanged=done.optimizer_steps == 0 or self.in_critic_warmup,
                         freeze_policy=self.in_critic_warmup,
-                        value_taus=quantile_levels(args, *key, epoch, done.num_attempted),
+                        value_taus=sample_value_taus(self.critic_head, *key, epoch, done.num_attempted),
                         target_kl_stop=args.target_kl_stop,
                         poll=self.poll,
                     )
@@ -332,6 +333,12 @@ class PPOTrainer(BaseTrainer):
             "policy/skipped_updates": float(done.skipped),
             "policy/kl_stopped": float(done.kl_stopped),
         }
+
+    @property
+    def critic_head(self) -> CriticHead | None:
+        """The head of the critic, however the model is wrapped; None without a critic."""
+        critic = self.actor_critic.critic
+        return None if critic is None else critic.head
 
     @property
     def in_critic_warmup(self) -> bool:
@@ -353,8 +360,9 @@ class PPOTrainer(BaseTrainer):
             partial(self._forward, rollouts_batch),
             rollouts_batch,
             self.args,
+            head=self.critic_head,
             with_policy=not self.in_critic_warmup,
-            apart=self.updater.critic_backward_first if separate else None,
+            critic_backward_first=self.updater.critic_backward_first if separate else None,
         )
         loss = torch.stack([term for term, _ in terms]).sum()
         stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}

@@ -26,12 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.functional import c51_atoms, quantile_midpoints
 from alpaca_ppo.models import Critic
-from alpaca_ppo.models.critic_heads import HEAD_KINDS
 from examples.critics.laws import LAWS, QUARTILES, TAIL, Reading, Readings
 from examples.critics.plots import plot_laws
 
 STEPS, DRAWS = 80, 240
 _RATES = {"scalar": 0.005, "c51": 0.01, "quantile": 0.005, "iqn": 0.005}
+KINDS = tuple(_RATES)
 _WORDS = ("<pad>", "<eos>", "<unk>", "play", "steady", "gamble", "costly", *(f"w{i}" for i in range(9)))
 
 
@@ -152,7 +152,7 @@ def table(readings: Readings) -> str:
     for name, law in LAWS.items():
         mean, tail_mean, deviation = law.tail_mean(1.0), law.tail_mean(TAIL), law.deviation()
         quartiles = law.quantiles(torch.tensor(QUARTILES, dtype=torch.float64)).tolist()
-        for kind in HEAD_KINDS:
+        for kind in KINDS:
             mine = readings[kind, name]
             lines.append(row(name, kind, "mean", mean, [r.mean for r in mine], abs(mean)))
             if tails := [r.tail_mean for r in mine if r.tail_mean is not None]:
@@ -165,8 +165,8 @@ def table(readings: Readings) -> str:
 
 def run(*, seeds: int, steps: int = STEPS, draws: int = DRAWS) -> Readings:
     """What a critic of each kind says of each law after training, for each seed; (kind, law) to readings."""
-    readings: Readings = {(kind, name): [] for kind in HEAD_KINDS for name in LAWS}
-    for kind in HEAD_KINDS:
+    readings: Readings = {(kind, name): [] for kind in KINDS for name in LAWS}
+    for kind in KINDS:
         for seed in range(seeds):
             with tempfile.TemporaryDirectory() as folder:
                 critic = train_critic(kind, Path(folder), seed=seed, steps=steps, draws=draws)

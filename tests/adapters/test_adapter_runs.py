@@ -351,7 +351,7 @@ def test_what_cannot_be_is_refused_with_the_remedy(arguments, overrides, message
 
 def test_an_actor_critic_brings_its_adapters(tmp_path):
     built = build_actor_critic(load_causal_lm(tiny_causal_lm("llama")), critic_layout="separate")
-    with pytest.raises(ValueError, match="brings its adapters; leave peft_config out"):
+    with pytest.raises(ValueError, match="whose adapters are part of it; leave peft_config out"):
         lora_trainer(tmp_path, arguments={"model": built})
 
 

@@ -169,7 +169,7 @@ def test_a_group_of_both_cannot_stand_still_in_part(tmp_path):
 def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     adapters = add_policy_adapter(tiny_causal_lm("llama"), lora)
-    model = build_actor_critic(adapters, critic_layout="adapter", value_model=None, head={"kind": "scalar"})
+    model = build_actor_critic(adapters, critic_layout="adapter")
     frozen, *others = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
     optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": others}])
     trainer = tiny_trainer(

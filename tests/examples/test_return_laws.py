@@ -7,16 +7,15 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from alpaca_ppo.models.critic_heads import HEAD_KINDS
 from examples.critics import return_laws
 from examples.critics.laws import LAWS, QUARTILES, TAIL, Reading
 from examples.critics.plots import plot_laws
-from examples.critics.return_laws import LawReward, read_critic, table, train_critic
+from examples.critics.return_laws import KINDS, LawReward, read_critic, table, train_critic
 
 LEVELS = torch.tensor(QUARTILES, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module", params=HEAD_KINDS)
+@pytest.fixture(scope="module", params=KINDS)
 def learned(request, tmp_path_factory):
     """Kind of a critic, and its reading of each law after a short run."""
     # A quantile of low level that lies too low is raised by that level's small weight only, and in an iqn critic all
@@ -81,7 +80,7 @@ def made_up_readings():
     """Two seeds whose critics say the truth, and the truth plus 0.1."""
     readings = {}
     for name, law in LAWS.items():
-        for kind in HEAD_KINDS:
+        for kind in KINDS:
             said = []
             for error in (0.0, 0.1):
                 returns, levels = (law.quantiles(LEVELS) + error).tolist(), list(QUARTILES)
