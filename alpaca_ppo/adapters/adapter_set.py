@@ -8,7 +8,8 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -85,6 +86,37 @@ class AdapterSet:
         finally:
             self.peft.set_adapter(before)
             _restore(flags)
+
+    @contextmanager
+    def remembered_by_checkpointing(self) -> Iterator[None]:
+        """Has gradient checkpointing recompute the forward passes inside the block with the adapter that is active now,
+        also where another one is active when the backward pass is made.
+
+        Raises:
+            ValueError: for reentrant checkpointing, which takes no context for the recomputation.
+        """
+        name = self.peft.active_adapter
+        layers: list[Any] = [
+            module for module in self.model.modules() if vars(module).get("gradient_checkpointing", False)
+        ]
+        functions: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
+        if any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions):
+            raise ValueError(
+                "the base recomputes activations by reentrant checkpointing, which cannot activate the adapter "
+                f"{name!r} again; call model.gradient_checkpointing_enable({'use_reentrant': False}), or set "
+                "gradient_checkpointing: true and leave it to the trainer"
+            )
+
+        def contexts() -> tuple[Any, Any]:
+            return nullcontext(), self.active(name)
+
+        try:
+            for layer, function in zip(layers, functions, strict=True):
+                layer._gradient_checkpointing_func = partial(function, context_fn=contexts)
+            yield
+        finally:
+            for layer, function in zip(layers, functions, strict=True):
+                layer._gradient_checkpointing_func = function
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
         """Adds an adapter `name`, initialized by PEFT (to a product of zero). PEFT may write into `config`.

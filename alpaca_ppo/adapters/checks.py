@@ -141,8 +141,8 @@ def check_no_adapters(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(model).__name__} already has adapters {names} in its layers, from a PeftModel or an earlier "
             "trainer (its actor_critic.policy.adapters.peft), which a new adapter would overwrite. To train them "
-            "further, pass that PeftModel without peft_config; otherwise remove them (base = peft.unload()) or load the "
-            "model again"
+            "further, pass that PeftModel without peft_config; otherwise remove them (base = peft.unload()) or load "
+            "the model again"
         )
 
 

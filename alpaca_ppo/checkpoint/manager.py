@@ -132,7 +132,7 @@ class CheckpointManager:
         accelerator: Accelerator,
         output_dir: str | Path,
         *,
-        engine: serialization.Trained,
+        engine: serialization.Checkpointable,
         scheduler: Any,
         components: Callable[[], Mapping[str, Component]],
         best: BestCheckpoint,

@@ -151,13 +151,10 @@ class ActorCritic(nn.Module):
             return response_states(self.critic.backbone, packed)
         adapters = self.policy.adapters
         assert adapters is not None
-        if torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE and self.policy.is_gradient_checkpointing:
-            raise ValueError(
-                "gradient_checkpointing would compute the critic's activations again with the policy's adapter; run "
-                "the critic's forward and backward pass inside critic_active(). If an override of compute_loss makes "
-                "one backward pass for both, use critic_layout: shared or separate, or turn checkpointing off: "
-                "gradient_checkpointing: false, and model.gradient_checkpointing_disable() on a model that was passed "
-                "with it"
-            )
+        # The caller may have made the adapter active for the backward pass too (`critic_active`).
+        outlived = torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE
         with self.critic_active():
-            return self.policy.states(packed)
+            if not outlived:
+                return self.policy.states(packed)
+            with adapters.remembered_by_checkpointing():
+                return self.policy.states(packed)

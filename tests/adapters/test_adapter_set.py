@@ -334,7 +334,9 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no score head with one label"):
         AdapterClassifier(adapters, str(tmp_path / "a"), pad_token_id=PAD)
     get_peft_model(tiny_sequence_classifier("gpt2"), lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "b")
-    with pytest.raises(ValueError, match="has weights for transformer.h.0.attn.c_attn, which LlamaForCausalLM has not"):
+    with pytest.raises(
+        ValueError, match="has weights for transformer.h.0.attn.c_attn, which LlamaForCausalLM does not have"
+    ):
         AdapterClassifier(add_policy_adapter(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"), pad_token_id=PAD)
 
 
@@ -350,13 +352,29 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     assert list(adapters.peft.peft_config) == [POLICY]
 
 
-def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
+def gradients_of_both(built):
+    """Gradients of a loss of policy and critic in one graph."""
+    built.zero_grad()
+    outputs = built(*BATCH, **HOW)
+    (outputs.logprobs.sum() + (outputs.values - 1).square().sum()).backward()
+    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+def test_checkpointed_activations_are_computed_again_with_the_adapter_that_made_them():
     built = build_actor_critic(add_policy_adapter(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
+    torch.manual_seed(0)
+    for name, parameter in built.named_parameters():
+        if "lora_B" in name or "critic.head" in name:
+            parameter.data.normal_()
+    built.train()
     assert not built.policy.is_gradient_checkpointing
-    built.policy.model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
-        built(*BATCH, **HOW)
-    with built.critic_active():
-        assert built(*BATCH, **HOW, with_policy=False).values.requires_grad
-    built.policy.model.gradient_checkpointing_disable()
-    assert not built.policy.is_gradient_checkpointing and built(*BATCH, **HOW).values.requires_grad
+    expected = gradients_of_both(built)
+    built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert built.policy.is_gradient_checkpointing
+    found = gradients_of_both(built)
+    assert found.keys() == expected.keys() and any("value" in name for name in found)
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="reentrant checkpointing, which cannot activate the adapter 'value' again"):
+        gradients_of_both(built)

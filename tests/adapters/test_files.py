@@ -151,13 +151,13 @@ def test_a_reward_adapter_holds_lora_and_a_head_of_one_label_in_safetensors(tmp_
     path = tmp_path / "headless/adapter_model.safetensors"
     tensors = {key: value for key, value in load_file(path).items() if "score" not in key}
     save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"headless has no score head of one label \(it holds none\)"):
+    with pytest.raises(ValueError, match=r"headless has no score head with one label \(its heads: none\)"):
         check_reward_adapter(folder)
     save_file({**tensors, "base_model.model.score.weight": torch.zeros(3, 32)}, path)
-    with pytest.raises(ValueError, match=r"no score head of one label \(it holds .*score.weight': \(3, 32\)"):
+    with pytest.raises(ValueError, match=r"no score head with one label \(its heads: .*score.weight': \(3, 32\)"):
         check_reward_adapter(folder)
     path.rename(path.with_suffix(".bin"))
-    with pytest.raises(ValueError, match="headless has no adapter_model.safetensors, the only form that is read"):
+    with pytest.raises(ValueError, match="headless has no adapter_model.safetensors, the only format that is read"):
         check_reward_adapter(folder)
 
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alpaca_ppo.adapters import POLICY, add_policy_adapter, from_peft_model, load_adapters, read_policy_adapter
-from alpaca_ppo.estimate_memory import estimator
+from alpaca_ppo.estimate_memory.__main__ import main
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import MIXTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, tiny_trainer
@@ -122,8 +122,8 @@ def test_a_reward_adapter_of_layers_scores_and_one_of_experts_is_refused(tmp_pat
 
 
 @pytest.mark.parametrize("arch", MIXTURES)
-def test_a_run_on_a_mixture_is_planned(arch, tmp_path, capsys):
+def test_a_run_on_a_mixture_is_estimated(arch, tmp_path, capsys):
     base = saved(tmp_path / "base", arch)
     flags = ["--model_name_or_path", base, "--use_peft", "--critic_layout", "adapter", "--output_dir", str(tmp_path)]
-    estimator.main([*flags, "--lora_target_modules", "q_proj", "v_proj", "--dtype", "bfloat16", "--json"])
+    main([*flags, "--lora_target_modules", "q_proj", "v_proj", "--dtype", "bfloat16", "--json"])
     assert json.loads(capsys.readouterr().out)

@@ -75,8 +75,8 @@ def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, largest_file):
 def test_a_folder_says_what_it_needed_where_that_is_known(tmp_path, largest_file):
     largest_file(100)
     for needed, text in ((None, "needed more than 100 bytes"), (700, "needed 700 bytes")):
-        with pytest.raises(OSError, match=text), write_folder_atomically(tmp_path / "final", needed=needed) as aside:
-            (aside / "file").write_text("x" * 500)
+        with pytest.raises(OSError, match=text), write_folder_atomically(tmp_path / "final", needed=needed) as tmp_dir:
+            (tmp_dir / "file").write_text("x" * 500)
         assert list(tmp_path.iterdir()) == []
 
 

@@ -92,7 +92,7 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
         monkeypatch.setattr(train_ppo, name, load)
     (tmp_path / "run/final").mkdir(parents=True)
     for flags, message in (
-        ([], "already holds final of another run; set resume_from_checkpoint"),
+        ([], "holds a finished run .*; to start a new run, choose another output_dir"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint-<step> folder"),
         (["--resume_from_checkpoint", "checkpoint-7"], "resume_from_checkpoint is 'checkpoint-7', which is no folder"),
         (["--output_dir", str(config)], "run.yaml is a file; name a folder"),

@@ -89,6 +89,21 @@ def test_a_loss_that_couples_policy_and_critic_keeps_both_graphs(tmp_path):
     assert norms[0] == pytest.approx(2 * norms[1], rel=0.05)
 
 
+def test_one_graph_for_both_works_with_an_adapter_critic_and_recomputed_activations(tmp_path):
+    class OneGraph(Recorder):
+        separate_critic_backward = False
+
+    trainers = []
+    for trainer_class in (PPOTrainer, OneGraph):
+        torch.manual_seed(0)
+        trainers.append(tiny_trainer(tmp_path / trainer_class.__name__, trainer_class=trainer_class, **ADAPTER))
+        trainers[-1].train()
+    plain, own = map(weights, trainers)
+    assert trainers[1].early_passes == 0
+    for name, value in plain.items():
+        torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("factor", "weight"), [(0.5, "0.5"), (0.0, "0")])
 def test_a_loss_that_scales_the_critic_without_saying_so_is_refused(tmp_path, factor, weight):
     class Scaled(PPOTrainer):
