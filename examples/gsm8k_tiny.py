@@ -5,7 +5,7 @@ what they made.
     python -m examples.gsm8k_tiny measure
 
 `prepare` reads any JSONL with GSM8K's columns `question` and `answer`. The trainings between the two commands are in
-examples/README.md. A model of this size cannot reason; it can learn to end with a well-formed `#### number`.
+docs/getting-started.md. A model of this size cannot reason; it can learn to end with a well-formed `#### number`.
 """
 
 import argparse
