@@ -1,6 +1,6 @@
-"""The generation backends: what runs the model for `generate`. `register_generation_backend` adds one.
+"""The generation backends, which run the model for `generate`; `register_generation_backend` adds one.
 
-The two built-in backends share the choice of tokens (`ResponseBuffer`), so they sample the same ones.
+The two built-in backends choose tokens with the same `ResponseBuffer`, so they sample the same tokens.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,25 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 Backend = Callable[..., Generation]
-"""A backend as `register_generation_backend` describes it."""
+"""A backend; see `register_generation_backend`."""
 
 
 def register_generation_backend(name: str) -> Callable[[Backend], Backend]:
-    """A decorator that adds the generation backend `name`, a function
+    """Returns a decorator that adds the generation backend `name`.
+
+    A backend is a function
 
         backend(model, queries, query_attn_masks, *, sampling_params, prompt_ids, any_rank, before_token) -> Generation
 
     that samples `sampling_params.num_return_sequences` responses to each prompt. `model` is in eval mode and computes
     no gradients; `queries` (B, Q) int64, left-padded, `query_attn_masks` (B, Q) int64 and `prompt_ids` (B,) are on its
-    device. `any_rank` and `before_token` are described at `generate`; a backend that runs the model layer by layer over
-    several ranks (ZeRO 3 without `ds3_gather_for_generation`) must use the first, and one that takes long should call
-    the second from time to time. For the tokens of the other backends, draw their random numbers from
+    device. `any_rank` and `before_token` are those of `generate`: a backend that runs a model whose parameters are
+    sharded over ranks (ZeRO 3 without `ds3_gather_for_generation`) must use `any_rank`, and a slow one should call
+    `before_token` regularly. To sample the same tokens as the built-in backends, draw the random numbers from
     `sampling_params.random_keys(prompt_ids)`.
 
     Raises:
-        ValueError: when the name is taken, or holds a space, comma or colon.
+        ValueError: if the name is taken, or contains a space, comma or colon.
     """
     return GENERATION_BACKENDS.register(name)
 
@@ -48,10 +50,10 @@ def run_backend(
     any_rank: Callable[[bool], bool] | None,
     before_token: Callable[[], Any],
 ) -> Generation:
-    """The responses of the backend that `sampling_params` names.
+    """Returns the responses of the backend `sampling_params.backend`.
 
     Raises:
-        ValueError: for an unknown backend, and when it does not return a `Generation` of the right shapes.
+        ValueError: for an unknown backend, or if it does not return a `Generation` of the right shapes.
     """
     generation = GENERATION_BACKENDS.get(sampling_params.backend)(
         model,
@@ -63,10 +65,10 @@ def run_backend(
         before_token=before_token,
     )
     rows = len(queries) * sampling_params.num_return_sequences
-    return _checked(generation, sampling_params.backend, (rows, sampling_params.max_new_tokens))
+    return _check_generation(generation, sampling_params.backend, (rows, sampling_params.max_new_tokens))
 
 
-def _checked(generation: Any, backend: str, shape: tuple[int, int]) -> Generation:
+def _check_generation(generation: Any, backend: str, shape: tuple[int, int]) -> Generation:
     if not isinstance(generation, Generation):
         raise ValueError(
             f"the generation_backend {backend!r} returned a {type(generation).__name__}; it must return a "
@@ -77,7 +79,7 @@ def _checked(generation: Any, backend: str, shape: tuple[int, int]) -> Generatio
         if tensor.shape != wanted[field]:
             raise ValueError(
                 f"the generation_backend {backend!r} returned {field} of shape {tuple(tensor.shape)}; it must be "
-                f"{wanted[field]}: a row for each response, a column for each of max_new_tokens"
+                f"{wanted[field]}: one row per response, max_new_tokens columns"
             )
     return generation
 

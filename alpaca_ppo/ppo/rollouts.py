@@ -91,7 +91,6 @@ def sample_responses(
         the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
     """
     n = sampling_params.num_return_sequences
-    device = next(model.parameters()).device
     lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
     count, width = len(lengths), sampling_params.max_new_tokens
     out = {
@@ -101,12 +100,11 @@ def sample_responses(
         "stopped": torch.zeros(count, n, dtype=torch.bool),
     }
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
-        longest = max(lengths[i] for i in chunk)
         generation = generate(
             model,
-            prompts["queries"][chunk, -longest:].to(device),
-            prompts["query_attn_masks"][chunk, -longest:].to(device),
-            prompt_ids=prompts["prompt_ids"][chunk].to(device),
+            prompts["queries"][chunk],
+            prompts["query_attn_masks"][chunk],
+            prompt_ids=prompts["prompt_ids"][chunk],
             any_rank=any_rank,
             before_token=before_token,
             **vars(sampling_params),

@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from alpaca_ppo import ActorCritic, PPOTrainer
 from alpaca_ppo.functional import gae, masked_whiten
 from alpaca_ppo.models import Critic, Policy, ScalarHead, build_actor_critic
-from alpaca_ppo.tracking.callbacks import FLAGS
+from alpaca_ppo.tracking.callbacks import CONTROL_FLAGS
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
@@ -390,7 +390,9 @@ def test_what_a_callback_asks_for_on_one_rank_is_asked_for_on_all(tmp_path):
     trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [TrainerCallback]})
     # This rank asks for a checkpoint, the other for the end.
     trainer.callback_handler.control.should_save = True
-    trainer.callback_handler.sync_control(lambda mine: [mine, [flag == "should_training_stop" for flag in FLAGS]])
+    trainer.callback_handler.sync_control(
+        lambda mine: [mine, [flag == "should_training_stop" for flag in CONTROL_FLAGS]]
+    )
     control = trainer.callback_handler.control
     assert (control.should_save, control.should_training_stop) == (True, True)
     assert not control.should_evaluate and not control.should_log

@@ -31,7 +31,7 @@ def no_model(monkeypatch):
 def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
     named = {"model": str(tmp_path)}
-    refused(tmp_path, "report_to names 'smoke', which is no tracker", arguments=named, report_to=["smoke"])
+    refused(tmp_path, "report_to names 'smoke', which is not a tracker", arguments=named, report_to=["smoke"])
     refused(tmp_path / "file", "output_dir is '.*file', but .*file is a file", arguments=named)
     refused(tmp_path / "file" / "run", "output_dir is '.*run', but .*file is a file", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
