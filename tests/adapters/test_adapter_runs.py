@@ -98,10 +98,9 @@ def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, t
 
 
 class OneBackwardPass(PPOTrainer):
-    """Overrides compute_loss, so policy and critic share one backward pass."""
+    """Policy and critic share one backward pass."""
 
-    def compute_loss(self, rollouts_batch):
-        return super().compute_loss(rollouts_batch)
+    separate_critic_backward = False
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -325,7 +324,7 @@ def in_memory_adapter():
         (
             {"model": tiny_causal_lm("llama", dtype=torch.bfloat16), "peft_config": None},
             {},
-            "weights are torch.bfloat16 and all of them would train",
+            "weights are torch.bfloat16 and all of them would be trained",
         ),
         (
             {"model": "somewhere"},
@@ -338,7 +337,7 @@ def in_memory_adapter():
         (
             {},
             {"load_in_4bit": True, "critic_layout": "adapter"},
-            "load_in_4bit is True, but model is a LlamaForCausalLM in memory, which stays as it is; give its folder",
+            "load_in_4bit is True, but model is a LlamaForCausalLM in memory, which is not quantised; give its folder",
         ),
         ({}, {"reward_adapter": "x", "reward_weights": [1.0]}, "reward_weights has 1 numbers for 1 reward_funcs and a"),
         ({}, {"reference": "none"}, "reference is 'none', but use_kl_in_reward is True"),
