@@ -1,6 +1,7 @@
 """A folder in which the commands and programs of the pages can be tried: tiny models in place of the hub's."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -9,8 +10,9 @@ import yaml
 from datasets import Dataset
 
 import alpaca_ppo
-from alpaca_ppo import PPOConfig, registry
+from alpaca_ppo import PPOConfig
 from tests.docs.markdown import ROOT, all_blocks
+from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -32,7 +34,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, model_folder) -> Path:
+def workplace(tmp_path, monkeypatch, model_folder) -> Iterator[Path]:
     """The current folder of a user: a clone's examples/, a run.yaml, the files that the pages show, and models under
     the names that the pages use. What files of his register is forgotten afterwards.
     """
@@ -50,11 +52,8 @@ def workplace(tmp_path, monkeypatch, model_folder) -> Path:
         datasets, "load_dataset", lambda *a, **k: load_files(*a, **k) if "data_files" in k else load_rows(*a, **k)
     )
     monkeypatch.setattr(alpaca_ppo, "PPOConfig", small_config, raising=False)
-    for family in vars(registry).values():
-        if isinstance(family, registry.Registry):
-            monkeypatch.setattr(family, "traits", dict(family.traits))
-            monkeypatch.setattr(family, "_targets", dict(family._targets))
-    return tmp_path
+    with temporary_choices():
+        yield tmp_path
 
 
 def load_rows(name: str, split: str) -> Dataset:

@@ -444,9 +444,11 @@ def test_changes_are_listed_together_where_no_single_one_is_enough(folder, monke
 
 
 def test_a_model_that_is_too_large_with_all_changes_is_reported_as_such(folder, monkeypatch):
-    result = on_device(monkeypatch, folder, 1.5, *SMALL)
-    assert not result["all_changes"]["fits"]
-    assert "not even all together fit: use a smaller model" in table(result)
+    nothing_fits = {"changes": ["bf16: true"], "peak": 3 * 2**30, "fits": False}
+    monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.all_changes", lambda *_: nothing_fits)
+    monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.single_changes", lambda *_: [])
+    result = on_device(monkeypatch, folder, 1.5)
+    assert "not even all together fit: use a smaller model (3.00 GiB with bf16: true)" in table(result)
 
 
 def singles(before: PPOConfig, fits: Any, *, use_peft: bool = False, processes: int = 1) -> list[str]:
@@ -524,10 +526,12 @@ def test_a_reference_is_not_offloaded_where_host_memory_is_device_memory():
 def test_a_policy_that_is_an_adapter_gets_the_changes_of_one(folder, tmp_path, monkeypatch):
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
-    before = estimated("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, *SMALL)["peak"]
-    result = on_device(monkeypatch, str(tmp_path / "adapter"), before / 2**20 - 1, *SMALL)
-    labels = [change["change"] for change in result["changes"]]
-    assert "critic_layout: adapter" in labels and not any("use_peft" in label for label in labels)
+    changes = [{"change": "dtype: bfloat16", "peak": 1.0, "fits": True}]
+    monkeypatch.setattr(
+        "alpaca_ppo.estimate_memory.estimator.single_changes",
+        lambda settings, *_: changes if settings.starts_from_adapter and not settings.lora.use_peft else [],
+    )
+    assert on_device(monkeypatch, str(tmp_path / "adapter"), 1.5)["changes"] == changes
 
 
 def test_a_starting_adapter_has_the_changes_of_lora():
