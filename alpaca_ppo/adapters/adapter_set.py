@@ -103,7 +103,7 @@ class AdapterSet:
         if any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions):
             raise ValueError(
                 "the base recomputes activations by reentrant checkpointing, which cannot activate the adapter "
-                f"{name!r} again; call model.gradient_checkpointing_enable({'use_reentrant': False}), or set "
+                f"{name!r} again; call model.gradient_checkpointing_enable({{'use_reentrant': False}}), or set "
                 "gradient_checkpointing: true and leave it to the trainer"
             )
 

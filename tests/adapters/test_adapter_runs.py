@@ -114,8 +114,10 @@ def test_a_model_that_recomputes_its_activations_already_trains_as_another(layou
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         trainer = lora_trainer(tmp_path / str(checkpointing), model=model, **settings)
-        if checkpointing and layout == "adapter" and trainer_class is OneBackwardPass:
-            with pytest.raises(ValueError, match=r"or recompute nothing: .*model.gradient_checkpointing_disable\(\)"):
+        if checkpointing and reentrant and layout == "adapter" and trainer_class is OneBackwardPass:
+            with pytest.raises(
+                ValueError, match=r"call model.gradient_checkpointing_enable\({'use_reentrant': False}\)"
+            ):
                 trainer.step(trainer.prompt_batches(0))
             return
         for step in range(2):
