@@ -88,12 +88,13 @@ class AdapterSet:
             _restore(flags)
 
     @contextmanager
-    def remembered_by_checkpointing(self) -> Iterator[None]:
-        """Has gradient checkpointing recompute the forward passes inside the block with the adapter that is active now,
-        also where another one is active when the backward pass is made.
+    def recompute_with_active_adapter(self) -> Iterator[None]:
+        """Makes gradient checkpointing recompute the forward passes of this block with the adapter that is active now.
+
+        Otherwise it would recompute them with the adapter that is active during the backward pass.
 
         Raises:
-            ValueError: for reentrant checkpointing, which takes no context for the recomputation.
+            ValueError: for reentrant checkpointing, which accepts no context for the recomputation.
         """
         name = self.peft.active_adapter
         layers: list[Any] = [
@@ -102,7 +103,7 @@ class AdapterSet:
         functions: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
         if any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions):
             raise ValueError(
-                "the base recomputes activations by reentrant checkpointing, which cannot activate the adapter "
+                "the base uses reentrant gradient checkpointing, which cannot activate the adapter "
                 f"{name!r} again; call model.gradient_checkpointing_enable({{'use_reentrant': False}}), or set "
                 "gradient_checkpointing: true and leave it to the trainer"
             )

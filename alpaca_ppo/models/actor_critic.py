@@ -156,5 +156,5 @@ class ActorCritic(nn.Module):
         with self.critic_active():
             if not outlived:
                 return self.policy.states(packed)
-            with adapters.remembered_by_checkpointing():
+            with adapters.recompute_with_active_adapter():
                 return self.policy.states(packed)

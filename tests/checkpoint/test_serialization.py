@@ -243,7 +243,7 @@ def damages():
     yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
     yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
     yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
-    yield lambda folder: set_version(folder, version=2), "this version of alpaca_ppo reads"
+    yield lambda folder: set_version(folder, version=99), "this version of alpaca_ppo reads"
     yield lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is not a folder"
 
 
