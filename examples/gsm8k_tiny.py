@@ -3,8 +3,8 @@
     python -m examples.gsm8k_tiny prepare gsm8k.jsonl
     python -m examples.gsm8k_tiny measure
 
-`prepare` reads any JSONL with GSM8K's columns `question` and `answer`. The training commands to run between the two are
-in examples/README.md. A model of this size cannot reason; it can learn to end with a well-formed `#### number`.
+`prepare` reads any JSONL with GSM8K's columns `question` and `answer`. The trainings between the two commands are in
+docs/getting-started.md. A model of this size cannot reason; it can learn to end with a well-formed `#### number`.
 """
 
 import argparse

@@ -105,11 +105,11 @@ def describe(columns: dict[str, dict[str, Any]], device: str) -> str:
         "",
     ]
     for shape, column in columns.items():
-        kept = "with" if column["gradient_checkpointing"] else "without"
+        checkpointing = "with" if column["gradient_checkpointing"] else "without"
         lines.append(
-            f"- {shape}: {count_weights(column) / 1e6:.0f} million weights, {column['dtype']}, {kept} gradient "
-            f"checkpointing; {column['rows']} prompts of {column['query_len']} tokens with responses of at most "
-            f"{column['response_len']}, micro-batches of {column['micro_rows']}, LoRA rank {column['lora_rank']}."
+            f"- {shape}: {count_weights(column) / 1e6:.0f} million weights, {column['dtype']}, {checkpointing} "
+            f"gradient checkpointing; {column['rows']} prompts of {column['query_len']} tokens with responses of at "
+            f"most {column['response_len']}, micro-batches of {column['micro_rows']}, LoRA rank {column['lora_rank']}."
         )
     return "\n".join(lines) + "\n"
 

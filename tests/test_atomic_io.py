@@ -29,7 +29,7 @@ def content(path):
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing may tidy up after it."""
+    """Stands for a killed process, after which nothing is cleaned up."""
 
 
 def test_a_folder_appears_only_when_it_is_complete(tmp_path):

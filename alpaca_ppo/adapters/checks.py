@@ -59,11 +59,12 @@ def remove_adapter(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> Non
 
 def _check_parameters(peft: Any, model: PreTrainedModel, config: LoraConfig) -> None:
     # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
-    made = peft.peft_config["default"]
-    if reached := sorted(made.target_parameters or ()):
+    resolved = peft.peft_config["default"]
+    if reached := sorted(resolved.target_parameters or ()):
         wanted = config.target_modules
-        gone = set() if isinstance(wanted, str) or wanted is None else set(wanted) - set(made.target_modules)
-        names = sorted(made.target_modules) or [name for name in _linear(peft.get_base_model()) if name not in gone]
+        excluded = set() if isinstance(wanted, str) or wanted is None else set(wanted) - set(resolved.target_modules)
+        linear = [name for name in _linear(peft.get_base_model()) if name not in excluded]
+        names = sorted(resolved.target_modules) or linear
         raise ValueError(
             f"target_modules (--lora_target_modules) is {_listed(wanted)}, which on {type(model).__name__} adapts the "
             f"parameters {reached} of its experts or their router; such adapters cannot be switched off, merged and "

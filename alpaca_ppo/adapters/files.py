@@ -136,9 +136,9 @@ def read_reward_adapter(name: str) -> LoraConfig:
             "train_reward_model.py --use_peft, or pass a whole reward model in reward_funcs"
         )
     config = lora_config(PeftConfig.from_pretrained(name), f"reward_adapter {name}")
-    if whole := sorted(set(config.modules_to_save or ()) - _HEADS):
+    if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
         raise ValueError(
-            f"reward_adapter {name} has modules_to_save {whole} beside its score head: layers that would replace those "
+            f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
             "of the shared base; train it without lora_modules_to_save, or merge it and pass the whole model in "
             "reward_funcs"
         )

@@ -45,13 +45,13 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
 def _merged_layer(layer: Any, inner: Any, start: Tensor) -> Tensor:
     # The adapter too: DeepSpeed may hold it in bf16, and its product would be rounded before it is added.
     adapter = [parameter for key, parameter in layer.named_parameters() if belongs_to(POLICY, key)]
-    kept = [(parameter, parameter.data) for parameter in (inner.weight, *adapter)]
+    saved = [(parameter, parameter.data) for parameter in (inner.weight, *adapter)]
     inner.weight.data = start.to(inner.weight.device, _at_least_float32(start), copy=True)
     for parameter in adapter:
         parameter.data = parameter.data.to(_at_least_float32(parameter))
     layer.merge(adapter_names=[POLICY])
     merged: Tensor = inner.weight.detach().cpu()
-    for parameter, data in kept:
+    for parameter, data in saved:
         parameter.data = data
     layer.merged_adapters.clear()
     return merged
@@ -100,11 +100,11 @@ def _stored(model: PreTrainedModel, base: dict[str, Tensor]) -> dict[str, Tensor
         warnings.warn(f"the base {name!r} cannot be read again ({error}): {effect}", stacklevel=2)
         return {}
     stored = dict(source.state_dict())
-    alike = stored.keys() == base.keys() and all(
+    unchanged = stored.keys() == base.keys() and all(
         stored[key].shape == tensor.shape and torch.equal(stored[key].to(tensor.dtype), tensor.cpu())
         for key, tensor in base.items()
     )
-    if not alike:
+    if not unchanged:
         warnings.warn(f"the weights of {name!r} are not those that this run loaded: {effect}", stacklevel=2)
         return {}
     return stored

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 2}
 FILES = ("model.safetensors", "state.json", "state.safetensors")
 
 
@@ -84,10 +84,10 @@ def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, kee
 
     Those in `keep` count towards the limit but are never deleted.
     """
-    kept = {path.resolve() for path in keep}
+    protected = {path.resolve() for path in keep}
     found = _checkpoints(output_dir)
     surplus = 0 if save_total_limit is None else max(0, len(found) - save_total_limit)
-    for path in [path for path in found if path.resolve() not in kept][:surplus]:
+    for path in [path for path in found if path.resolve() not in protected][:surplus]:
         remove_folder(path)
 
 

@@ -176,26 +176,26 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     safetensors.torch.save_file(separate, path)
 
 
-def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON. Tensors are moved to `tensors` under their path; tuples and dictionaries are tagged."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors[where] = value
-        return {"__tensor__": where}
+        tensors[path] = value
+        return {"__tensor__": path}
     if isinstance(value, list | tuple):
-        entries = [_encode(entry, f"{where}/{i}", tensors) for i, entry in enumerate(value)]
+        entries = [_encode(entry, f"{path}/{i}", tensors) for i, entry in enumerate(value)]
         return entries if isinstance(value, list) else {"__tuple__": entries}
     if isinstance(value, Mapping):
         # The index keeps paths unique: one dictionary may have both 1 and "1" as keys.
         return {
             "__dict__": [
-                [_encode(key, "", {}), _encode(entry, f"{where}/{i}.{key}", tensors)]
+                [_encode(key, "", {}), _encode(entry, f"{path}/{i}.{key}", tensors)]
                 for i, (key, entry) in enumerate(value.items())
             ]
         }
     raise ValueError(
-        f"a checkpoint cannot hold {where} = {value!r}, a {type(value).__name__}; use plain values or tensors"
+        f"a checkpoint cannot hold {path} = {value!r}, a {type(value).__name__}; use plain values or tensors"
     )
 
 

@@ -1,7 +1,6 @@
 """Builds the run's Accelerator from its configuration."""
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,8 +26,9 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     on_cpu = args.use_cpu or not torch.cuda.is_available()
     if plugin is not None:
         _check_deepspeed(plugin.zero_stage, args)
-    # With DeepSpeed and no GPU, Accelerate picks no backend, and every process runs as if it were the only one.
-    backend: dict[str, Any] = {"backend": "gloo"} if plugin is not None and on_cpu else {}
+    # With DeepSpeed and no GPU, Accelerate picks no backend, and every process runs as if it were the only one. "nccl"
+    # is Accelerate's default and leaves the choice to it.
+    backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
         made = Accelerator(
             # cpu=True makes Accelerate ignore DeepSpeed, but plain DDP without a GPU needs it to form a process group.
@@ -36,7 +36,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             mixed_precision="bf16" if args.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             deepspeed_plugin=plugin,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **backend)],
+            kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.ddp_timeout))],
         )
         disable_zero3_init()
         return made

@@ -36,7 +36,7 @@ def _verdict(result: dict[str, Any]) -> list[str]:
     available = f"{result['limit'] / GIB:.2f} of {result['device_gib']:g} GiB are available for tensors"
     if result["fits"]:
         return [f"fits: {available}"]
-    lines = [f"does not fit: {available}", "", "peak after each single change, the least intrusive first:"]
+    lines = [f"does not fit: {available}", "", "peak in GiB after each single change, the least intrusive first:"]
     recommended = None
     for change in result["changes"]:
         mark = "  fits" if change["fits"] else ""
@@ -45,9 +45,9 @@ def _verdict(result: dict[str, Any]) -> list[str]:
         lines.append(f"  {change['change']:<45}{change['peak'] / GIB:>9.2f}{mark}")
     if recommended is None:
         together = result["all_changes"]
-        what = f"{'; '.join(together['changes'])}: peak {together['peak'] / GIB:.2f}"
-        verdict = "all of them together fit" if together["fits"] else "not even all of them fit; use a smaller model"
-        lines.append(f"no single change is enough; {verdict} ({what})")
+        verdict = "all of them together fit" if together["fits"] else "not even all together fit: use a smaller model"
+        peak = f"{together['peak'] / GIB:.2f} GiB with {'; '.join(together['changes'])}"
+        lines.append(f"no single change is enough; {verdict} ({peak})")
     return lines
 
 

@@ -33,27 +33,23 @@ class EstimateArguments(ScriptArguments):
         ValueError: for a missing model, or a value out of range.
     """
 
-    num_processes: int = argument(1, "Processes, one per device.")
-    zero_stage: int = argument(0, "DeepSpeed ZeRO stage, 1 to 3; 0 = none.")
-    device_gib: float | None = argument(None, "Memory of a device in GiB, to check whether the run fits.")
+    num_processes: int = argument(1, "Processes, one per device.", at_least=1)
+    zero_stage: int = argument(0, "DeepSpeed ZeRO stage, 1 to 3; 0 = none.", at_least=0, at_most=3)
+    device_gib: float | None = argument(
+        None,
+        f"Memory of a device in GiB, of which {RESERVE_GIB:g} is not available for tensors: does the run fit?",
+        above=RESERVE_GIB,
+    )
     json: bool = argument(False, "Print JSON, in bytes, instead of a table.")
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.model_name_or_path:
             raise ValueError("model_name_or_path is not set; give --model_name_or_path or put it in the --config file")
-        if self.num_processes < 1:
-            raise ValueError(f"num_processes is {self.num_processes}; it must be at least 1")
-        if self.zero_stage not in range(4):
-            raise ValueError(f"zero_stage is {self.zero_stage}; it must be 0 (none), 1, 2 or 3")
         if self.zero_stage and self.num_processes == 1:
             raise ValueError(
                 f"zero_stage is {self.zero_stage} but num_processes is 1, so there is nothing to shard; raise "
                 "num_processes, or set zero_stage: 0"
-            )
-        if self.device_gib is not None and not self.device_gib > RESERVE_GIB:
-            raise ValueError(
-                f"device_gib is {self.device_gib}; it must be above {RESERVE_GIB:g}, which is not available for tensors"
             )
 
 
@@ -135,7 +131,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
 
     Returns:
         `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
-        `offloaded`. With `device_gib` also `limit` and `fits`, and where the run does not fit `changes`, the peak after
+        `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`, the peak after
         each single change; if none of them fits, also `all_changes`, the peak after all of them.
 
     Raises:

@@ -5,7 +5,7 @@ Counts tensors only, not what a device and its kernels need for themselves.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
@@ -92,28 +92,27 @@ class _Step:
         # DDP allocates its buckets in the first backward pass.
         return self._device.gradient_buffers if self._sharding.stage else 0.0
 
-    def _held(self, extra_weights: float = 0.0) -> dict[str, float]:
-        """What is in memory outside the update, by cause."""
-        device = self._device
-        weights = self._weights + extra_weights
-        return {"weights": weights, "gradients": device.gradient_buffers, "optimizer": device.optimizer}
+    def _held(self, phase: str, extra_weights: float = 0.0) -> PhaseMemory:
+        """What is in memory during `phase` without its passes."""
+        device, weights = self._device, self._weights + extra_weights
+        return PhaseMemory(phase, weights=weights, gradients=device.gradient_buffers, optimizer=device.optimizer)
 
     def _rollout(self) -> Iterator[PhaseMemory]:
         measured, cast = self._measured, self._measured["policy/cast"]
-        held = self._held(self._device.gathered("policy", sampling=True) + cast)
+        held = self._held("prefill", self._device.gathered("policy", sampling=True) + cast)
         unpacked = measured["policy/unpacked"]
-        yield PhaseMemory("prefill", **held, activations=measured["policy/prefill"] - cast + unpacked)
-        cache = measured["policy/kv_cache"]
+        yield replace(held, activations=measured["policy/prefill"] - cast + unpacked)
+        cached = replace(held, phase="sampling", kv_cache=measured["policy/kv_cache"])
         step = max(measured["policy/decode"], measured["policy/kv_layer"])
-        yield PhaseMemory("sampling", **held, kv_cache=cache, activations=step + unpacked)
-        yield PhaseMemory("sampling", **held, kv_cache=cache, logits=measured["policy/choose"])
+        yield replace(cached, activations=step + unpacked)
+        yield replace(cached, logits=measured["policy/choose"])
 
     def _score(self) -> Iterator[PhaseMemory]:
         for name, size in self._measured.items():
             if name.endswith("/score"):
                 # policy/score is 0 unless there is a reward adapter on the policy's base.
                 gathered = self._device.gathered(name.split("/")[0]) if size else 0.0
-                yield PhaseMemory("score", **self._held(gathered), activations=size)
+                yield replace(self._held("score", gathered), activations=size)
 
     def _evaluation(self) -> Iterator[PhaseMemory]:
         casts = 0.0
@@ -123,8 +122,8 @@ class _Step:
             own = self._measured.get(f"{name}/cast", 0.0)
             # Autocast drops its copies of policy and critic before the reference's pass.
             casts = 0.0 if name == "reference" else casts
-            held = self._held(casts + own + self._only_during(name))
-            yield from self._pass("log-probs", f"{name}/eval", held, less=own)
+            held = self._held("log-probs", casts + own + self._only_during(name))
+            yield from self._pass(f"{name}/eval", held, less=own)
             casts += own
 
     def _only_during(self, name: str) -> float:
@@ -141,15 +140,12 @@ class _Step:
         passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in measured]
         for place, name in enumerate(passes):
             gradients = device.gradients_around(passes, place, single=single)
-            held = self._held(device.gathered(self._running(name), training=True))
+            held = self._held("backward", device.gathered(self._running(name), training=True))
             # Gradients are allocated while activations are freed, so the peak is at one end of the pass or the other.
             tail = measured[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
-            yield PhaseMemory("backward", **held | {"gradients": gradients.after}, activations=tail)
+            yield replace(held, gradients=gradients.after, activations=tail)
             yield from self._pass(
-                "backward",
-                f"{name}/train",
-                held | {"gradients": gradients.before},
-                backbone_gradients=gradients.during,
+                f"{name}/train", replace(held, gradients=gradients.before), backbone_gradients=gradients.during
             )
 
     def _running(self, name: str) -> str:
@@ -158,17 +154,11 @@ class _Step:
         return "critic" if own_backbone else "policy"
 
     def _pass(
-        self,
-        phase: str,
-        name: str,
-        held: dict[str, float],
-        *,
-        less: float = 0.0,
-        backbone_gradients: float | None = None,
+        self, name: str, held: PhaseMemory, *, less: float = 0.0, backbone_gradients: float | None = None
     ) -> Iterator[PhaseMemory]:
         """The moments of a pass; `less` are bytes that both it and the weights in `held` count."""
         unpacked = self._measured["policy/unpacked"]
         backbone, saved, head = (self._measured[f"{name}.{part}"] for part in ("backbone", "saved", "head"))
-        in_decoder = held if backbone_gradients is None else held | {"gradients": backbone_gradients}
-        yield PhaseMemory(phase, **in_decoder, activations=backbone - less + unpacked)
-        yield PhaseMemory(phase, **held, activations=saved - less, logits=head - saved)
+        in_decoder = held if backbone_gradients is None else replace(held, gradients=backbone_gradients)
+        yield replace(in_decoder, activations=backbone - less + unpacked)
+        yield replace(held, activations=saved - less, logits=head - saved)

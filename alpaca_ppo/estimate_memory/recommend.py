@@ -84,17 +84,18 @@ def all_changes(settings: Settings, peak_of: PeakOf, limit: float) -> dict[str, 
     """All changes together, each at full strength, without those that a run would refuse after the earlier ones.
 
     Returns:
-        The texts of the `changes`, the `peak` in bytes and whether it `fits` into `limit` bytes.
+        The text of each option to change (`changes`), the `peak` in bytes and whether it `fits` into `limit` bytes.
     """
-    texts: list[str] = []
+    together: Change = {}
     peak = peak_of(settings)
     for i in range(len(changes(settings))):
         # Which changes are left depends on those made before.
         for change in reversed(changes(settings)[i]):
             changed = settings.after(change)
             if (found := _peak_or_none(changed, peak_of)) is not None:
-                texts, settings, peak = [*texts, _text(change)], changed, found
+                together, settings, peak = together | change, changed, found
                 break
+    texts = [_text({name: value}) for name, value in together.items()]
     return {"changes": texts, "peak": peak, "fits": peak <= limit}
 
 
@@ -106,7 +107,9 @@ def _peak_or_none(settings: Settings, peak_of: PeakOf) -> float | None:
 
 
 def _text(change: Change) -> str:
-    return ", ".join(f"{name}: {'true' if value is True else value}" for name, value in change.items())
+    return ", ".join(
+        f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in change.items()
+    )
 
 
 def changes(settings: Settings) -> list[list[Change]]:
@@ -126,6 +129,8 @@ def changes(settings: Settings) -> list[list[Change]]:
     if lora and copied:
         # With LoRA the base without the adapter is the reference; a copy of it is not needed.
         lora["reference"] = "adapter_off"
+    # On a base in bfloat16, autocast would only add copies of the adapters.
+    half: Change = {"dtype": "bfloat16", **({"bf16": False} if args.bf16 else {})}
     layouts = ["adapter", "shared"] if adapters else ["shared"]
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
@@ -137,7 +142,7 @@ def changes(settings: Settings) -> list[list[Change]]:
         _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
         reference,
         [{"bf16": True}] if in_float32 and not args.bf16 else [],
-        ([lora] if lora else []) + ([{**lora, "dtype": "bfloat16"}] if in_float32 else []),
+        ([lora] if lora else []) + ([lora | half] if in_float32 else []),
         [{"critic_layout": name} for name in layouts] if own_backbone and not args.init_value_with_reward else [],
         [{"load_in_4bit": True}] if adapters and not (args.load_in_4bit or needs_whole_weights) else [],
         [{"zero_stage": stage} for stage in range(sharding.stage + 1, last_stage + 1)],

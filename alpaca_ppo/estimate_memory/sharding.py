@@ -76,13 +76,13 @@ class DeviceMemory:
     @property
     def weights(self) -> float:
         """Bytes of the weights of all models, between passes."""
-        whole = self._whole_weights
+        total = self._total_weights
         if self._stage < 3:
-            return whole
-        return 0.0 if self._weights_on_host else whole / self._processes
+            return total
+        return 0.0 if self._weights_on_host else total / self._processes
 
     @property
-    def _whole_weights(self) -> float:
+    def _total_weights(self) -> float:
         measured = self._measured
         names = ["policy", "critic", *([] if self.reference_on_host else ["reference"])]
         names += [name.split("/")[0] for name in measured if name.startswith("reward") and name.endswith("/weights")]
@@ -94,7 +94,7 @@ class DeviceMemory:
         state = (
             12 * sum(self._elements.values()) / self._processes + self._gradient_share if self._state_on_host else 0.0
         )
-        return state + (self._whole_weights / self._processes if self._weights_on_host else 0.0)
+        return state + (self._total_weights / self._processes if self._weights_on_host else 0.0)
 
     @property
     def gradient_buffers(self) -> float:
@@ -133,16 +133,16 @@ class DeviceMemory:
         """
         if self._stage < 3:
             return 0.0
-        whole = self._measured[f"{name}/weights"]
+        gathered = self._measured[f"{name}/weights"]
         if sampling and self._args.ds3_gather_for_generation:
-            return whole
+            return gathered
         # Passes of one base with different adapters have no common order that DeepSpeed could record.
         unordered = training and self._args.uses_critic and self._args.critic_layout == "adapter"
         if sampling or unordered:
             # One layer at a time, and the weights outside the layers.
-            whole = self._measured["policy/outside"] + self._measured["policy/layer"]
+            gathered = self._measured["policy/outside"] + self._measured["policy/layer"]
         half = self._args.bf16 or self._args.dtype == "bfloat16"
-        return min(whole, _MAX_LIVE * (2.0 if half else 4.0))
+        return min(gathered, _MAX_LIVE * (2.0 if half else 4.0))
 
     def gradients_around(self, passes: list[str], place: int, *, single: bool) -> Gradients:
         """The gradients around one of the backward passes of a micro-batch.
@@ -152,9 +152,9 @@ class DeviceMemory:
             place: index of the pass.
             single: whether the micro-batch is the only one of its optimizer step.
         """
-        made = self._made_by(passes)
-        total, own = sum(made.values()), made[passes[place]]
-        before = sum(made[name] for name in passes[:place]) if single else total
+        by_pass = self._gradients_of(passes)
+        total, own = sum(by_pass.values()), by_pass[passes[place]]
+        before = sum(by_pass[name] for name in passes[:place]) if single else total
         after = before + own if single else before
         if self._stage == 0:
             standing = self.gradient_buffers
@@ -166,18 +166,18 @@ class DeviceMemory:
             last = place == len(passes) - 1
             shards = (0.0 if self._state_on_host else self._gradient_share) + self._bucket_bytes if last else 0.0
             return Gradients(before, before, after + shards)
-        return self._in_stage_2(made, passes, place, single=single)
+        return self._in_stage_2(by_pass, passes, place, single=single)
 
-    def _made_by(self, passes: list[str]) -> dict[str, float]:
+    def _gradients_of(self, passes: list[str]) -> dict[str, float]:
         if "critic" in passes:
             return dict(self._gradients)
         return {"policy": sum(self._gradients.values())}
 
-    def _in_stage_2(self, made: Mapping[str, float], passes: list[str], place: int, *, single: bool) -> Gradients:
+    def _in_stage_2(self, by_pass: Mapping[str, float], passes: list[str], place: int, *, single: bool) -> Gradients:
         if self._state_on_host:
             return Gradients(*[self._bucket_bytes] * 3)
         # Each pass allocates a buffer for this process's whole part, with zeros for the gradients of other passes.
-        idle = [(sum(made.values()) - made[name]) / self._processes for name in passes]
+        idle = [(sum(by_pass.values()) - by_pass[name]) / self._processes for name in passes]
         before = 0.0 if single and place == 0 else self._gradient_share + idle[0]
         during = before + self._gradient_share + self._bucket_bytes
         return Gradients(before + self._bucket_bytes, during, during + idle[place])

@@ -46,6 +46,7 @@ class CriticHead(nn.Module, ABC):
 
     A subclass defines `read` and `loss`. One with options also defines `from_config` and `settings`, whose entries are
     the keywords of its `__init__`. Layers should be `HeadLinear`s, or cast their weights to the dtype of the states.
+    The subclass is registered (`register_critic_head`) before an instance is made.
 
     Attributes:
         kind: the name it is registered under, the value of `critic` that selects it.
@@ -54,10 +55,12 @@ class CriticHead(nn.Module, ABC):
             not stored with the weights and may be changed between forward passes.
     """
 
-    kind: str
+    kind: str = ""
 
     def __init__(self, hidden_size: int, *, risk_level: float | None = None) -> None:
         super().__init__()
+        if not self.kind:
+            raise TypeError(f"{type(self).__name__} has no name yet; register the class with register_critic_head")
         self.hidden_size = hidden_size
         self.risk_level = risk_level
 

@@ -234,7 +234,7 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
     if critic.head.spec() != wanted.spec():
         raise ValueError(
             f"model is an ActorCritic with the head {critic.head.spec()}, but the configuration asks for "
-            f"{wanted.spec()}; set critic and its fields to those of the model"
+            f"{wanted.spec()}; set critic and its options to those of the model"
         )
 
 

@@ -27,11 +27,10 @@ from alpaca_ppo.tracking.run_log import RunLog
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
-    """The tokenised prompts of `dataset`, over-long ones dropped or refused as `args` says.
+    """The tokenized prompts of `dataset`; over-long ones are dropped or refused (`overlong_prompts`).
 
     Raises:
-        ValueError: as `prepare_prompts`, and for a truncate token that the tokenizer does not have: no model is loaded
-            yet.
+        ValueError: as `prepare_prompts`, and for a truncate token that is not in the tokenizer's vocabulary.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     return prepare_prompts(
@@ -45,7 +44,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> Prompt
 
 
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
-    """Which prompts each step takes; one epoch where `args` names neither epochs nor episodes."""
+    """The prompts of each step; one epoch if neither `total_epochs` nor `total_episodes` is set."""
     epochs = 1 if args.total_epochs is None and args.total_episodes is None else args.total_epochs
     return PromptSchedule(
         num_prompts, args.rollout_batch_size, seed=args.seed, total_epochs=epochs, total_episodes=args.total_episodes
@@ -56,8 +55,8 @@ def make_sampling_params(policy: PreTrainedModel, processing_class: Any, args: P
     """How the policy is sampled in training.
 
     Raises:
-        ValueError: when nothing stops a response, prompt and response may be longer than the model's positions, or the
-            tokenizer has tokens that the model has not.
+        ValueError: when no token stops a response, when prompt and response may exceed the model's positions, or when
+            the tokenizer has tokens without an embedding in the model.
     """
     check_positions(policy.config, args)
     check_token_ids(policy, processing_class)
@@ -78,12 +77,12 @@ def make_sampling_params(policy: PreTrainedModel, processing_class: Any, args: P
 
 
 def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
-    """The reward sources, weighted as `args` says; models among them are put on `device`. A reward adapter comes later
-    (`add_reward_adapter`), when there is a base to put it on; its weight is the last.
+    """The reward sources with their weights; reward models are moved to `device`. A reward adapter is added later, once
+    its base is loaded (`add_reward_adapter`); its weight is the last one.
 
     Raises:
-        ValueError: for a source that cannot be one, numbers of weights that do not agree, and a reward adapter that is
-            none or has no tokenizer: no model is loaded yet.
+        ValueError: for an invalid source, a wrong number of weights, or a reward adapter that cannot be read or has no
+            tokenizer. The reward adapter is checked before any model is loaded.
     """
     weights = args.reward_weights
     if args.reward_adapter is not None:
@@ -117,10 +116,10 @@ def _reward_tokenizer(args: PPOConfig) -> Any:
 
 
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
-    """Adds the reward source that `args.reward_adapter` names, on the policy's base, which will be on `device`.
+    """Adds the reward source `args.reward_adapter` on the policy's base, and moves its head to `device`.
 
     Raises:
-        ValueError: when the reward adapter is none, of another base, or with tokens that the base has not.
+        ValueError: when the reward adapter does not fit the base, or its tokenizer has tokens without an embedding.
     """
     if args.reward_adapter is None:
         return
@@ -135,7 +134,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
 
 
 def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
-    """What the run leaves on disk and tells the trackers; `resumed` as of `RunLog`."""
+    """The record of the run on disk and in the trackers; `resumed` holds `RunLog`'s arguments of that kind."""
     return RunLog(
         accelerator,
         output_dir=args.output_dir,
@@ -149,7 +148,7 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> R
 def make_collector(
     reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, args: PPOConfig
 ) -> RolloutCollector:
-    """What samples, evaluates and gathers the rows of a rollout."""
+    """The object that samples, evaluates and gathers the rows of a rollout."""
     return RolloutCollector(
         accelerator=accelerator,
         reference=reference,

@@ -1,4 +1,4 @@
-"""Runs with LoRA through the trainer: one base, what is saved, and how much is in memory."""
+"""Training with LoRA: one base for all roles, what is saved, and how much memory it takes."""
 
 import weakref
 
@@ -30,7 +30,7 @@ def storages(*modules):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reference_is_the_base_without_a_second_copy_of_it(layout, tmp_path):
-    # k3: unlike k1 never below 0, so that a sum above it is a difference.
+    # k3 is never negative, unlike k1, so a positive sum proves a difference.
     trainer = lora_trainer(tmp_path, critic_layout=layout, kl_estimator="k3")
     base = sum(p.numel() for p in tiny_causal_lm("llama").parameters())
     collector = trainer.collector
@@ -47,7 +47,7 @@ def test_the_reference_is_the_base_without_a_second_copy_of_it(layout, tmp_path)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["shared", "adapter"])
 def test_the_base_is_not_held_twice_for_a_moment_either(layout, dtype, tmp_path, monkeypatch):
-    # transformers loads in threads of its own otherwise, which `LiveBytes` does not see.
+    # Otherwise transformers loads in other threads, which `LiveBytes` does not see.
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2048}
     tiny_causal_lm("llama", dtype=getattr(torch, dtype), **sizes).save_pretrained(tmp_path / "base")
@@ -98,7 +98,7 @@ def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, t
 
 
 class OneBackwardPass(PPOTrainer):
-    """With a compute_loss of its own, so that one backward pass is made for policy and critic."""
+    """Overrides compute_loss, so policy and critic share one backward pass."""
 
     def compute_loss(self, rollouts_batch):
         return super().compute_loss(rollouts_batch)
@@ -108,7 +108,7 @@ class OneBackwardPass(PPOTrainer):
 @pytest.mark.parametrize("trainer_class", [PPOTrainer, OneBackwardPass])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_recomputes_its_activations_already_trains_as_another(layout, trainer_class, reentrant, tmp_path):
-    """As a second trainer on one model finds it; the run's own flag is off."""
+    """Checkpointing was turned on by an earlier trainer; this run's own flag is off."""
     settings, outcomes = {"critic_layout": layout, "trainer_class": trainer_class}, []
     for checkpointing in (False, True):
         model = tiny_causal_lm("llama", dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Several roles on one base: each role's numbers are those it would have alone."""
+"""Several roles on one base: each computes the numbers it would compute on a base of its own."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def lora(**settings):
 
 
 def stirred(adapters, *names, seed=0):
-    """Random numbers in the adapters, whose product PEFT starts at zero."""
+    """Fills adapters with random numbers, because PEFT initializes their product to zero."""
     generator = torch.Generator().manual_seed(seed)
     for name in names:
         for parameter in adapters.parameters_of(name):
@@ -115,10 +115,10 @@ ROWS = {
 @pytest.mark.parametrize("pad", [PAD, EOS])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_reward_adapter_reads_its_score_where_transformers_classifier_does(arch, pad, side, tmp_path):
-    """With pad == eos that is before the eos that a text ends with: the last token that is not the pad id."""
+    """A classifier reads the last token that is not padding; with pad == eos, the one before the final eos."""
     classifier = get_peft_model(tiny_sequence_classifier(arch, pad_token_id=pad), lora(task_type="SEQ_CLS"))
     classifier.eval().save_pretrained(tmp_path)
-    # The base says nothing of the pad id that the classifier was trained with, or something else.
+    # The base has no pad id, or another one than the classifier was trained with.
     base = tiny_causal_lm(arch, pad_token_id=None if pad == EOS else EOS)
     base.base_model.load_state_dict(tiny_sequence_classifier(arch).base_model.state_dict())
     model = AdapterClassifier(add_policy_adapter(base, lora()), str(tmp_path), pad_token_id=pad)
@@ -137,7 +137,7 @@ def test_a_reward_adapters_pad_id_is_its_bases_where_its_tokenizer_has_none(tmp_
         base = tiny_causal_lm("llama", pad_token_id=pad)
         base.base_model.load_state_dict(tiny_sequence_classifier("llama").base_model.state_dict())
         model = AdapterClassifier(add_policy_adapter(base, lora()), str(tmp_path), pad_token_id=None)
-        # transformers scores a row of nothing but padding at its first token, and without a pad id one row alone.
+        # transformers scores a row of padding only at its first token, and without a pad id accepts only one row.
         classifier.get_base_model().config.pad_token_id = pad
         expected = classifier(input_ids=rows, attention_mask=mask[: len(rows)]).logits
         assert_close(model(rows, mask[: len(rows)]).logits, expected, atol=1e-6, rtol=1e-6)
@@ -228,7 +228,7 @@ def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message)
 def test_every_plain_field_of_a_lora_configuration_is_taken():
     settings = {"lora_dropout": 0.1, "exclude_modules": ["up_proj"], "rank_pattern": {"q_proj": 2}, "revision": "main"}
     layers = {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": ["q_proj", "k_proj"]}
-    # Earlier versions of PEFT wrote null where an empty table is the default now.
+    # Earlier versions of PEFT wrote null where the default now is an empty dictionary.
     for config in (lora(**settings, alpha_pattern={"q_proj": 4}), lora(**layers), lora(loftq_config=None)):
         adapters = add_policy_adapter(tiny_causal_lm("llama"), config)
         assert adapters.parameters_of(POLICY)

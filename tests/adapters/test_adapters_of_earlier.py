@@ -1,4 +1,4 @@
-"""What a model in memory brings that has adapters already: the user's own, or an earlier trainer's."""
+"""Models in memory that already have adapters: the user's own, or those of an earlier trainer."""
 
 import copy
 
@@ -51,7 +51,7 @@ def test_a_second_trainer_of_the_same_model_makes_its_own_adapters_anew(tmp_path
 @pytest.mark.parametrize("name", ["value", "reward", "reference"])
 def test_an_adapter_of_the_user_s_own_is_not_replaced(name):
     peft = supervised()
-    # Also after an earlier trainer had one of this name, and in a copy of the model.
+    # Also if an earlier trainer had an adapter of this name, and in a copy of the model.
     from_peft_model(peft)
     if name in peft.peft_config:
         peft.delete_adapter(name)

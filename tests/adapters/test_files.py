@@ -1,4 +1,4 @@
-"""What is told of a saved adapter before any model is loaded, and adapters that are hub ids."""
+"""Checks of saved adapters before any model is loaded, and adapters on the hub."""
 
 import json
 
@@ -55,9 +55,7 @@ def save_policy(folder, base, **settings):
 
 
 def in_hub_cache(monkeypatch, cache, repository, *, lacking=()):
-    """The folder of `repository` in a hub cache, to fill: what an earlier download would have left, files found
-    `lacking` among it.
-    """
+    """An empty folder for `repository` in a hub cache, as after a download that missed the files in `lacking`."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     folder = cache / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""LoRA on mixtures of experts: PEFT rewrites such a configuration, and wraps the experts' parameters if it may."""
+"""LoRA on mixtures of experts, where PEFT rewrites the configuration and would adapt the experts' parameters."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_what_reaches_into_the_experts_is_refused_before_training(arch, tmp_path
     before, flags = logits(model), [p.requires_grad for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
         add_policy_adapter(model, config)
-    # Neither the model nor the configuration keeps a trace of it.
+    # Model and configuration are unchanged.
     assert config.target_modules == "all-linear" and config.target_parameters is None
     assert torch.equal(logits(model), before) and [p.requires_grad for p in model.parameters()] == flags
     assert_close(logits(add_policy_adapter(model, lora()).model), before)
@@ -97,7 +97,7 @@ def test_a_saved_adapter_of_experts_is_refused_with_what_to_do(tmp_path):
     peft.save_pretrained(tmp_path / "sft")
     with pytest.raises(ValueError, match=rf"model_name_or_path .*sft {message}"):
         read_policy_adapter(str(tmp_path / "sft"))
-    # As earlier versions of PEFT wrote it: with the names of layers that are parameters now.
+    # As written by earlier versions of PEFT: with names of layers that are parameters now.
     path = tmp_path / "sft/adapter_config.json"
     names = {"target_parameters": None, "target_modules": ["q_proj", "w1", "w2", "w3"], "rank_pattern": {}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **names, "alpha_pattern": {}}))

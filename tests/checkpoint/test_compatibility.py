@@ -1,4 +1,4 @@
-"""A run does not go on from what is not its own: an error that names it, and nothing in the folder has changed."""
+"""A run does not resume from what is not its own: an error names the difference, and the folder is unchanged."""
 
 import shutil
 
@@ -111,7 +111,7 @@ def test_data_that_changed_are_refused_unless_that_is_asked_for(run, how):
     trainer = tiny_trainer(run, **RUN, **data, ignore_data_change=True)
     trainer.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(run)] == [0, 1, 2, 3]
-    # From then on the checkpoints are of the new rows, and the flag is needed no more.
+    # The checkpoints after that have the new rows, so the flag is no longer needed.
     tiny_trainer(run, **{**RUN, "total_episodes": 40}, **data).train(resume_from_checkpoint=True)
     assert metric_lines(run)[-1]["step"] == 4
 
@@ -164,7 +164,7 @@ def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_pat
     (other / "metrics.jsonl").unlink()
     tiny_trainer(other, **RUN).train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert [line["step"] for line in metric_lines(other)] == [3]
-    # The new folder's own checkpoint knows the new folder's records.
+    # The new folder's own checkpoint matches the new folder's records.
     tiny_trainer(other, **{**RUN, "total_episodes": 40}).train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(other)] == [3, 4]
     refuse(run, "holds a finished run ", resume=str(other / "checkpoint-3"))

@@ -280,19 +280,19 @@ def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapt
     with torch.no_grad():
         torch.testing.assert_close(merged.eval()(IDS).logits, base.eval()(IDS).logits, atol=1e-4, rtol=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
-    # An embedding of the adapter's own is the head's no more, whatever reads the folder.
+    # The adapter's own embedding is not tied to the head, whatever loads the folder.
     own = EMBEDDED.get(arch) in [*adapter.get("modules_to_save", []), *adapter.get("target_modules", [])]
     assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] == (tied and not own)
     assert base.config.tie_word_embeddings == tied
 
 
 def test_merging_into_half_precision_loses_nothing(tmp_path):
-    # Without rotary frequencies, which this way of casting would round.
+    # A model without rotary frequencies, which this cast would round.
     base = tiny_causal_lm("gpt2", dtype=torch.bfloat16)
     adapters = add_policy_adapter(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
-        # So small that most of it is less than half a step of bfloat16.
+        # So small that bfloat16 would round most of it away.
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
     save_merged(tmp_path / "merged", adapters, tiny_tokenizer())

@@ -1,6 +1,6 @@
-"""A disk that is full: the error says where and how much, nothing half written stays, and the older files do.
+"""A full disk: the error names the path and the bytes needed, no partial file stays, and older files are intact.
 
-Files are limited in length here, which works anywhere; tests/integration fills a disk.
+Here the length of files is limited, which works anywhere; tests/integration fills a disk.
 """
 
 import errno
@@ -26,7 +26,7 @@ def everything(folder):
 
 
 def full_after(step, size, folder, **overrides):
-    """Runs until the disk is full; returns what the run said, and the files that were there before the first step."""
+    """Runs until the disk is full; returns the error's text and the files that existed before the first step."""
     arguments = {"callbacks": [LargestFile(step, size)]}
     trainer = tiny_trainer(folder, **overrides, trainer_arguments=arguments)
     with pytest.raises(OSError, match="no room for") as said:

@@ -23,7 +23,7 @@ EXTRA = {
 
 
 class Model(nn.Module):
-    """Two linear maps of which one is used twice, half-precision weights, and a buffer."""
+    """Two linear layers, one of them used twice, half-precision weights, and a buffer."""
 
     def __init__(self, seed=0, width=4):
         super().__init__()
@@ -48,14 +48,14 @@ def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
 
 
 def written(run):
-    """What of `run` a checkpoint holds."""
+    """What a checkpoint saves of `run`."""
     whole = TrainState(run["model"], run["optimizer"])
     parts = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
     return {**parts, "scheduler": run["scheduler"]}
 
 
 def read(run):
-    """Where a checkpoint puts it back."""
+    """Where a checkpoint is restored to."""
     return {"trained": TrainState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
 
 
@@ -268,7 +268,7 @@ def test_a_manifest_with_any_byte_changed_is_refused_or_says_the_same(saved):
         except ValueError as error:
             assert str(saved) in str(error)
             refused += 1
-    # What is left are blanks between the entries.
+    # Only spaces between the entries are left.
     assert refused > 0.75 * len(whole)
 
 

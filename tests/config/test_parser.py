@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.fields import argument
-from alpaca_ppo.registry import ADV_ESTIMATORS
+from tests.registered import temporary_choices
 
 REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
 
@@ -208,8 +208,6 @@ def test_a_single_tracker_needs_no_list(tmp_path):
 @pytest.fixture
 def extension(tmp_path, monkeypatch):
     """A file that registers an estimator, in the current folder; the registration is forgotten after the test."""
-    monkeypatch.setattr(ADV_ESTIMATORS, "traits", dict(ADV_ESTIMATORS.traits))
-    monkeypatch.setattr(ADV_ESTIMATORS, "_targets", dict(ADV_ESTIMATORS._targets))
     (tmp_path / "mine.py").write_text(
         "from alpaca_ppo.registry import ADV_ESTIMATORS\n\n"
         '@ADV_ESTIMATORS.register("mine", needs_critic=True)\n'
@@ -217,7 +215,8 @@ def extension(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     modules = dict(sys.modules)
-    yield "mine.py"
+    with temporary_choices():
+        yield "mine.py"
     sys.modules.clear()
     sys.modules.update(modules)
 

@@ -9,6 +9,7 @@ from alpaca_ppo import PPOConfig
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.functional import masked
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
+from tests.registered import temporary_choices
 
 
 @pytest.mark.parametrize(
@@ -137,15 +138,14 @@ def test_a_weight_may_have_no_upper_limit():
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """Registries whose new names are forgotten after the test."""
-    for registry in (ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES):
-        monkeypatch.setattr(registry, "traits", dict(registry.traits))
-        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-    ADV_ESTIMATORS.register("with_values", needs_critic=True)(object())
-    ADV_ESTIMATORS.register("in_groups", needs_group=True, uses_gamma=True)(object())
-    CRITIC_HEADS.register("gaussian", distributional=True)(object())
-    POLICY_LOSSES.register("sums", loss_agg_mode="seq-mean-token-sum")(object())
+def registered():
+    """An estimator with a critic and one without, a critic head and a policy loss of a user."""
+    with temporary_choices():
+        ADV_ESTIMATORS.register("with_values", needs_critic=True)(object())
+        ADV_ESTIMATORS.register("in_groups", needs_group=True, uses_gamma=True)(object())
+        CRITIC_HEADS.register("gaussian", distributional=True)(object())
+        POLICY_LOSSES.register("sums", loss_agg_mode="seq-mean-token-sum")(object())
+        yield
 
 
 @pytest.mark.parametrize(

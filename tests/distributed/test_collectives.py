@@ -1,4 +1,4 @@
-"""How rows of several ranks become one batch; the real processes are in tests/integration."""
+"""Collectives without processes: how the rows of several ranks become one batch. Real ones: tests/integration."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from alpaca_ppo.distributed import collectives
 
 
 class Rank:
-    """What `distributed` reads of an Accelerator."""
+    """The attributes of an Accelerator that `collectives` uses."""
 
     def __init__(self, index: int, count: int) -> None:
         self.process_index, self.num_processes = index, count

@@ -42,7 +42,7 @@ AUTO = {
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A writer of configuration files, in a process that a launcher seems to have started."""
+    """Writes configuration files, in a process that looks as if a launcher had started it."""
     monkeypatch.setenv("LOCAL_RANK", "0")
 
     def write(text: str) -> str:

@@ -27,7 +27,7 @@ QWEN = {"num_experts": 8, **EXPERTS}
 
 
 def config(model_type: str, **overrides: Any) -> Any:
-    """Six layers of 128; so many tokens that a random model hardly ever ends a response early."""
+    """Six layers of 128. The large vocabulary keeps a random model from ending responses early."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     rest = {"num_hidden_layers": 6, "max_position_embeddings": 512}
@@ -56,7 +56,7 @@ def bytes_of_parameters(of: Any) -> int:
 )
 def test_weights_are_those_of_every_layer(model_type, overrides):
     args, of = settings(critic_layout="shared", bf16=True), config(model_type, **overrides)
-    # The rotary frequencies are no parameters: at most four tables of 16.
+    # Rotary frequencies are not parameters: at most four tables of 16.
     beside = measure(Models(of), args, sizes_of(args, 1))["policy/weights"] - bytes_of_parameters(of)
     assert 0 <= beside <= 4 * 16 * 4 + 16
 

@@ -20,7 +20,7 @@ ON_A_DEVICE = tuple(flag for flag in FLAGS if flag != "--use_cpu")
 
 
 class Other(PreTrainedConfig):
-    """Of a model that reads images, say."""
+    """The configuration of some other kind of model."""
 
     model_type = "bert_other"
 

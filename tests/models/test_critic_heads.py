@@ -317,6 +317,14 @@ def test_a_head_must_define_how_it_reads_and_what_it_minimises():
         CriticHead(HIDDEN)
 
 
+def test_a_head_is_registered_before_it_is_made():
+    class Nameless(ScalarHead):
+        kind = ""
+
+    with pytest.raises(TypeError, match="Nameless has no name yet; register the class with register_critic_head"):
+        Nameless(HIDDEN)
+
+
 def test_only_a_head_can_be_registered_as_a_critic():
     with pytest.raises(TypeError, match="the critic head 'mine' is .*Linear.*; register a subclass of CriticHead"):
         register_critic_head("mine")(torch.nn.Linear)
@@ -338,7 +346,7 @@ def test_a_critic_is_taken_with_all_its_weights_and_reads_the_risk_level_asked_f
     [
         (
             partial(QuantileHead, num_quantiles=8),
-            "'num_quantiles': 4}, but the critic asked for is .*8}; set critic",
+            "'num_quantiles': 4}, but the critic asked for is .*8}; set critic and its options",
         ),
         (partial(IQNHead, num_quantiles=4), "'kind': 'quantile'.*'kind': 'iqn'"),
         (ScalarHead, "'kind': 'quantile'.*'kind': 'scalar'"),

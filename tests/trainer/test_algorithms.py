@@ -250,7 +250,7 @@ def test_a_run_starts_from_the_critic_that_another_left(kind, tmp_path):
     second = tiny_trainer(tmp_path / "second", trainer_arguments={"value_model": folder}, **settings)
     for one, other in zip(first.actor_critic.critic.parameters(), second.actor_critic.critic.parameters(), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="the value model's head is .*set critic and its fields"):
+    with pytest.raises(ValueError, match="the value model's head is .*set critic and its options"):
         tiny_trainer(
             tmp_path / "third", trainer_arguments={"value_model": folder}, num_quantiles=5, num_atoms=5, **settings
         )
