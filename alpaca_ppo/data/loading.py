@@ -60,6 +60,8 @@ def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> 
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"dataset {dataset_name!r} has no split {split!r}; it has {list(splits)} ({error})") from error
+        raise ValueError(
+            f"dataset {dataset_name!r} has no split {split!r}; use one of {list(splits)} ({error})"
+        ) from error
     selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     return datasets.concatenate_datasets(selected)

@@ -44,7 +44,7 @@ def describe(lab: Lab, summaries: Sequence[Summary]) -> str:
         "Win-rate: share of their votes, ties count half. Gain / s.e.: mean gold gain over SFT in standard errors.\n"
         "KL of best-of-n: the upper bound log n - (n - 1) / n.\n"
         f"The reward model agrees with the gold score on {agreement['reward_model_agrees_with_gold']:.0%} of "
-        f"{agreement['pairs']:.0f} held-out pairs, its labels on {agreement['labels_agree_with_gold']:.0%}."
+        f"{agreement['pairs']:.0f} held-out pairs, the noisy labels on {agreement['labels_agree_with_gold']:.0%}."
     )
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> list[Summary]:
     """Runs the missing stages, writes results.png and final/, prints the table, and returns its lines."""
     arguments, lab_arguments = parse_args([QuickstartArguments, LabArguments], argv)
     lab, start = Lab(lab_arguments), time.perf_counter()
-    print(f"AlpacaFarm in miniature, in {lab.root}", flush=True)
+    print(f"AlpacaFarm in miniature (folder: {lab.root})", flush=True)
     run = lab.ppo(f"ppo_seed_{arguments.seed}", seed=arguments.seed)
     summaries = summaries_of(lab, {"PPO": run})
     with write_folder_atomically(lab.root / "final") as final:

@@ -43,7 +43,7 @@ def test_a_slice_of_a_split_can_be_loaded(tmp_path):
 
 def test_a_single_file_has_only_a_train_split(tmp_path):
     name = write(tmp_path / "prompts.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"no split 'test'; it has \['train'\]"):
+    with pytest.raises(ValueError, match=r"no split 'test'; use one of \['train'\]"):
         load_prompt_dataset(name, split="test")
 
 

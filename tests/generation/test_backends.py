@@ -64,7 +64,7 @@ def test_a_registered_backend_gets_trimmed_prompts_and_the_sampling_params() -> 
         ("text", "returned a str; it must return a generation.Generation"),
         (
             Generation(torch.ones(4, 2), torch.ones(4, 2), torch.ones(4, 2), torch.ones(4)),
-            r"returned responses of shape \(4, 2\); it must be \(4, 3\): a row for each response",
+            r"returned responses of shape \(4, 2\); it must be \(4, 3\): one row per response",
         ),
         (
             Generation(torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)),

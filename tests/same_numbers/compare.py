@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 RENAMED: dict[str, str] = {
     "objective/unstopped_share": "objective/truncated_fraction",
     "eval/unstopped_share": "eval/truncated_fraction",
+    "ppo/padding_share": "ppo/padding_fraction",
+    "tokens/response": "tokens/sampled",
 }
 """Old name of a metric, or of a column of a table, to its new one. Both runs are read under the new names."""
 
