@@ -1,31 +1,43 @@
-# One virtual environment serves every target. The stamp is written when an installation is complete; a .venv without it
-# (interrupted, copied from elsewhere, its Python gone) is made anew, one that is only older than its inputs is updated.
+# One virtual environment serves every target. A stamp is written when an installation is complete. Without the first
+# one (interrupted, copied from elsewhere, its Python gone) the environment is made anew; an old one is only updated.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+INSTALLED_FOR_TESTS := $(VENV)/.installed_for_tests
+# A worker for each core, but for so many that memory would be short.
+WORKERS ?= logical --maxprocesses 8
 
 # Waiting OpenMP threads that spin make two processes on two cores several times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-usable := $(shell test "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version 2>/dev/null)
+usable := $(shell test "$$(cat $(INSTALLED) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version 2>/dev/null)
 ifeq ($(usable),)
-.PHONY: $(STAMP)
+.PHONY: $(INSTALLED)
 endif
 
+<<<<<<< HEAD
 .PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture test check
+=======
+# Runs the commands $(2) and prints how long they took.
+timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
+	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-quickstart results overopt compare lora: $(STAMP)
+.PHONY: quickstart results overopt compare lora memory-table same-run torture test check
+>>>>>>> re-tests
+
+quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
 
-memory-table: $(STAMP)
+memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
 
 # Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
-torture: $(STAMP)
+torture: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture
 
-same-run: $(STAMP)
+# Under DeepSpeed too.
+same-run: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m examples.same_run
 
 # What a change that claims to move no number is held to; BASE is the commit to compare the working tree with.
@@ -34,17 +46,20 @@ same-numbers: $(STAMP)
 	$(BIN)/python -m tests.same_numbers $(BASE)
 
 test: check
-	$(BIN)/python -m pytest
+	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)
 
-check: $(STAMP)
-	$(BIN)/python -m ruff check .
-	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy
+check: $(INSTALLED_FOR_TESTS)
+	$(call timed,check,$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy)
 
 # setuptools goes in first, under the same constraints, and builds the package without a second, unconstrained environment.
-$(STAMP): setup.cfg constraints.txt
+$(INSTALLED): setup.cfg constraints.txt
 	$(if $(usable),,$(PYTHON) -m venv --clear $(VENV))
 	rm -f $@
 	$(BIN)/python -m pip install -c constraints.txt setuptools
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[test]'
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e .
 	echo "$(CURDIR)" > $@
+
+$(INSTALLED_FOR_TESTS): $(INSTALLED)
+	rm -f $@
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $@

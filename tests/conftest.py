@@ -1,8 +1,9 @@
-"""Settings of every test run: libraries offline, and a complete run reaches every `raise` of the package."""
+"""Settings of every test run: libraries offline, one thread. A complete run reaches every `raise` of the package."""
 
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,17 @@ from tests import raise_record
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# As many workers as there are cores run at once. Read when torch and numpy are imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 raise_record.install()
 
+LONGEST = ("integration", "estimate_memory", "examples")
+"""Folders whose files take longest: they come first, so that the workers end at about the same time."""
+
 _deselected: list[pytest.Item] = []
+_records: list[dict[str, Any]] = []
+"""Of this process or of each worker of pytest-xdist: `reached`, and whether it collected every test (`complete`)."""
 _unreached: list[str] = []
 
 
@@ -26,15 +35,48 @@ def pytest_runtest_call():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def pytest_collection_modifyitems(items):
+    tests = Path(__file__).parent
+
+    def place(item):
+        folder = item.path.relative_to(tests).parts[0]
+        return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each file goes to one worker, as with `--dist loadfile`, but in the order of collection."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
 def pytest_deselected(items):
     _deselected.extend(items)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Keeps what a worker of pytest-xdist recorded. One that crashed leaves nothing, and its test has failed."""
+    _records.append(getattr(node, "workeroutput", {}).get("raises", {"complete": False, "reached": []}))
+
+
+# First, because pytest-xdist sends a worker's output in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session, exitstatus):
-    files = set(Path(__file__).parent.rglob("test_*.py"))
-    complete = files <= {item.path for item in session.items} and not _deselected
+    if not session.config.pluginmanager.has_plugin("dsession"):
+        files = set(Path(__file__).parent.rglob("test_*.py"))
+        complete = files <= {item.path for item in session.items} and not _deselected
+        _records.append({"complete": complete, "reached": sorted(raise_record.reached)})
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["raises"] = _records[0]
+        return
+    complete = bool(_records) and all(record["complete"] for record in _records)
     if complete and exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly:
-        _unreached.extend(raise_record.unreached())
+        _unreached.extend(raise_record.unreached({tuple(place) for record in _records for place in record["reached"]}))
     if _unreached:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -7,7 +7,7 @@ speed. Processes that a test starts are not seen: an error raised there needs a 
 import ast
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -62,8 +62,8 @@ def raise_lines(source: str) -> list[int]:
     return sorted(node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
 
 
-def unreached() -> list[str]:
-    """`file:line: statement` of every `raise` in the package that the run has not reached."""
+def unreached(reached: Container[tuple[str, int]]) -> list[str]:
+    """`file:line: statement` of every `raise` in the package whose file and line are not in `reached`."""
     found = []
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         source = path.read_text()

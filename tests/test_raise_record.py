@@ -1,6 +1,11 @@
 """The record of reached `raise` statements: without it, "every raise has a test" would be a wish."""
 
+import os
+import shutil
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +53,40 @@ def test_the_package_itself_is_recorded():
     with pytest.raises(ValueError, match="0 rows") as caught:
         schedule.PromptSchedule(0, 1, seed=0, total_epochs=1)
     assert (schedule.__file__, caught.traceback[-1].lineno + 1) in raise_record.reached
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A package with three `raise` statements, a test of two of them in a file each, and our conftest."""
+    tests, here = tmp_path / "tests", Path(__file__).parent
+    tests.mkdir()
+    for name in ("conftest.py", "raise_record.py"):
+        shutil.copy(here / name, tests)
+    package = tmp_path / raise_record.PACKAGE
+    package.mkdir()
+    (package / "checks.py").write_text(SOURCE + "\n\ndef planted():\n    raise KeyError\n")
+    for name, value in (("negative", -1), ("zero", 0)):
+        (tests / f"test_{name}.py").write_text(
+            f"import pytest\nfrom {raise_record.PACKAGE}.checks import check\n\n"
+            f"def test_{name}():\n    with pytest.raises(ValueError, match={name!r}):\n        check({value})\n"
+        )
+    return tmp_path
+
+
+def suite(project, *arguments):
+    """The end of pytest in `project`, which loads no other plugin than pytest-xdist."""
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "xdist.plugin", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(project), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run([*command, "tests"], cwd=project, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+def test_a_complete_run_fails_where_no_test_reaches_a_raise(workers, project):
+    ended = suite(project, *workers)
+    assert ended.returncode == 1 and "2 passed" in ended.stdout, ended.stdout + ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if "checks.py" in line]
+    assert line == f"{raise_record.PACKAGE}/checks.py:11: raise KeyError"
+
+
+def test_a_run_of_some_tests_may_leave_any_raise_unreached(project):
+    assert suite(project, "-k", "zero").returncode == 0

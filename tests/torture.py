@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
-from tests.integration.commands import command, environment
+from tests.integration.launching import ENVIRONMENT, command
 from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines
 
@@ -102,10 +102,8 @@ class Victim:
             (folder / f"phase{rank}.txt").unlink(missing_ok=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(folder.with_suffix(".log"), "a")
-        own = command(SCRIPT, str(folder), "hold=0.02", processes=processes)
-        self.process = subprocess.Popen(
-            own, env=environment(), stdout=self.log, stderr=self.log, start_new_session=True
-        )
+        own = command(SCRIPT, folder, "hold=0.02", config=None if processes == 1 else "ddp")
+        self.process = subprocess.Popen(own, env=ENVIRONMENT, stdout=self.log, stderr=self.log, start_new_session=True)
 
     def phase(self, rank: int) -> tuple[int, str]:
         """The process and the phase of a rank; 0 before it has begun."""

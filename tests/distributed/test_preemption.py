@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -22,6 +21,7 @@ from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, Sa
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.run_killed import at_the
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+from tests.warm_python import warm_python
 
 RUN = {
     "total_episodes": 30,
@@ -276,7 +276,7 @@ with PreemptionHandler(Accelerator(cpu=True)).install():
 
 def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is_one():
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL, "fork"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([warm_python(), "-c", SECOND_SIGNAL, "fork"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
     # 15: the forked child was ended by the signal, as it would have been without us.
     assert done.stdout.split() == ["one", "request", "15"]

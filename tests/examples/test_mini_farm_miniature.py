@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from examples.mini_farm import compare, lora, overopt, quickstart, results
 from examples.mini_farm.splits import prompt_of, read_rows
+from tests.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MINIATURE = (
@@ -93,7 +94,13 @@ def test_a_second_run_trains_nothing_and_shows_the_same_table(laboratory, capsys
     assert second.split("\n\n")[1] == first.stdout.split("\n\n")[1]
 
 
-def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(laboratory, tmp_path):
+@pytest.fixture
+def warm_processes(monkeypatch):
+    """The PPO runs start in processes that need not import torch; those of `laboratory` are started as users do."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+
+
+def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(laboratory, tmp_path, warm_processes):
     root, _ = laboratory
     trained = (root / "reward_model" / "stage.json").stat().st_mtime_ns
     report = tmp_path / "RESULTS.md"
@@ -113,7 +120,7 @@ def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(labo
     assert (root / "reward_model" / "stage.json").stat().st_mtime_ns == trained
 
 
-def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp_path, monkeypatch):
+def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp_path, monkeypatch, warm_processes):
     root, _ = laboratory
     report = tmp_path / "RESULTS.md"
     monkeypatch.setattr(compare, "VARIANTS", {name: compare.VARIANTS[name] for name in (compare.BASELINE, "RLOO")})

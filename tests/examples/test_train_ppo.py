@@ -1,9 +1,6 @@
 """examples/train_ppo.py as a user starts it: folders and files in, a trained model out."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, parse_args
 from alpaca_ppo.presets import preset_names, preset_path
 from examples import train_ppo
+from tests.integration.launching import start
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts
 
@@ -71,11 +69,8 @@ def test_the_script_trains_evaluates_saves_and_resumes(config, tmp_path):
 
 def test_two_processes_run_the_script_to_the_same_curve(config, tmp_path):
     train_ppo.main(["--config", str(config)])
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    launch += ["--config_file", str(ROOT / "examples/accelerate_configs/ddp.yaml"), "--main_process_port", "0"]
-    launch += [str(ROOT / "examples/train_ppo.py"), "--config", str(config), "--output_dir", str(tmp_path / "two")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(launch, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    flags = ("--config", str(config), "--output_dir", str(tmp_path / "two"))
+    outcome = start(ROOT / "examples/train_ppo.py", *flags, config="ddp")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     for one, two in zip(metric_lines(tmp_path / "run"), metric_lines(tmp_path / "two"), strict=True):
         for name in ("objective/scores", "ppo/loss/total", "eval/scores", "objective/kl_sum_seq"):

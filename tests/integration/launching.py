@@ -1,4 +1,4 @@
-"""A tiny run as users have it, folders and a run.yaml, and how its processes and those of `run_tiny.py` start."""
+"""How the tests start processes, and the folders and run.yaml of a tiny run as users have it."""
 
 import os
 import subprocess
@@ -9,10 +9,20 @@ import yaml
 
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import prompts
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
-# The last two where there is a GPU: DeepSpeed takes what it finds.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+LAUNCH_CONFIGS = ROOT / "examples/accelerate_configs"
+RUN_TINY = Path(__file__).with_name("run_tiny.py")
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    # Where there is a GPU: DeepSpeed takes what it finds.
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    # As its launcher sets it; without it DeepSpeed starts numactl before many a collective.
+    "LOCAL_SIZE": "1",
+}
 
 
 def write_run(folder: Path) -> Path:
@@ -43,18 +53,37 @@ def write_run(folder: Path) -> Path:
     return folder / "run.yaml"
 
 
-def start_tiny(config: str, *runs: tuple[Path | str, ...]) -> str:
-    """Makes `runs` (output folder, field=value, ...) one after the other in the processes of the launch configuration
-    `config`, which must succeed; returns what they print.
+def command(
+    script: Path | str, *arguments: Path | str, config: str | None = None, python: str = sys.executable
+) -> list[str]:
+    """What starts `script`: a plain process, or `accelerate launch` with the launch configuration named `config`."""
+    start = [python]
+    if config is not None:
+        start += ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_CONFIGS / f"{config}.yaml")]
+        # Any free port.
+        start += [] if config == "single" else ["--main_process_port", "0"]
+    return [*start, str(script), *map(str, arguments)]
+
+
+def start(
+    script: Path | str,
+    *arguments: Path | str,
+    config: str | None = None,
+    python: str | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess:
+    """Runs the `command`, with `warm_python` unless another is given, and waits for its end."""
+    whole = command(script, *arguments, config=config, python=python or warm_python())
+    return subprocess.run(whole, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+
+
+def start_tiny(config: str | None, *runs: tuple[Path | str, ...]) -> str:
+    """Makes `runs` (output folder, field=value, ...) of run_tiny.py one after the other in the same processes, which
+    must succeed; returns what they print.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"examples/accelerate_configs/{config}.yaml"]
-    command += [] if config == "single" else ["--main_process_port", "0"]
-    command.append("tests/integration/run_tiny.py")
-    for number, run in enumerate(runs):
-        command += [*(["then"] if number else []), *map(str, run)]
-    outcome = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    arguments = [part for run in runs for part in ("then", *run)][1:]
+    outcome = start(RUN_TINY, *arguments, config=config, timeout=400)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    count = 1 if config == "single" else 2
+    count = 1 if config in (None, "single") else 2
     assert outcome.stdout.count(f"each of {count} processes") == len(runs), outcome.stdout
     return outcome.stdout + outcome.stderr

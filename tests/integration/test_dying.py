@@ -9,19 +9,28 @@ from pathlib import Path
 
 import pytest
 
+<<<<<<< HEAD
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
 from tests.integration.commands import command, environment
+=======
+from alpaca_ppo.distributed.failures import is_consequence, record_error
+from tests.integration.launching import ENVIRONMENT, ROOT, command
+>>>>>>> re-tests
 from tests.torture import check_outcome, check_promises, outcome
+from tests.warm_python import warm_python
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("run_killed.py")
 SOON = 60
 """Seconds for a whole run, its start included."""
 
 
 def launch(folder, *settings, launcher="accelerate"):
-    own = command(SCRIPT, str(folder), *settings, processes=2, launcher=launcher)
-    return subprocess.run(own, capture_output=True, text=True, env=environment(), timeout=SOON)
+    if launcher == "torchrun":
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+        whole = [warm_python(), *torchrun, str(SCRIPT), str(folder), *settings]
+    else:
+        whole = command(SCRIPT, folder, *settings, config="ddp", python=warm_python())
+    return subprocess.run(whole, capture_output=True, text=True, env=ENVIRONMENT, timeout=SOON)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +64,8 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
         assert f"exitcode  : {code} " in ended.stderr
         check_promises(parts)
         assert what == "SIGKILL" or "go on with resume_from_checkpoint: true" in ended.stdout
-    own = command(SCRIPT, str(parts), "hold=0.5", processes=2)
-    with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) as last:
+    own = command(SCRIPT, parts, "hold=0.5", config="ddp", python=warm_python())
+    with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as last:
         time.sleep(0.1)
         while not (parts / "checkpoint-3").exists():
             assert last.poll() is None

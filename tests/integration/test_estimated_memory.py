@@ -1,13 +1,11 @@
 """Memory estimates for DDP and DeepSpeed ZeRO, against the live tensors of two real processes."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.integration.launching import ENVIRONMENT, ROOT
+from tests.integration.launching import start
 
 FULL = {"reference": "copy"}
 ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
@@ -28,10 +26,8 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
 def test_a_process_takes_the_estimated_memory(
     tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any], least: float, most: float
 ):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    command += ["--config_file", f"examples/accelerate_configs/{config}.yaml", "tests/integration/run_measured.py"]
-    command += [str(tmp_path / "out"), json.dumps(stage), json.dumps(lora), json.dumps(overrides)]
-    outcome = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    given = (str(tmp_path / "out"), json.dumps(stage), json.dumps(lora), json.dumps({**overrides, "response_len": 16}))
+    outcome = start("tests/integration/run_measured.py", *given, config=config, timeout=400)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     line = next(line for line in outcome.stdout.splitlines() if line.startswith("PEAKS "))
     peaks = json.loads(line.removeprefix("PEAKS "))

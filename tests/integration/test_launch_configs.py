@@ -4,7 +4,6 @@ All of them start on a machine without a GPU: the files are those of a machine w
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from tests.integration.launching import ENVIRONMENT, ROOT, write_run
+from tests.integration.launching import ROOT, start, write_run
 from tests.tiny_runs import metric_lines
 
 LAUNCH = {path.stem: path for path in (ROOT / "examples/accelerate_configs").glob("*.yaml")}
@@ -33,18 +32,16 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def no_sync(run) -> list[dict[str, Any]]:
+def alone(run) -> list[dict[str, Any]]:
     """The metrics of the run under single.yaml."""
     return launch(run, "single")
 
 
-def launch(run: Path, config: str, *flags: str) -> list[dict[str, Any]]:
-    """The metrics of `accelerate launch --config_file ... examples/train_ppo.py`, started where users start it."""
+def launch(run: Path, config: str, *flags: str, python: str | None = sys.executable) -> list[dict[str, Any]]:
+    """The metrics of `accelerate launch --config_file ... examples/train_ppo.py`, started where and as users do."""
     name = "-".join([config, *(Path(flag).name for flag in flags)])
-    port = [] if config == "single" else ["--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH[config]), *port]
-    command += ["examples/train_ppo.py", "--config", str(run / "run.yaml"), "--output_dir", str(run / name), *flags]
-    outcome = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    flags = ("--config", str(run / "run.yaml"), "--output_dir", str(run / name), *flags)
+    outcome = start("examples/train_ppo.py", *flags, config=config, python=python, timeout=400)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert f"each of {1 if config == 'single' else 2} processes" in outcome.stdout, outcome.stdout
     assert (run / name / "final/policy/model.safetensors").is_file()
@@ -69,7 +66,8 @@ def test_a_launch_configuration_starts_the_run_of_one_process(run, alone, config
 def test_a_deepspeed_configuration_starts_by_flag(run, alone, config):
     half = config.endswith("_bf16")
     flags = ["--deepspeed", str(DEEPSPEED[config]), *(["--bf16", "true"] if half else [])]
-    lines = launch(run, "ddp", *flags)
+    # Of the launch itself, test_a_launch_configuration_starts_the_run_of_one_process has seen all.
+    lines = launch(run, "ddp", *flags, python=None)
     if not half:
         assert_same(lines, alone, tolerance=1e-4)
     assert [line["step"] for line in lines] == [1, 2]

@@ -1,8 +1,9 @@
-"""Real processes: the run is the same however many there are."""
+"""Real processes: the run is the same however many there are.
 
-import os
-import subprocess
-import sys
+The runs are made one after the other in the same processes, whose start takes longer than a run.
+"""
+
+import json
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 
+from tests.integration.launching import start_tiny
 from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
-
-SCRIPT = Path(__file__).with_name("run_tiny.py")
-LAUNCH_CONFIG = Path(__file__).parents[2] / "examples/accelerate_configs/ddp.yaml"
-
-
-def launch(output_dir: Path, *settings: str, processes: int) -> None:
-    """run_tiny.py on its own, or under `accelerate launch` with the configuration file that users get."""
-    command = [sys.executable, str(SCRIPT), str(output_dir), *settings]
-    if processes > 1:
-        config = ["--config_file", str(LAUNCH_CONFIG), "--num_processes", str(processes), "--main_process_port", "0"]
-        command = [sys.executable, "-m", "accelerate.commands.launch", *config, *command[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert f"each of {processes} processes" in outcome.stdout
 
 
 def save_reward_adapter(folder: Path) -> None:
@@ -43,33 +30,60 @@ def save_reward_adapter(folder: Path) -> None:
 IQN = ("critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=0.001")
 GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
+ADAPTER = ("lora=true", "critic_layout=adapter")
+SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,5]]", "max_skipped_updates=3")
+RUNS = {
+    # 11 prompts at 10 a step leave one for the last step, and one rank without.
+    "rank_without_prompts": ("total_episodes=11",),
+    # 20 prompts at 7 a step leave ragged step batches.
+    "ragged_batches": ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared"),
+    "iqn_gspo": (*IQN, *GSPO),
+    "rloo": RLOO,
+    "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
+    "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_warmup_steps=1"),
+    "lora_separate": ("lora=true", "critic_layout=separate"),
+    "reward_adapter": (*ADAPTER, "gradient_checkpointing=true", "reward_adapter=saved"),
+    "lora_shared": (
+        *("lora=true", "critic_layout=shared", "gradient_checkpointing=true"),
+        *("critic=c51", "critic_warmup_steps=1"),
+    ),
+    # A loss that is NaN on one rank.
+    "skipping": SKIPPING,
+    "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
+}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("total_episodes=11",),
-        ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared"),
-        (*IQN, *GSPO),
-        RLOO,
-        ("lora=true", "critic_layout=adapter", "loss_agg_mode=seq-mean-token-sum"),
-        ("lora=true", "critic_layout=adapter", "gradient_checkpointing=true", "critic_warmup_steps=1"),
-        ("lora=true", "critic_layout=separate"),
-        ("lora=true", "critic_layout=adapter", "gradient_checkpointing=true", "reward_adapter=saved"),
-        ("lora=true", "critic_layout=shared", "gradient_checkpointing=true", "critic=c51", "critic_warmup_steps=1"),
-    ],
-)
-def test_two_processes_train_the_same_model_as_one(settings, tmp_path):
-    settings = [setting.replace("=saved", f"={tmp_path / 'reward'}") for setting in settings]
-    save_reward_adapter(tmp_path / "reward")
-    # 11 prompts at 10 a step leave one for the last step, and one rank without; 20 at 7 leave ragged step batches.
-    launch(tmp_path / "one", *settings, processes=1)
-    launch(tmp_path / "two", *settings, processes=2)
-    one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
-    for name in one:
-        assert_close(two[name], one[name], rtol=1e-6, atol=1e-6)
-    for first, second in zip(metric_lines(tmp_path / "one"), metric_lines(tmp_path / "two"), strict=True):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with every run on one process and on two, in folders such as two/rloo."""
+    folder = tmp_path_factory.mktemp("processes")
+    save_reward_adapter(folder / "reward")
+    for processes, config in (("one", None), ("two", "ddp")):
+        given = {
+            name: [setting.replace("=saved", f"={folder / 'reward'}") for setting in settings]
+            for name, settings in RUNS.items()
+        }
+        start_tiny(config, *((folder / processes / name, *settings) for name, settings in given.items()))
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_the_same_model_as_one(name, runs):
+    one, two = (torch.load(runs / processes / name / "weights.pt", weights_only=True) for processes in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(bool(tensor.isfinite().all()) for tensor in two.values())
+    for key in one:
+        assert_close(two[key], one[key], rtol=1e-6, atol=1e-6)
+    for first, second in zip(metric_lines(runs / "one" / name), metric_lines(runs / "two" / name), strict=True):
         assert first.keys() == second.keys()
-        for name in first:
-            if "padding" not in name:
-                assert second[name] == pytest.approx(first[name], rel=1e-6, abs=1e-8), name
+        for key in first:
+            if "padding" not in key:
+                assert second[key] == pytest.approx(first[key], rel=1e-6, abs=1e-8), key
+
+
+@pytest.mark.parametrize("name", ["skipping", "skipping_adapters"])
+def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(name, runs):
+    assert [line["ppo/policy/skipped_updates"] for line in metric_lines(runs / "two" / name)] == [1, 1, 1]
+    records = [json.loads(line) for line in (runs / "two" / name / "skipped_updates.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"

@@ -2,15 +2,15 @@
 
 import re
 import subprocess
-import sys
 
-from tests.integration.commands import environment
+from tests.integration.launching import ENVIRONMENT
+from tests.warm_python import warm_python
 
 
 def test_a_run_killed_at_accesses_to_the_disk_ends_as_if_nothing_had_happened():
     # In a process of its own: it forks, which a process with threads must not.
-    own = [sys.executable, "-m", "tests.torture", "--kills", "0", "--stride", "29"]
-    done = subprocess.run(own, capture_output=True, text=True, env=environment(), timeout=300)
+    own = [warm_python(), "-m", "tests.torture", "--kills", "0", "--stride", "29"]
+    done = subprocess.run(own, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
     plain, interrupted = map(int, re.findall(r"(?:each of|likewise) (\d+)", done.stdout))
     assert plain >= 3 and interrupted >= 1

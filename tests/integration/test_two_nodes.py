@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.integration.launching import ENVIRONMENT, ROOT, write_run
+from tests.integration.launching import ENVIRONMENT, ROOT, start, write_run
 from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
 from tests.tiny_runs import metric_lines
 
@@ -77,9 +77,7 @@ class Job:
 def test_two_nodes_train_the_same_model_as_one(nodes, tmp_path, name):
     run = ("--config", str(write_run(tmp_path)), "--output_dir")
     one_machine, two_machines = SETTINGS[name]
-    alone = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{CONFIGS}/{one_machine}.yaml"]
-    alone += ["--main_process_port", "0", "examples/train_ppo.py", *run, str(tmp_path / "one")]
-    outcome = subprocess.run(alone, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    outcome = start("examples/train_ppo.py", *run, str(tmp_path / "one"), config=one_machine)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     job = Job(nodes, two_machines, *run, str(tmp_path / "two"), logs=tmp_path)
     assert job.ended(timeout=300) == [0, 0], job.output()

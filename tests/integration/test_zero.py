@@ -20,10 +20,13 @@ from tests.integration.launching import start_tiny
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
 
+# Three optimizer steps a step, unless a run says otherwise.
+COMMON = {"dtype": "float32", "ppo_epochs": 1}
 ADAPTERS = {"lora": True, "critic_layout": "adapter"}
 RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
         **ADAPTERS,
+        "ppo_epochs": 2,
         "gradient_checkpointing": True,
         "critic_warmup_steps": 1,
         "weight_decay": 0.1,
@@ -51,8 +54,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "copied_start": {"start_adapter": True, "critic_layout": "adapter", "reference": "copy"},
     "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
     "tied": {"arch": "gpt2", "critic_layout": "shared"},
-    "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 5]], "max_skipped_updates": 3},
-    "skipped_adapters": {**ADAPTERS, "total_episodes": 30, "poison": [[0, 1]], "max_skipped_updates": 3},
+    "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 2]], "max_skipped_updates": 3},
+    "skipped_adapters": {**ADAPTERS, "poison": [[0, 1]], "max_skipped_updates": 3},
     "half": {"bf16": True, "critic": "c51"},
     "half_adapters": {**ADAPTERS, "bf16": True},
     "half_copied_start": {
@@ -100,7 +103,7 @@ def write_reward_adapter(folder: Path) -> None:
 
 
 def flags(folder: Path, name: str) -> list[str]:
-    settings = {"dtype": "float32", **RUNS[name]}
+    settings = {**COMMON, **RUNS[name]}
     if "reward_adapter" in settings:
         settings["reward_adapter"] = str(folder / settings["reward_adapter"])
     return [
