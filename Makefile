@@ -16,15 +16,11 @@ ifeq ($(usable),)
 .PHONY: $(INSTALLED)
 endif
 
-<<<<<<< HEAD
-.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture test check
-=======
 # Runs the commands $(2) and prints how long they took.
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora memory-table same-run torture test check
->>>>>>> re-tests
+.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -42,7 +38,7 @@ same-run: $(INSTALLED_FOR_TESTS)
 
 # What a change that claims to move no number is held to; BASE is the commit to compare the working tree with.
 BASE ?= a7dd063
-same-numbers: $(STAMP)
+same-numbers: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m tests.same_numbers $(BASE)
 
 test: check

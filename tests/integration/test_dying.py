@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
-from tests.integration.commands import command, environment
-=======
-from alpaca_ppo.distributed.failures import is_consequence, record_error
 from tests.integration.launching import ENVIRONMENT, ROOT, command
->>>>>>> re-tests
 from tests.torture import check_outcome, check_promises, outcome
 from tests.warm_python import warm_python
 
