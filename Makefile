@@ -20,7 +20,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora memory-table same-run torture test check
+.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -35,6 +35,11 @@ torture: $(INSTALLED)
 # Under DeepSpeed too.
 same-run: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m examples.same_run
+
+# What a change that claims to move no number is held to; BASE is the commit to compare the working tree with.
+BASE ?= a7dd063
+same-numbers: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m tests.same_numbers $(BASE)
 
 test: check
 	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)

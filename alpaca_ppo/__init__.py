@@ -1,8 +1,8 @@
 """Critic-based PPO for causal language models on Hugging Face Accelerate.
 
-`PPOTrainer` is the loop, `PPOConfig` its arguments; `functional` holds the mathematics, `generation` the sampler,
-`rewards` and `data` what a run is fed. The trainer is imported on first use, because it brings transformers and
-accelerate.
+`PPOTrainer` is the training loop and `PPOConfig` its configuration. `functional` has the mathematics, `generation` the
+sampler, `rewards` the reward sources, and `data` the prompts. Public names are imported on first use, because most of
+them need transformers and accelerate, which take seconds to import.
 """
 
 import importlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_SUBPACKAGES = {
     "ActorCritic": "models",
     "LoraArguments": "config",
     "PPOConfig": "config",
@@ -28,10 +28,10 @@ _HOMES = {
     "load_prompt_dataset": "data",
     "parse_args": "config",
 }
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = [*sorted(_SUBPACKAGES), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'alpaca_ppo' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"alpaca_ppo.{_HOMES[name]}"), name)
+    if name not in _SUBPACKAGES:
+        raise AttributeError(f"module 'alpaca_ppo' has no attribute {name!r}, only {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"alpaca_ppo.{_SUBPACKAGES[name]}"), name)

@@ -1,6 +1,6 @@
-"""Folders and files that are complete or absent, whatever moment a process is killed at or the disk is full.
+"""Writes files and folders atomically: complete or not at all, even if the process is killed or the disk is full.
 
-Knows nothing of what is in them. One process writes a path at a time.
+Only one process may write a given path at a time.
 """
 
 import contextlib
@@ -18,63 +18,63 @@ StrPath = str | os.PathLike[str]
 
 @contextlib.contextmanager
 def write_folder_atomically(path: StrPath, *, needed: int | None = None) -> Iterator[Path]:
-    """Gives an empty folder to fill, which becomes `path` when the block ends; on an exception `path` stays as it was.
+    """Yields an empty temporary folder that becomes `path` at the end of the block; an exception leaves `path` as is.
 
-    The folder is filled beside `path` under a hidden name, forced to the disk and renamed. An older `path` is removed
-    only after that. What a killed process left behind is removed the next time the same `path` is written.
+    The temporary folder lies beside `path` under a hidden name; it is synced to the disk and then renamed. An older
+    `path` is removed only after that. Leftovers of a killed process are removed the next time `path` is written.
 
     Args:
         path: of the folder.
-        needed: bytes that will be written, for the error; None = not known.
+        needed: bytes that will be written, for the error message; None = unknown.
 
     Raises:
-        OSError: when the disk is full; says which folder, and how much it needed and had.
+        OSError: when the disk is full; names the folder, the bytes it needed and the bytes available.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _settle(path)
-    aside = _hidden(path, _INCOMPLETE)
-    aside.mkdir()
+    _finish_rename(path)
+    tmp_dir = _hidden(path, _INCOMPLETE)
+    tmp_dir.mkdir()
     try:
-        yield aside
-        for file in [*aside.rglob("*"), aside]:
-            _force_to_disk(file)
+        yield tmp_dir
+        for file in [*tmp_dir.rglob("*"), tmp_dir]:
+            _sync_to_disk(file)
     except BaseException as error:
-        written = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
-        shutil.rmtree(aside)
+        written = sum(file.stat().st_size for file in tmp_dir.rglob("*") if file.is_file())
+        shutil.rmtree(tmp_dir)
         if is_full(error):
             raise _no_room(path, f"more than {written}" if needed is None else str(needed)) from error
         raise
     if path.exists():
         os.rename(path, _hidden(path, _REPLACED))
-    os.rename(aside, path)
-    _force_to_disk(path.parent)
-    _settle(path)
+    os.rename(tmp_dir, path)
+    _sync_to_disk(path.parent)
+    _finish_rename(path)
 
 
 def write_text_atomically(path: StrPath, text: str) -> None:
-    """Puts `text` at `path` in one step: a process that is killed here leaves the old file or the new one.
+    """Replaces the file at `path` by `text` in one step: a process killed here leaves the old file or the new one.
 
     Raises:
         OSError: when the disk is full; the old file stays.
     """
     path = Path(path)
-    aside = _hidden(path, _INCOMPLETE)
-    # A lone surrogate, which UTF-8 cannot hold, becomes \udXXX: what JSON writes for it.
+    tmp_file = _hidden(path, _INCOMPLETE)
+    # UTF-8 cannot encode a lone surrogate; it becomes \udXXX, as in JSON.
     content = text.encode("utf-8", errors="backslashreplace")
     try:
         with explain_disk_full(path, needed=len(content)):
-            aside.write_bytes(content)
-            _force_to_disk(aside)
-            os.replace(aside, path)
+            tmp_file.write_bytes(content)
+            _sync_to_disk(tmp_file)
+            os.replace(tmp_file, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        tmp_file.unlink(missing_ok=True)
         raise
 
 
 @contextlib.contextmanager
 def explain_disk_full(path: StrPath, *, needed: int | None = None) -> Iterator[None]:
-    """Inside, the error of a full disk becomes one that names `path` and, where they are known, the bytes it needed."""
+    """Turns the error of a full disk into one that names `path` and the bytes `needed`, if known."""
     try:
         yield
     except Exception as error:
@@ -84,10 +84,10 @@ def explain_disk_full(path: StrPath, *, needed: int | None = None) -> Iterator[N
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether `error` says that a disk, a quota or a file has no room left."""
+    """Whether `error` means that a disk is full, or that a quota or the maximum file size is reached."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    # safetensors and tokenizers are written in Rust, whose errors name the number.
+    # safetensors and tokenizers are Rust libraries; their errors only contain the number.
     return any(f"(os error {number})" in str(error) for number in _FULL)
 
 
@@ -96,13 +96,15 @@ def _no_room(path: Path, needed: str) -> OSError:
     return OSError(
         errno.ENOSPC,
         f"no room for {path}: it needed {needed} bytes, and its disk has {shutil.disk_usage(place).free} left (a quota "
-        "may allow less). Nothing half written stays, and what was saved before is whole: make room, and go on from it",
+        "may allow less). Everything saved before is intact and no partial file remains: free some space, then resume",
     )
 
 
 def list_committed(parent: StrPath, pattern: str) -> list[Path]:
-    """The folders in `parent` whose name matches `pattern`, also one that a killed process was about to replace:
-    `clean_leftovers` puts it back under the path that is returned.
+    """The complete folders in `parent` whose names match the glob `pattern`.
+
+    A folder that a killed process was about to replace is included: `clean_leftovers` will move it back to the path
+    that is returned here.
     """
     names = {path.name for path in Path(parent).glob(pattern) if path.is_dir()}
     replaced = (path.name for path in Path(parent).glob(f".{pattern}{_REPLACED}"))
@@ -110,34 +112,34 @@ def list_committed(parent: StrPath, pattern: str) -> list[Path]:
 
 
 def committed_path(path: Path) -> Path:
-    """Where the folder `path` is now: under another name, where a killed process was about to replace it."""
+    """Where the folder `path` is now: under a hidden name if a killed process was about to replace it."""
     replaced = _hidden(path, _REPLACED)
     return replaced if replaced.is_dir() and not path.exists() else path
 
 
 def remove_folder(path: Path) -> None:
-    """Removes `path`; a process that is killed here leaves it whole or absent."""
+    """Removes `path`; a process killed here leaves it complete or absent."""
     os.rename(path, _hidden(path, _INCOMPLETE))
-    _settle(path)
+    _finish_rename(path)
 
 
 def clean_leftovers(folder: StrPath) -> None:
-    """Removes what killed processes left half written in `folder`, and puts back what they were about to replace.
+    """Removes partial files and folders that killed processes left in `folder`, and restores what they were replacing.
 
-    To be called by one process while no other looks into `folder`.
+    One process may call this, while no other one uses `folder`.
     """
     for hidden in Path(folder).glob(".*"):
         for suffix in (_INCOMPLETE, _REPLACED):
             if hidden.name.endswith(suffix):
-                _settle(hidden.with_name(hidden.name[1 : -len(suffix)]))
+                _finish_rename(hidden.with_name(hidden.name[1 : -len(suffix)]))
 
 
 def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}{suffix}")
 
 
-def _settle(path: Path) -> None:
-    """Ends what was under way at `path`: the unfinished goes; the replaced goes, or back where nothing replaced it."""
+def _finish_rename(path: Path) -> None:
+    """Ends an interrupted write of `path`: removes partial content; restores the old one if nothing replaced it."""
     replaced = _hidden(path, _REPLACED)
     if replaced.exists() and not path.exists():
         os.rename(replaced, path)
@@ -148,7 +150,7 @@ def _settle(path: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _force_to_disk(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,12 +1,13 @@
-"""Names that a configuration may choose among, and that a user may add to: one registry a family.
+"""Names that a configuration may choose among and that users may extend: one registry per option.
 
-Torch-free and below everything else, so that the configuration can list and check names without loading what they
-stand for. The built-in names are declared here with what the configuration must know of them; the code behind a name
-is attached where it is written. A user's own file does both with one decorator, such as
+This module does not import torch and lies below the rest of the package, so that the configuration can list and check
+names without loading the code behind them. Built-in names are declared here with what the configuration must know of
+them, and the code is attached where it is written. A user's own file does both with one decorator, such as
 `functional.register_adv_estimator`, and is imported before the configuration is read (`import_modules`).
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -15,48 +16,61 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Registry(Generic[T]):
-    """The choices of one field of the configuration.
+    """The valid names of one option, and the code behind each.
 
     Attributes:
-        field: the configuration's field, which errors name.
-        traits: what the configuration must know of each name, `{"gae": {"needs_critic": True}}`.
-        defaults: the traits that a registration may set, with the value of those it leaves out.
+        field: the option of the configuration, which errors name.
+        traits: what the configuration must know of each name, such as `{"gae": {"needs_critic": True}}`.
+        defaults: the traits that a registration may set, with their default values.
+        built_in: the names declared here, as opposed to those that users register.
     """
 
     field: str
     traits: dict[str, dict[str, Any]]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    built_in: tuple[str, ...] = dataclasses.field(init=False)
     _targets: dict[str, T] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.built_in = tuple(self.traits)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every choice, the built-in ones first."""
+        """Every name, the built-in ones first."""
         return tuple(self.traits)
 
     def trait(self, name: str, trait: str) -> Any:
-        """What is known of the choice `name`, such as whether it needs a critic.
+        """The value of one trait of `name`, such as whether an estimator needs a critic.
 
         Raises:
-            ValueError: when there is no such choice.
+            ValueError: when there is no such name.
         """
         self.check(name)
         return self.traits[name].get(trait, self.defaults[trait])
 
-    def check(self, name: str) -> None:
-        """Checks that `name` is a choice.
+    def names_with(self, **traits: Any) -> tuple[str, ...]:
+        """The names whose traits have these values, `names_with(needs_critic=True)`."""
+        return tuple(n for n in self.names if all(self.trait(n, trait) == value for trait, value in traits.items()))
+
+    def check(self, name: str, *, field: str | None = None) -> None:
+        """Checks that `name` is registered.
+
+        Args:
+            name: the value of the option.
+            field: the option that errors name, where a second option takes the same names.
 
         Raises:
-            ValueError: names the field, the value and the choices.
+            ValueError: names the option, its value and the valid names.
         """
         if name not in self.traits:
             raise ValueError(
-                f"{self.field} is {name!r}; choose one of {', '.join(self.names)}, or register your own and name its "
-                "file in import_modules"
+                f"{field or self.field} is {name!r}; choose one of {', '.join(self.names)}, or register your own and "
+                "add its file to import_modules"
             )
 
     def implement(self, name: str) -> Callable[[T], T]:
-        """A decorator that attaches code to the declared choice `name`."""
-        assert name in self.traits, f"{name!r} is no declared {self.field}"
+        """A decorator that attaches code to the built-in `name`."""
+        assert name in self.built_in, f"{name!r} is not a built-in {self.field}"
 
         def attach(target: T) -> T:
             self._targets[name] = target
@@ -65,22 +79,22 @@ class Registry(Generic[T]):
         return attach
 
     def register(self, name: str, **traits: Any) -> Callable[[T], T]:
-        """A decorator that adds the choice `name` and attaches code to it.
+        """A decorator that adds `name` and attaches code to it. Registering the same code again replaces it.
 
         Raises:
-            ValueError: when the name is taken by other code, or is none that YAML and a command line can hold.
+            ValueError: when the name belongs to other code, or cannot be written in YAML and on a command line.
+            TypeError: for a trait that this option does not have.
         """
-        if not name or name != name.strip() or any(character in name for character in " ,:"):
-            raise ValueError(f"{name!r} cannot be a {self.field}: use a word without spaces, commas and colons")
-        unknown = set(traits) - set(self.defaults)
+        if not name or any(character.isspace() or character in ",:" for character in name):
+            raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
+        unknown = sorted(set(traits) - set(self.defaults))
         if unknown:
-            raise TypeError(f"a {self.field} has no {', '.join(sorted(unknown))}; it has {', '.join(self.defaults)}")
+            valid = ", ".join(self.defaults) or "none"
+            raise TypeError(f"{self.field} {name!r} is registered with {', '.join(unknown)}; valid traits: {valid}")
 
         def attach(target: T) -> T:
-            known = self._targets.get(name)
-            # A file that is imported twice, under two names, registers the same code again.
-            if name in self.traits and _origin(known) != _origin(target):
-                raise ValueError(f"{self.field} {name!r} is registered already ({known!r}); choose another name")
+            if name in self.built_in or (name in self.traits and not _same_code(self._targets[name], target)):
+                raise ValueError(f"{self.field} {name!r} exists already; choose another name")
             self.traits[name] = dict(traits)
             self._targets[name] = target
             return target
@@ -88,24 +102,32 @@ class Registry(Generic[T]):
         return attach
 
     def get(self, name: str) -> T:
-        """The code behind the choice `name`.
+        """The code behind `name`.
 
         Raises:
-            ValueError: when there is no such choice.
+            ValueError: when there is no such name.
         """
         self.check(name)
         return self._targets[name]
 
 
-def _origin(target: Any) -> tuple[Any, Any]:
-    code = getattr(target, "__code__", None)
-    return (getattr(target, "__qualname__", target), code and (code.co_filename, code.co_firstlineno))
+def _same_code(known: Any, new: Any) -> bool:
+    """Whether both are one function or class: imported under two module names, reloaded, or run again in a notebook."""
+    name = getattr(known, "__qualname__", None)
+    if name is None or name != getattr(new, "__qualname__", None):
+        return False
+    file = _source_file(known)
+    return known.__module__ == new.__module__ or (file is not None and file == _source_file(new))
+
+
+def _source_file(target: Any) -> str | None:
+    return getattr(sys.modules.get(target.__module__), "__file__", None)
 
 
 ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "adv_estimator",
     {
-        "gae": {"needs_critic": True},
+        "gae": {"needs_critic": True, "uses_gamma": True},
         "grpo": {"needs_group": True},
         "grpo_no_std": {"needs_group": True},
         "rloo": {"needs_group": True},
@@ -116,14 +138,22 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     },
     {"needs_critic": False, "needs_group": False, "needs_greedy_baseline": False, "uses_gamma": False},
 )
+"""`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
+`needs_greedy_baseline`: reads the score of a greedy response to each prompt. `uses_gamma`: discounts by `gamma`, which
+must be 1 for an estimator with neither a critic nor this trait."""
+
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "kl_estimator", {name: {} for name in ("k1", "abs", "k2", "k3", "k1_clamped", "k1+", "k3+")}
 )
+"""Names for `kl_estimator` and `kl_loss_type`."""
+
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",
     {"clip": {"dual_clip": True}, "gspo": {"loss_agg_mode": "seq-mean-token-mean"}},
     {"dual_clip": False, "loss_agg_mode": None},
 )
+"""`dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss allows; None allows all."""
+
 CRITIC_HEADS: Registry[Any] = Registry(
     "critic",
     {
@@ -134,4 +164,6 @@ CRITIC_HEADS: Registry[Any] = Registry(
     },
     {"distributional": False},
 )
+"""`distributional`: predicts a distribution of returns, so that `risk_level` applies."""
+
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry("generation_backend", {"decode": {}, "generate": {}})

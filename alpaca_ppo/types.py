@@ -1,7 +1,8 @@
-"""The two dictionaries that travel through the trainer, with each key's shape and meaning.
+"""The two dictionaries that pass through the trainer, with the shape, dtype and meaning of each key. No behaviour.
 
 B counts sequences, Q prompt columns, R response columns. Entry t of every (B, R) tensor belongs to the action
-`responses[:, t]`. What stands outside `response_mask` is zero. The module holds no behaviour.
+`responses[:, t]`, and is zero outside `response_mask`. Log-probabilities, entropies and KL are in nats. Scores,
+rewards, values, advantages and returns are in reward units.
 """
 
 from typing import Any, NotRequired, Required, TypedDict
@@ -10,70 +11,75 @@ from torch import Tensor
 
 
 class PromptBatch(TypedDict):
-    """Prompts of one device batch, left-padded."""
+    """B prompts, left-padded."""
 
     queries: Tensor
     """(B, Q) int64 token ids, left-padded."""
     query_attn_masks: Tensor
-    """(B, Q) int64, 1 = a real token. It comes from the prompts' lengths, never from comparing with the pad id."""
+    """(B, Q) int64, 1 = a token of the prompt, 0 = padding. Built from the prompts' lengths, so the pad id may occur
+    inside a prompt."""
     prompt_ids: Tensor
-    """(B,) int64 index of the prompt in the dataset: the key of its sampling randomness."""
+    """(B,) int64, index of the prompt in the dataset. It keys the random numbers of the prompt's responses."""
     rows: list[dict[str, Any]]
-    """The B dataset rows, every column as the dataset has it; `prompt` is what the reward functions see."""
+    """B dataset rows with all columns; `prompt` is the text or messages that reward functions get."""
 
 
 class Rollouts(TypedDict, total=False):
-    """The global rollouts of one step, on the CPU. A subclass may add tensors with the same leading size."""
+    """The rollouts of one step from all ranks, on the CPU. A subclass may add tensors with the same leading size."""
 
     queries: Required[Tensor]
-    """(B, Q) int64, left-padded."""
+    """(B, Q) int64 token ids, left-padded."""
     query_attn_masks: Required[Tensor]
-    """(B, Q) int64."""
+    """(B, Q) int64, 1 = a token of the prompt, 0 = padding."""
     prompt_ids: Required[Tensor]
-    """(B,) int64 dataset index of the prompt."""
+    """(B,) int64, index of the prompt in the dataset."""
     sample_ids: Required[Tensor]
-    """(B,) int64: which of the prompt's `num_return_sequences` samples this row is."""
+    """(B,) int64, number of the response among the prompt's `num_return_sequences`, from 0."""
     responses: Required[Tensor]
-    """(B, R) int64, right-padded; R is `response_len` whatever was sampled."""
+    """(B, R) int64 token ids, right-padded; R is `response_len`, however long the responses are."""
     response_mask: Required[Tensor]
-    """(B, R) bool: a token the policy chose, the stop token included."""
+    """(B, R) bool, True = a token that the policy chose, including the stop token. It may have holes: tokens that
+    something else wrote into the response, such as the output of a tool."""
     stopped: Required[Tensor]
-    """(B,) bool: False where no stop token came within `response_len`."""
+    """(B,) bool, True = ended by a stop or truncate token, False = cut off after `response_len` tokens."""
     rollout_logprobs: Required[Tensor]
-    """(B, R) float32: the sampler's log-probabilities, in nats."""
+    """(B, R) float32, log-probabilities under the policy as computed by the sampler."""
     logprobs: Required[Tensor]
-    """(B, R) float32: the old policy's, by the trainer's own forward pass (`old_policy: rollout`: the sampler's)."""
+    """(B, R) float32, log-probabilities under the old policy, from the trainer's own forward pass; with `old_policy:
+    rollout`, a copy of `rollout_logprobs`."""
     ref_logprobs: Required[Tensor]
-    """(B, R) float32: the reference policy's."""
+    """(B, R) float32, log-probabilities under the reference policy; without a reference, a copy of `logprobs`."""
     entropies: NotRequired[Tensor]
-    """(B, R) float32: entropy of the policy's distribution at each step, in nats; not with `old_policy: rollout`."""
+    """(B, R) float32, entropy of the old policy's distribution at each token; absent with `old_policy: rollout`."""
     ref_entropies: NotRequired[Tensor]
-    """(B, R) float32: the reference policy's entropy; without a reference, `ref_logprobs` is `logprobs` instead."""
+    """(B, R) float32, entropy of the reference policy's distribution at each token; absent without a reference."""
     values: NotRequired[Tensor]
-    """(B, R) float32: value of the state before the action; only where there is a critic, like the next one."""
+    """(B, R) float32, the critic's value of the state before the action; absent without a critic."""
     value_means: NotRequired[Tensor]
-    """(B, R) float32: mean of the law that a distributional critic learns; `values` is it too, without a risk level."""
+    """(B, R) float32, mean of the return distribution that a distributional critic predicts; equals `values` without a
+    risk level. Absent for other critics."""
     scores: Required[Tensor]
-    """(B,) float32: sum of the reward sources before any penalty."""
+    """(B,) float32, weighted sum of the reward sources, before any penalty."""
     scores_by_source: Required[Tensor]
-    """(B, sources) float32: each reward source's own score, NaN where it had no opinion."""
+    """(B, sources) float32, unweighted score of each reward source; NaN where it returned None."""
     baseline_scores: NotRequired[Tensor]
-    """(B,) float32: reward of the prompt's greedy response, for remax."""
+    """(B,) float32, reward of the prompt's greedy response; for remax only."""
     rewards: Required[Tensor]
-    """(B,) float32 after the penalty for a missing stop token, or (B, R) per token."""
+    """(B,) float32, or (B, R) if a reward source scores tokens; after the penalty for a missing stop token."""
     shaped_rewards: Tensor
-    """(B, R) float32, set by `_shape_reward`."""
+    """(B, R) float32, set by `_shape_reward`: rewards and KL penalty of each token."""
     non_score_rewards: Tensor
-    """(B, R) float32, set by `_shape_reward`: the KL penalty alone."""
+    """(B, R) float32, set by `_shape_reward`: the KL penalty only."""
     kl: Tensor
-    """(B, R) float32, set by `_shape_reward`: the per-token KL estimate, in nats."""
+    """(B, R) float32, set by `_shape_reward`: the KL estimate of each token."""
     advantages: Tensor
-    """(B, R) float32, set by `_estimate_advantage`."""
+    """(B, R) float32, set by `_estimate_advantage`; without a unit if whitened."""
     returns: Tensor
-    """(B, R) float32, set by `_estimate_advantage`."""
+    """(B, R) float32, set by `_estimate_advantage`: the targets of the critic."""
     loss_weights: NotRequired[Tensor]
-    """(B, R) float32, set by `step_with_rollouts` for `old_policy: correct`: importance weights of the tokens."""
+    """(B, R) float32, set by `step_with_rollouts` with `old_policy: correct`: importance weight of each token."""
     value_taus: NotRequired[Tensor]
-    """(K,), only in the batch that `compute_loss` gets: quantile levels of an iqn critic's loss."""
+    """(K,) float32 in (0, 1), quantile levels of an iqn critic's loss; only in the batch passed to `compute_loss`."""
     denominator: NotRequired[Tensor]
-    """Scalar, only in the batch that `compute_loss` gets: tokens or sequences of the whole optimizer-step batch."""
+    """Scalar, the number of tokens or sequences of the whole optimizer-step batch, by which the loss is divided; only
+    in the batch passed to `compute_loss`."""

@@ -1,11 +1,10 @@
-"""GSM8K with a model small enough for a laptop: writes what `train_sft.py` and `train_ppo.py` start from, and measures
-what they made.
+"""GSM8K with a model small enough for a laptop: preparation for `train_sft.py` and `train_ppo.py`, and measurement.
 
     python -m examples.gsm8k_tiny prepare gsm8k.jsonl
     python -m examples.gsm8k_tiny measure
 
 `prepare` reads any JSONL with GSM8K's columns `question` and `answer`. The trainings between the two commands are in
-examples/README.md. A model of this size cannot reason; it can learn to end with a well-formed `#### number`.
+docs/getting-started.md. A model of this size cannot reason; it can learn to end with a well-formed `#### number`.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -24,7 +22,7 @@ from alpaca_ppo.data import collate_prompts, load_prompt_dataset, prepare_prompt
 from alpaca_ppo.generation import resolve_stop_tokens
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import Policy, load_causal_lm
-from alpaca_ppo.ppo.rollouts import evaluate_responses, sample_responses
+from alpaca_ppo.ppo.rollouts import EvaluationSettings, evaluate_responses, sample_responses
 from alpaca_ppo.types import PromptBatch
 from examples.mini_farm.base import write_base
 from examples.rewards.gsm8k import correctness, well_formed
@@ -37,24 +35,24 @@ _BATCH = 64
 
 
 def prepare(data: str, folder: Path, *, sft_rows: int, test_rows: int, seed: int, **shape: int) -> None:
-    """Writes `base` (a tokenizer and an untrained Llama) and three splits without a common row into `folder`.
+    """Writes `base` (a tokenizer and an untrained Llama) and three disjoint splits to `folder`.
 
-    The splits are sft.jsonl, test.jsonl and, with all other rows, ppo.jsonl. The tokenizer knows sft.jsonl only.
+    The splits are sft.jsonl, test.jsonl and, with all other rows, ppo.jsonl. The tokenizer is trained on sft.jsonl.
 
     Args:
-        data: JSONL with the columns `question` and `answer`, or any other name that `load_prompt_dataset` takes.
-        folder: made if missing.
+        data: JSONL with the columns `question` and `answer`, or any other dataset name for `load_prompt_dataset`.
+        folder: created if missing.
         sft_rows: rows of sft.jsonl.
         test_rows: rows of test.jsonl.
-        seed: of the split and of the model's weights.
+        seed: seed of the split and of the model's weights.
         shape: `vocab_size` of the tokenizer, `hidden_size`, `num_layers` and `num_heads` of the model.
 
     Raises:
-        ValueError: where a column is missing or too few rows are left for PPO.
+        ValueError: if a column is missing, or no rows are left for PPO.
     """
     rows = load_prompt_dataset(data, split="train")
     if missing := {"question", "answer"} - set(rows.column_names):
-        raise ValueError(f"{data} has no column {sorted(missing)}, only {rows.column_names}; give a GSM8K file")
+        raise ValueError(f"{data} has no column {sorted(missing)}, only {rows.column_names}; use a GSM8K file")
     if len(rows) <= sft_rows + test_rows:
         raise ValueError(
             f"{data} has {len(rows)} rows, but sft_rows ({sft_rows}) and test_rows ({test_rows}) leave none for PPO; "
@@ -70,34 +68,33 @@ def prepare(data: str, folder: Path, *, sft_rows: int, test_rows: int, seed: int
 
 
 def measure(model: Path, reference: Path, rows: Dataset, *, do_sample: bool, seed: int = 0) -> dict[str, float]:
-    """How the model in folder `model` answers `rows`, one response each.
+    """Returns how the model in the folder `model` answers `rows`, with one response per row.
 
-    `well_formed` and `correct` are the shares of rows whose response stopped by itself and ends with a well-formed, or
-    the right, result; `standard_error` is that of `well_formed`; `length` is in tokens; `kl` to the model in
-    `reference` in nats a response (for sampled responses: an unbiased estimate).
+    `well_formed` and `correct` are the fractions of rows whose response stopped by itself and ends with a well-formed,
+    or the correct, result. `standard_error` is that of `well_formed`. `length` is in tokens. `kl` is the KL to the
+    model in the folder `reference`, in nats per response (for sampled responses an unbiased estimate).
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy, prior = Policy(load_causal_lm(str(model))).eval(), Policy(load_causal_lm(str(reference))).eval()
     prompts = _prompts(rows, tokenizer)
-    sampling = SamplingParams(
+    sampling_params = SamplingParams(
         max_new_tokens=RESPONSE_LEN,
         temperature=1.0,
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=resolve_stop_tokens(tokenizer, policy.model.generation_config),
         do_sample=do_sample,
+        seed=seed,
     )
-    samples = sample_responses(
-        policy.model, prompts, sampling=sampling, seed=seed, step=0, per_device_batch_size=_BATCH
-    )
-    how: dict[str, Any] = {"temperature": 1.0, "chunk_size": 4096, "per_device_batch_size": _BATCH}
-    own, other = (evaluate_responses(p, samples, device=torch.device("cpu"), **how) for p in (policy, prior))
+    samples = sample_responses(policy.model, prompts, sampling_params, per_device_batch_size=_BATCH)
+    settings = EvaluationSettings(temperature=1.0, chunk_size=4096, per_device_batch_size=_BATCH)
+    own, other = (evaluate_responses(p, samples, settings, device=torch.device("cpu")) for p in (policy, prior))
     texts = tokenizer.batch_decode(samples["responses"], skip_special_tokens=True)
     answers = [row["answer"] for row in prompts["rows"]]
     stopped = samples["stopped"].float()
-    share = float((torch.tensor(well_formed(texts)) * stopped).mean())
+    fraction = float((torch.tensor(well_formed(texts)) * stopped).mean())
     return {
-        "well_formed": share,
-        "standard_error": math.sqrt(share * (1 - share) / len(texts)),
+        "well_formed": fraction,
+        "standard_error": math.sqrt(fraction * (1 - fraction) / len(texts)),
         "stopped": float(stopped.mean()),
         "correct": float((torch.tensor(correctness(texts, answers)) * stopped).mean()),
         "length": float(samples["response_mask"].sum(dim=1).float().mean()),
@@ -126,7 +123,7 @@ def _print_table(folder: Path, models: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that `argv` (the command line by default) names."""
+    """Runs the command in `argv`, by default the command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("prepare", help="write the base model and the splits")
@@ -134,10 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {"sft_rows": 2000, "test_rows": 500, "vocab_size": 3000, "hidden_size": 256, "num_layers": 4}
     for name, default in {**sizes, "num_heads": 8, "seed": 0}.items():
         first.add_argument(f"--{name}", type=int, default=default)
-    second = commands.add_parser("measure", help="print how models answer the questions of test.jsonl")
-    second.add_argument("--models", nargs="+", default=["sft", "ppo/final/policy"], help="folders below --folder")
+    second = commands.add_parser("measure", help="measure how models answer the questions of test.jsonl")
+    second.add_argument("--models", nargs="+", default=["sft", "ppo/final/policy"], help="model folders, in --folder")
     for command in (first, second):
-        command.add_argument("--folder", type=Path, default=Path("outputs/gsm8k_tiny"), help="folder of all results")
+        command.add_argument("--folder", type=Path, default=Path("outputs/gsm8k_tiny"), help="folder for all results")
     arguments = vars(parser.parse_args(argv))
     if arguments.pop("command") == "prepare":
         prepare(**arguments)

@@ -1,6 +1,4 @@
-"""The cells of the table of memory (`memory_table`): a model of random weights, its batch and a layout, planned and,
-where there is room, run.
-"""
+"""The cells of `memory_table`: a model with random weights, its batch and a layout; estimated and, if possible, run."""
 
 import gc
 import tempfile
@@ -28,7 +26,7 @@ from alpaca_ppo.estimate_memory.phases import predict
 from alpaca_ppo.estimate_memory.sharding import Sharding
 
 LARGE = 10**9
-"""Weights from which a model is not run on a CPU."""
+"""Number of weights from which a model is not run on a CPU."""
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -51,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-7b": {"family": "llama-7b", **_LARGE, **_HALF},
     "qwen2.5-7b": {"family": "qwen2.5-7b", **_LARGE, **_HALF},
 }
-"""The columns. In bfloat16 a run that trains all weights keeps them in float32 and makes its passes in bfloat16."""
+"""The columns. In bfloat16, runs that train all weights keep them in float32 and make their passes in bfloat16."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("all weights train; separate critic, copied reference", {"reference": "copy"}),
     "separate": ("LoRA; separate critic, reference: adapter off", {"reference": "adapter_off"}),
@@ -66,20 +64,20 @@ Cell = dict[str, float | None]
 
 
 def model_config(column: dict[str, Any]) -> Any:
-    """The configuration of policy, critic, reference and reward model."""
+    """The configuration of the policy, the critic, the reference and the reward model."""
     sizes = {name: column[name] for name in SIZES}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
     return AutoConfig.for_model(FAMILIES[column["family"]][0], **sizes, **special, tie_word_embeddings=False)
 
 
 def count_weights(column: dict[str, Any]) -> int:
-    """Of the policy."""
+    """Number of weights of the policy."""
     with torch.device("meta"):
         return int(AutoModelForCausalLM.from_config(model_config(column)).num_parameters())
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each of a hundred ids: the text does not matter here."""
+    """A hundred ids with a word for each; the text does not matter here."""
     words = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{n}" for n in range(96))])}
     model = Tokenizer(WordLevel(words, unk_token="<unk>"))
     model.pre_tokenizer = WhitespaceSplit()
@@ -93,7 +91,7 @@ def adapter(column: dict[str, Any], task_type: str | None) -> LoraConfig:
 
 
 def save_reward_adapter(column: dict[str, Any], folder: str) -> None:
-    """A reward adapter with random weights, in the form that train_reward_model.py --use_peft writes."""
+    """Writes a reward adapter with random weights, as train_reward_model.py --use_peft does."""
     with torch.device("meta"):
         classifier = AutoModelForSequenceClassification.from_config(model_config(column))
         peft = get_peft_model(classifier, adapter(column, "SEQ_CLS"))
@@ -106,27 +104,30 @@ def save_reward_adapter(column: dict[str, Any], folder: str) -> None:
 
 def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool) -> PPOConfig:
     """The configuration of a cell: two steps of one optimizer step each."""
-    rows, half = column["rows"], column["dtype"] == "bfloat16"
-    fields_of_it: dict[str, Any] = {
-        "query_len": column["query_len"],
-        "response_len": column["response_len"],
-        "rollout_batch_size": rows,
-        "rollout_per_device_batch_size": rows,
-        "step_batch_size": rows,
-        "step_per_device_batch_size": column["micro_rows"],
-        "gradient_checkpointing": column["gradient_checkpointing"],
-        "dtype": "float32" if layout == "full" else column["dtype"],
-        "bf16": layout == "full" and half,
-        "reward_adapter": f"{folder}/reward" if layout == "reward" else None,
-    }
-    quiet: dict[str, Any] = {"output_dir": f"{folder}/run", "report_to": ["none"], "num_logged_rollouts": 0}
+    rows = column["rows"]
     return PPOConfig(
-        **fields_of_it, **quiet, **LAYOUTS[layout][1], ppo_epochs=1, total_episodes=2 * rows, use_cpu=use_cpu
+        query_len=column["query_len"],
+        response_len=column["response_len"],
+        rollout_batch_size=rows,
+        rollout_per_device_batch_size=rows,
+        step_batch_size=rows,
+        step_per_device_batch_size=column["micro_rows"],
+        gradient_checkpointing=column["gradient_checkpointing"],
+        dtype="float32" if layout == "full" else column["dtype"],
+        bf16=layout == "full" and column["dtype"] == "bfloat16",
+        reward_adapter=f"{folder}/reward" if layout == "reward" else None,
+        output_dir=f"{folder}/run",
+        report_to=["none"],
+        num_logged_rollouts=0,
+        ppo_epochs=1,
+        total_episodes=2 * rows,
+        use_cpu=use_cpu,
+        **LAYOUTS[layout][1],
     )
 
 
-def planned(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
-    """Bytes of a cell's highest moment, by `alpaca_ppo.estimate_memory`'s arithmetic."""
+def estimated(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
+    """Peak bytes of a cell, as `alpaca_ppo.estimate_memory` estimates them."""
     config = model_config(column)
     models = Models(
         config,
@@ -134,11 +135,11 @@ def planned(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
         rewards=() if layout == "reward" else (config,),
         reward_lora=adapter(column, None) if layout == "reward" else None,
     )
-    return max(moment.total for moment in predict(models, args, Sharding()))
+    return max(phase.total for phase in predict(models, args, Sharding()))
 
 
 def measured(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
-    """Bytes of the second step's highest moment."""
+    """Peak bytes of the second step."""
     torch.manual_seed(0)
     config, dtype = model_config(column), getattr(torch, args.dtype)
     if args.reward_adapter is not None:
@@ -157,7 +158,7 @@ def measured(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
         peft_config=None if layout == "full" else adapter(column, "CAUSAL_LM"),
     )
     del policy, sources
-    # The optimizer's state is made in the first step and there from the start in the second.
+    # The first step creates the optimizer's state, which the second one has from its start.
     trainer.step(trainer.prompt_batches(0))
     return float(_step_peak(trainer))
 
@@ -177,12 +178,12 @@ def _step_peak(trainer: PPOTrainer) -> int:
 
 
 def run_cell(column: dict[str, Any], layout: str) -> Cell:
-    """`planned` and, where there is room, `measured` bytes; else None."""
+    """`estimated` and `measured` bytes; the latter is None if there is not enough memory."""
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         runs_on_cpu = not on_gpu and count_weights(column) < LARGE
         args = settings(column, layout, folder, use_cpu=runs_on_cpu)
-        plan = planned(column, layout, args)
+        estimate = estimated(column, layout, args)
         room = torch.cuda.get_device_properties(0).total_memory - RESERVE_GIB * GIB if on_gpu else 0.0
-        runs = runs_on_cpu or plan < room
-        return {"planned": plan, "measured": measured(column, layout, args) if runs else None}
+        runs = runs_on_cpu or estimate < room
+        return {"estimated": estimate, "measured": measured(column, layout, args) if runs else None}

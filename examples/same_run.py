@@ -1,10 +1,11 @@
-"""The same run on one process and on two, under DDP and DeepSpeed ZeRO 1, 2 and 3, in micro-batches of 1, 2 and 4:
+"""Whether a run is the same on one process and on two, under DDP and ZeRO 1, 2 and 3, and for any micro-batch size:
 `python -m examples.same_run`, or `make same-run`.
 
-Six steps of PPO on a small random Llama, all weights training (separate critic, copied reference) and LoRA (critic
-adapter, reference: adapter off), each started as users start it, with `accelerate launch --config_file`, on the CPU.
-Every run is compared with that of one process and micro-batches of 4. Writes `examples/same_run.md`, and ends with an
-error where a run is another one: other tokens in the first step, a metric of it beyond 1e-5, final weights beyond 1e-4.
+Six steps of PPO on a small random Llama on the CPU, training all weights (separate critic, copied reference) and with
+LoRA (critic adapter, reference: adapter off). Each run is started as a user would, with `accelerate launch
+--config_file`, and is compared with the run on one process in micro-batches of 4. Writes `examples/same_run.md`, and
+ends with an error if any token of the first step differs, a metric of that step differs by more than 1e-5, or the final
+weights by more than 1e-4.
 """
 
 import json
@@ -23,7 +24,7 @@ from typing import Any
 import safetensors.torch
 import yaml
 
-from alpaca_ppo.config.checks import argument
+from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.base import write_base
 
@@ -44,9 +45,9 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 MICRO_BATCHES = (1, 2, 4)
 METRIC_BOUND, WEIGHT_BOUND = 1e-5, 1e-4
 STEPS, ROWS = 6, 16
-# What the clock, the memory and the layout of micro-batches decide.
+# Metrics that depend on time, memory or the layout of micro-batches.
 NOT_COMPARED = ("time/", "memory/", "tokens/per_second", "tokens/sampled_per_second", "ppo/padding")
-# The last two where there is a GPU: DeepSpeed takes what it finds.
+# The last two keep DeepSpeed from using a GPU.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -64,19 +65,19 @@ class SameRunArguments:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a run from the one it is compared with."""
+    """How far a run is from the one it is compared with."""
 
     tokens: int
-    """Responses of the first step that differ in any token."""
+    """Number of responses in the first step that differ in any token."""
     metric: float
-    """The largest of the first step, relative where the metric is beyond 1."""
+    """Largest difference of a metric of the first step, relative if the metric is above 1."""
     metric_name: str
     weights: float
-    """Norm of the difference over the norm, of the worst tensor of final policy and critic."""
+    """Norm of the difference over the norm, for the worst tensor of the final policy and critic."""
 
     @property
     def within_bounds(self) -> bool:
-        """Whether the two are the same run."""
+        """Whether the two count as the same run."""
         return self.tokens == 0 and self.metric <= METRIC_BOUND and self.weights <= WEIGHT_BOUND
 
 
@@ -84,8 +85,7 @@ def write_run(folder: Path) -> None:
     """Writes model, prompts, reward and run.yaml into the existing `folder`."""
     words = [f"{first}{second}" for first in "bdgklmnprst" for second in "aeiou"]
     texts = [" ".join(words[(7 * i + 3 * j) % len(words)] for j in range(2 + i % 5)) for i in range(ROWS * 4)]
-    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_length": 64}
-    write_base(folder / "model", texts, vocab_size=40, seed=0, **shape)
+    write_base(folder / "model", texts, vocab_size=40, seed=0, hidden_size=64, num_layers=2, num_heads=4, max_length=64)
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, completion_ids, **columns):\n"
@@ -111,7 +111,7 @@ def write_run(folder: Path) -> None:
 
 
 def launch(folder: Path, processes: str, trained: str, micro_batch: int, **settings: Any) -> Path:
-    """Starts a run on what `write_run` wrote, with further flags of train_ppo.py; returns its output folder.
+    """Runs train_ppo.py on what `write_run` wrote, with `settings` as further flags; returns its output folder.
 
     Raises:
         RuntimeError: when it fails.
@@ -120,7 +120,7 @@ def launch(folder: Path, processes: str, trained: str, micro_batch: int, **setti
     given = {"output_dir": output, "step_per_device_batch_size": micro_batch, **TRAINED[trained][1], **settings}
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"examples/accelerate_configs/{processes}.yaml"]
-    # Any free port, so that two tables can be made at once.
+    # Any free port, so that two such commands can run at once.
     command += [] if processes == "single" else ["--main_process_port", "0"]
     command += ["examples/train_ppo.py", "--config", str(folder / "run.yaml")]
     command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
@@ -133,7 +133,7 @@ def launch(folder: Path, processes: str, trained: str, micro_batch: int, **setti
 
 
 def first_responses(output: Path) -> list[tuple[int, list[int]]]:
-    """Prompt and token ids of every response of the first step."""
+    """Prompt and token ids of every response in the first step."""
     lines = (output / "rollouts/step_000001.jsonl").read_text().splitlines()
     assert len(lines) == ROWS
     rows = [json.loads(line) for line in lines]
@@ -141,13 +141,13 @@ def first_responses(output: Path) -> list[tuple[int, list[int]]]:
 
 
 def metric_lines(output: Path) -> list[dict[str, float]]:
-    """What every run must have alike of each step."""
+    """The metrics of each step that every run must share."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]
 
 
 def compare(output: Path, reference: Path) -> Difference:
-    """What tells the run in `output` from that in `reference`."""
+    """How far the run in `output` is from the one in `reference`."""
     tokens = sum(a != b for a, b in zip(first_responses(output), first_responses(reference), strict=True))
     ours, theirs = metric_lines(output), metric_lines(reference)
     assert len(ours) == len(theirs)
@@ -158,7 +158,7 @@ def compare(output: Path, reference: Path) -> Difference:
 
 
 def weight_difference(folder: Path, reference: Path) -> float:
-    """Norm of the difference over the norm, of the worst tensor of policy/ and value/."""
+    """Norm of the difference over the norm, for the worst tensor of policy/ and value/."""
     worst = 0.0
     for part in ("policy", "value"):
         ours, theirs = (_tensors(where / part) for where in (folder, reference))
@@ -166,7 +166,7 @@ def weight_difference(folder: Path, reference: Path) -> float:
         for name, tensor in theirs.items():
             size = float(tensor.norm())
             gap = float((ours[name] - tensor).norm())
-            # No number is larger than NaN, which max would pass over.
+            # max would ignore NaN, since no comparison with it is True.
             worst = max(worst, gap / size if size else gap) if math.isfinite(gap) else math.inf
     return worst
 
@@ -183,18 +183,18 @@ Rows = Mapping[tuple[str, str, int], tuple[Difference, float]]
 
 
 def report(rows: Rows, kl: Mapping[str, float]) -> str:
-    """The Markdown table of every run's difference and seconds; `kl` in nats, of the last step of each reference."""
+    """The Markdown table of differences and seconds. `kl` is that of each reference run's last step, in nats."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
     moved = ", ".join(f"{TRAINED[trained][0]} {value:.2f}" for trained, value in kl.items())
     lines = [
-        f"{STEPS} steps of {ROWS} prompts on a small random Llama in float32, each run compared with that of one "
-        f"process and micro-batches of {MICRO_BATCHES[-1]}. Metrics: the largest difference of any in the first step, "
-        "relative where the metric is beyond 1. Weights: norm of the difference over the norm, of the worst tensor of "
-        f"final policy and critic. At the end the policy is some way from where it began: {moved} nats a response. "
-        f"Seconds with the start of the program, on {os.cpu_count()} CPU cores, one thread a process; {packages}; "
+        f"{STEPS} steps of {ROWS} prompts on a small random Llama in float32, each run compared with the one on one "
+        f"process in micro-batches of {MICRO_BATCHES[-1]}. Metrics: largest difference in the first step, relative if "
+        "the metric is above 1. Weights: norm of the difference over the norm, for the worst tensor of the final "
+        f"policy and critic. The policy has moved: its KL per response at the end is {moved} nats. "
+        f"Seconds include the start of the program, on {os.cpu_count()} CPU cores, one thread a process; {packages}; "
         "`python -m examples.same_run`.",
         "",
-        "| trained | processes | micro-batch | other tokens | metrics | weights | seconds |",
+        "| trained | processes | micro-batch | responses that differ | metrics | weights | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for (trained, processes, micro_batch), (difference, seconds) in rows.items():
@@ -204,7 +204,7 @@ def report(rows: Rows, kl: Mapping[str, float]) -> str:
 
 
 def measure(folder: Path) -> tuple[dict[tuple[str, str, int], tuple[Difference, float]], dict[str, float]]:
-    """Every run of the table, on what `write_run` wrote into `folder`, and the reference runs' last KL."""
+    """All runs of the table, on what `write_run` wrote into `folder`, and the last KL of the reference runs."""
     rows, kl = {}, {}
     for trained in TRAINED:
         reference = folder / f"single-{trained}-{MICRO_BATCHES[-1]}"
@@ -219,7 +219,7 @@ def measure(folder: Path) -> tuple[dict[tuple[str, str, int], tuple[Difference, 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Makes every run, prints the table and writes it to `report`; exits with 1 where a run is another one."""
+    """Makes every run, prints the table and writes it to `report`; exits with 1 if a run differs."""
     (arguments,) = parse_args([SameRunArguments], argv)
     with tempfile.TemporaryDirectory() as folder:
         write_run(Path(folder))
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Path(arguments.report).write_text(text, encoding="utf-8")
     broken = [f"{key}: {difference}" for key, (difference, _) in rows.items() if not difference.within_bounds]
     if broken:
-        sys.exit("\n".join(["not the same run:", *broken]))
+        sys.exit("\n".join(["these runs differ:", *broken]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """PPO on any causal language model, prompts and reward: `accelerate launch examples/train_ppo.py --config run.yaml`.
 
-Every field of `PPOConfig` and `ScriptArguments` is a flag and a YAML key; `--help` lists them. Relative paths in a
-reward function's name count from the current folder.
+Every field of `PPOConfig`, `ScriptArguments` and `LoraArguments` is a flag and a YAML key; `--help` lists them by
+group. `--config trl` reads a preset, and `--import_modules my.py` adds the estimators, losses, critics and backends
+that the file registers. Relative paths count from the current folder.
 """
 
 import sys

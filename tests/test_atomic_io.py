@@ -19,9 +19,9 @@ def names(folder):
 
 
 def write(path, content):
-    with write_folder_atomically(path) as aside:
-        (aside / "deep").mkdir()
-        (aside / "deep" / "file").write_text(content)
+    with write_folder_atomically(path) as tmp_dir:
+        (tmp_dir / "deep").mkdir()
+        (tmp_dir / "deep" / "file").write_text(content)
 
 
 def content(path):
@@ -29,15 +29,15 @@ def content(path):
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing may tidy up after it."""
+    """Stands for a killed process, after which nothing is cleaned up."""
 
 
 def test_a_folder_appears_only_when_it_is_complete(tmp_path):
     path = tmp_path / "made" / "checkpoint-1"
-    with write_folder_atomically(path) as aside:
-        (aside / "file").write_text("x")
+    with write_folder_atomically(path) as tmp_dir:
+        (tmp_dir / "file").write_text("x")
         assert not path.exists()
-        assert aside.parent == path.parent  # one file system, or the rename would copy
+        assert tmp_dir.parent == path.parent  # one file system, or the rename would copy
     assert names(path.parent) == ["checkpoint-1"]
     assert names(path) == ["file"]
 
@@ -55,8 +55,8 @@ def test_a_new_folder_replaces_the_old_one_whole(tmp_path):
 def test_an_exception_leaves_the_old_folder_and_nothing_else(tmp_path):
     path = tmp_path / "final"
     write(path, "old")
-    with pytest.raises(KeyboardInterrupt), write_folder_atomically(path) as aside:
-        (aside / "file").write_text("half")
+    with pytest.raises(KeyboardInterrupt), write_folder_atomically(path) as tmp_dir:
+        (tmp_dir / "file").write_text("half")
         raise KeyboardInterrupt
     assert content(path) == "old"
     assert names(tmp_path) == ["final"]

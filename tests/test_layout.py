@@ -20,7 +20,7 @@ TESTS = ROOT / "tests"
 
 TOP_LEVEL = set(
     "setup.cfg pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt .ci .gitignore "
-    "alpaca_ppo examples tests".split()
+    "alpaca_ppo docs examples tests".split()
 )
 # Two machines on one need network namespaces, which some hosts forbid.
 PERMITTED_SKIP = (
@@ -28,8 +28,8 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"functional", "types", "registry", "adapters", "atomic_io"},
-    {"config"},
+    {"types", "registry", "presets", "atomic_io"},
+    {"functional", "adapters", "config"},
     {"generation", "data", "rewards", "models", "tracking"},
     {"distributed"},
     {"ppo", "checkpoint", "estimate_memory"},

@@ -1,4 +1,4 @@
-"""LoRA: several adapters on one base, what may be attached, their folders, and merging."""
+"""LoRA: several adapters on one base model, the checks on them, their files on disk, and merging."""
 
 from alpaca_ppo.adapters.adapter_set import (
     POLICY,
@@ -6,7 +6,7 @@ from alpaca_ppo.adapters.adapter_set import (
     REWARD,
     VALUE,
     AdapterSet,
-    attach,
+    add_policy_adapter,
     from_peft_model,
     load_adapters,
 )
@@ -28,7 +28,7 @@ __all__ = [
     "VALUE",
     "AdapterSet",
     "from_peft_model",
-    "attach",
+    "add_policy_adapter",
     "check_adapter_shapes",
     "check_reward_adapter",
     "check_whole_model",

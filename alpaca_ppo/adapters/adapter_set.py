@@ -1,14 +1,15 @@
-"""LoRA adapters on one frozen base: the policy's, the critic's, a reward model's, and the base without any of them.
+"""Several LoRA adapters on one frozen base: the policy's, the critic's, a reward model's, and the base without any.
 
-PEFT puts the adapters into the base's own layers, so a forward pass of the base is one of the active adapter; which one
-that is, is chosen here. PEFT's own switches change which parameters require gradients: here they stay as they were.
+PEFT injects adapters into the base's own layers, so the base's forward pass uses whichever adapter is active. This
+module switches between them and keeps `requires_grad` as it is, which PEFT's own switches change.
 """
 
 import copy
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -24,7 +25,7 @@ from alpaca_ppo.adapters.checks import (
     check_names_are_free,
     check_no_adapters,
     inject_adapter,
-    mark_as_made,
+    mark_as_owned,
     owned_adapters,
     raise_precision,
     remove_adapter,
@@ -39,11 +40,11 @@ from alpaca_ppo.adapters.files import (
 )
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
-"""Names of the adapters; the policy's is PEFT's default, whose folder needs no sub-folder."""
+"""Names of the adapters. The policy's is PEFT's default, which is saved without a sub-folder."""
 
 
 class AdapterSet:
-    """The adapters of one base model, of which one is active at a time: the policy's, unless `active` says otherwise.
+    """The adapters of one base model. One is active at a time: the policy's, except inside `active`.
 
     Args:
         peft: the PEFT model; its adapter `default` is the policy's.
@@ -55,21 +56,21 @@ class AdapterSet:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The language model with the adapters in its layers."""
+        """The language model, with the adapters in its layers."""
         model: Any = self.peft.get_base_model()
         language_model: PreTrainedModel = model
         return language_model
 
     @property
     def starting_point(self) -> str | None:
-        """The adapter that training started from; None = the base without any."""
+        """The adapter that training started from; None = the base without an adapter."""
         return REFERENCE if REFERENCE in self.peft.peft_config else None
 
     @contextmanager
     def active(self, name: str | None) -> Iterator[None]:
-        """Inside, the model is the base with the adapter `name`, or (None) the base alone.
+        """Activates the adapter `name` inside the block; None = the base without an adapter.
 
-        Which parameters require gradients is the same inside and afterwards as before.
+        `requires_grad` of every parameter stays as it was, inside the block and after it.
         """
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         before = self.peft.active_adapter
@@ -86,18 +87,50 @@ class AdapterSet:
             self.peft.set_adapter(before)
             _restore(flags)
 
-    def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """A new adapter `name`, at PEFT's start (its product is zero); PEFT may write into `config`.
+    @contextmanager
+    def recompute_with_active_adapter(self) -> Iterator[None]:
+        """Makes gradient checkpointing recompute the forward passes of this block with the adapter that is active now.
 
-        It takes the place of an earlier run's on the same model.
+        Otherwise it would recompute them with the adapter that is active during the backward pass.
 
         Raises:
-            ValueError: when the model has an adapter of this name that no run made.
+            ValueError: for reentrant checkpointing, which accepts no context for the recomputation.
         """
-        _make_room((name,), self.peft)
+        name = self.peft.active_adapter
+        layers: list[Any] = [
+            module for module in self.model.modules() if vars(module).get("gradient_checkpointing", False)
+        ]
+        functions: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
+        if any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions):
+            raise ValueError(
+                "the base uses reentrant gradient checkpointing, which cannot activate the adapter "
+                f"{name!r} again; call model.gradient_checkpointing_enable({{'use_reentrant': False}}), or set "
+                "gradient_checkpointing: true and leave it to the trainer"
+            )
+
+        def contexts() -> tuple[Any, Any]:
+            return nullcontext(), self.active(name)
+
+        try:
+            for layer, function in zip(layers, functions, strict=True):
+                layer._gradient_checkpointing_func = partial(function, context_fn=contexts)
+            yield
+        finally:
+            for layer, function in zip(layers, functions, strict=True):
+                layer._gradient_checkpointing_func = function
+
+    def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
+        """Adds an adapter `name`, initialized by PEFT (to a product of zero). PEFT may write into `config`.
+
+        An adapter of that name that an earlier run added to the same model is replaced.
+
+        Raises:
+            ValueError: when the model has an adapter of this name that was not added by a run.
+        """
+        _remove_owned((name,), self.peft)
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
-        mark_as_made(name, self.peft)
+        mark_as_owned(name, self.peft)
         self.peft.set_adapter(POLICY)
         _restore(flags)
         _start_magnitudes(self.peft, name)
@@ -105,11 +138,10 @@ class AdapterSet:
             parameter.requires_grad_(trainable)
 
     def load_reward(self, name: str, folder: str) -> Tensor:
-        """A frozen adapter `name` from the reward adapter `folder`, a hub id too; returns the weight (1, H) of its
-        score head.
+        """Adds a frozen adapter `name` from the reward adapter `folder` (or hub id); returns its score head (1, H).
 
         Raises:
-            ValueError: when it is no reward adapter, or does not fit the base.
+            ValueError: when it is not a reward adapter, or does not fit the base.
         """
         check_reward_adapter(folder)
         check_adapter_shapes("reward_adapter", folder, self.model)
@@ -117,14 +149,14 @@ class AdapterSet:
         trained_on, here = config.base_model_name_or_path, self.model.config.name_or_path
         if trained_on and here and trained_on != here:
             warnings.warn(
-                f"the adapter in {folder} was trained on {trained_on}, and the base here is {here}: on another its "
-                "numbers mean nothing; make sure that both are the same weights",
+                f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; on other weights "
+                "its scores are meaningless, so make sure that both names stand for the same weights",
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
         tensors = load_file(weights_file("reward_adapter", folder))
         try:
-            # As PEFT reads it on this base: names of earlier versions may be the parameters of experts now.
+            # Checked as PEFT resolved it on this base: older names may stand for expert parameters now.
             lora_config(config, f"reward_adapter {folder}")
             self._fill(name, folder, {key: value for key, value in tensors.items() if not is_head(key)})
         except ValueError:
@@ -136,30 +168,31 @@ class AdapterSet:
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
         if different := sorted(expected ^ set(given)):
             raise ValueError(
-                f"the adapter in {folder} does not fit {type(self.model).__name__}: they differ in "
-                f"{', '.join(different[:3])}; give an adapter that was trained on this base model"
+                f"the adapter in {folder} does not fit {type(self.model).__name__}: it lacks, or has in excess, "
+                f"{', '.join(different[:3])}; use an adapter that was trained on this base model"
             )
         set_peft_model_state_dict(self.peft, given, adapter_name=name)
 
     def describe(self) -> str:
-        """The policy adapter's settings that decide its numbers."""
+        """The policy adapter's settings that affect its output, as text."""
         config = lora_config(self.peft.peft_config[POLICY])
         names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
         lists = {name: sorted(map(str, getattr(config, name) or ())) for name in ("target_modules", "modules_to_save")}
         return str({name: getattr(config, name) for name in names} | lists)
 
     def fingerprint(self) -> str:
-        """A hash of some of the weights that do not train, as they were when this was first asked: ZeRO 3 spreads them
-        later. The same on every device.
+        """A hash of a sample of the frozen weights, equal on every device.
+
+        Computed at the first call and kept, because ZeRO 3 shards the weights later.
         """
         if self._fingerprint is not None:
             return self._fingerprint
         digest = hashlib.sha256()
         for name, parameter in self.peft.named_parameters():
             if not parameter.requires_grad:
-                some = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
+                sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
                 digest.update(name.encode())
-                digest.update(some.float().cpu().numpy().tobytes())
+                digest.update(sample.float().cpu().numpy().tobytes())
         self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
@@ -168,26 +201,26 @@ class AdapterSet:
         return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
 
     def config_of(self, name: str) -> LoraConfig:
-        """A copy of the configuration of the adapter `name`, of which another adapter can be made."""
+        """A copy of the configuration of the adapter `name`, to make another adapter from."""
         return copy.deepcopy(lora_config(self.peft.peft_config[name]))
 
     def copy(self, source: str, name: str, *, trainable: bool = False) -> None:
-        """A new adapter `name` with the weights that the adapter `source` has now."""
+        """Adds an adapter `name` with the current weights of the adapter `source`."""
         self.add(name, self.config_of(source), trainable=trainable)
         weights = get_peft_model_state_dict(self.peft, adapter_name=source)
         set_peft_model_state_dict(self.peft, weights, adapter_name=name)
 
 
-def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
-    """`model`, frozen, with a new policy adapter.
+def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
+    """Freezes `model` and adds a new policy adapter.
 
     Args:
         model: the base; changed in place.
         config: a `peft.LoraConfig`.
 
     Raises:
-        ValueError: for a configuration that cannot be switched off without a trace, that wraps the output head, or
-            whose names fit no layer; for a model that has adapters in its layers.
+        ValueError: for a configuration whose adapter changes the base even when it is switched off, that adapts the
+            output head, or that names layers which do not exist; for a model that already has adapters.
     """
     config = lora_config(config)
     check_no_adapters(model)
@@ -204,11 +237,12 @@ def attach(model: PreTrainedModel, config: Any) -> AdapterSet:
 
 
 def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
-    """`model` with the adapter of `folder`, a hub id too, as the policy's, which trains on, and a frozen copy as the
-    reference.
+    """Loads the adapter in `folder` (or hub id) onto `model` as the policy's, to train it further.
+
+    A frozen copy of it becomes the reference.
 
     Raises:
-        ValueError: when the adapter does not fit the model, and as `from_peft_model`.
+        ValueError: when the adapter does not fit the model; and whatever `from_peft_model` raises.
     """
     check_adapter_shapes("model_name_or_path", folder, model)
     peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True)
@@ -216,11 +250,15 @@ def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
 
 
 def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
-    """The adapters of a model that has a policy's already, with a frozen copy of it as the reference; `field` says in
-    errors where they are from.
+    """The adapters of a PEFT model, whose adapter `default` becomes the policy's and a frozen copy of it the reference.
+
+    Args:
+        peft: changed in place.
+        field: where the model came from, for error messages.
 
     Raises:
-        ValueError: for adapters that this package cannot handle or whose names it needs, or without one that trains.
+        ValueError: for adapters that this package cannot handle or whose names it reserves; when the adapter `default`
+            is missing, inactive or frozen.
     """
     if POLICY not in peft.peft_config:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
@@ -230,22 +268,23 @@ def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
     check_head(adapters.model, config)
     check_active_adapter(POLICY, peft)
     raise_precision(peft)
-    # An earlier trainer's on the same model go: this one starts from the policy that it left.
-    _make_room((VALUE, REWARD, REFERENCE), peft)
-    # Switched off, it would leave the raw base, not the model that training starts from.
+    # Adapters of an earlier trainer on the same model are removed; this run starts from the policy it left.
+    _remove_owned((VALUE, REWARD, REFERENCE), peft)
+    # With the policy's adapter switched off, the raw base would remain, which is not what training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
 
 
-def _make_room(names: Iterable[str], peft: PeftModel) -> None:
+def _remove_owned(names: Iterable[str], peft: PeftModel) -> None:
     check_names_are_free(names, peft)
     for name in sorted(set(names) & owned_adapters(peft)):
         peft.delete_adapter(name)
 
 
 def _start_magnitudes(peft: PeftModel, name: str) -> None:
-    """DoRA's magnitudes at their start, in float32: PEFT rounds them to a half-precision base's own, and the adapter
-    would not start from the base.
+    """Initializes DoRA's magnitudes again, in float32.
+
+    PEFT rounds them to the base's half precision, and the adapted model would then not start equal to the base.
     """
     for layer in peft.modules():
         if isinstance(layer, LoraLayer) and name in layer.lora_magnitude_vector and name in layer.lora_A:
@@ -266,6 +305,6 @@ def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
 
 
 def adapter_tensors(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
-    """The weights of the adapter `name` as an adapter folder holds them, dense and on the CPU."""
+    """The weights of the adapter `name` under the names of an adapter folder, contiguous and on the CPU."""
     weights = get_peft_model_state_dict(adapters.peft, adapter_name=name)
     return {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}

@@ -1,4 +1,4 @@
-"""What a new adapter is checked for, where PEFT takes a wrong setting in silence or names no field of the run's."""
+"""Checks on adapters, for mistakes that PEFT accepts silently or reports without naming the run's field."""
 
 import copy
 import re
@@ -13,31 +13,30 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-_MADE = "_adapters_made_by_a_run"
+_OWNED = "_adapters_made_by_a_run"
 
 
 def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraConfig) -> Any:
-    """`make(model, config)`, the PEFT model that has the new adapter `default`; `model` is changed in place, `config`
-    is not.
+    """`make(model, config)`: a PEFT model with the new adapter `default`.
 
     Args:
-        make: `peft.get_peft_model`, or a class of PEFT models.
-        model: the base.
-        config: of the adapter.
+        make: `peft.get_peft_model`, or a PEFT model class.
+        model: the base; changed in place.
+        config: of the adapter; not changed.
 
     Raises:
-        ValueError: when a name in `target_modules` or `modules_to_save` fits no layer, or PEFT would put adapters on
-            parameters of experts; `model` is then as it was, unless PEFT itself failed.
+        ValueError: when a name in `target_modules` or `modules_to_save` matches no layer, or PEFT would adapt the
+            parameters of experts. `model` is restored then, unless PEFT itself failed.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    remedy = f"give names of its layers (the linear ones are {_linear(model)}), or leave it out for every linear layer"
+    remedy = f"use names of its layers (the linear ones are {_linear(model)}), or leave it out for every linear layer"
     try:
-        # PEFT puts names of its own into the configuration; the user's may serve for another model.
+        # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
         peft = make(model, copy.deepcopy(config))
     except ValueError as error:
         raise ValueError(
-            f"target_modules (--lora_target_modules) is {_listed(config.target_modules)}, which fits no layers of "
-            f"{type(model).__name__} that an adapter can act on: {error} {remedy}"
+            f"target_modules (--lora_target_modules) is {_listed(config.target_modules)}, which matches no layers of "
+            f"{type(model).__name__} that PEFT can adapt: {error} {remedy}"
         ) from error
     try:
         _check_parameters(peft, model, config)
@@ -49,26 +48,27 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
 
 
 def remove_adapter(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> None:
-    """Leaves the base of `peft` as it was before an adapter that is refused; `flags` say what of it trained."""
+    """Removes a refused adapter from the base of `peft` and restores `requires_grad` from `flags`."""
     base = peft.get_base_model()
     peft.unload()
-    # Whole layers that PEFT had copied, an embedding among them.
+    # modules_to_save had replaced layers by copies, possibly the embedding that the head is tied to.
     base.tie_weights()
     for parameter, required in flags:
         parameter.requires_grad_(required)
 
 
 def _check_parameters(peft: Any, model: PreTrainedModel, config: LoraConfig) -> None:
-    # PEFT reads names that mixtures of experts had before transformers 5, and all-linear, as the experts' parameters.
-    made = peft.peft_config["default"]
-    if reached := sorted(made.target_parameters or ()):
+    # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
+    resolved = peft.peft_config["default"]
+    if reached := sorted(resolved.target_parameters or ()):
         wanted = config.target_modules
-        gone = set() if isinstance(wanted, str) or wanted is None else set(wanted) - set(made.target_modules)
-        names = sorted(made.target_modules) or [name for name in _linear(peft.get_base_model()) if name not in gone]
+        excluded = set() if isinstance(wanted, str) or wanted is None else set(wanted) - set(resolved.target_modules)
+        linear = [name for name in _linear(peft.get_base_model()) if name not in excluded]
+        names = sorted(resolved.target_modules) or linear
         raise ValueError(
-            f"target_modules (--lora_target_modules) is {_listed(wanted)}, which on {type(model).__name__} reaches the "
-            f"parameters {reached} of its experts or their router; adapters there cannot be switched off, merged and "
-            f"exported: name linear layers alone, such as {names}"
+            f"target_modules (--lora_target_modules) is {_listed(wanted)}, which on {type(model).__name__} adapts the "
+            f"parameters {reached} of its experts or their router; such adapters cannot be switched off, merged and "
+            f"exported here: name only linear layers, such as {names}"
         )
 
 
@@ -78,19 +78,19 @@ def _check_names(peft: Any, model: PreTrainedModel, config: LoraConfig, remedy: 
     wanted = [] if isinstance(targets, str) or targets is None else sorted(targets)
     if lost := [name for name in wanted if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
         raise ValueError(
-            f"target_modules (--lora_target_modules) is {wanted}, but {type(model).__name__} has no layers {lost} for "
-            f"it to act on; {remedy}"
+            f"target_modules (--lora_target_modules) is {wanted}, but {type(model).__name__} has no layers {lost} that "
+            f"PEFT can adapt; {remedy}"
         )
     saved = _names(peft, ModulesToSaveWrapper)
     if lost := [name for name in whole if not any(key.endswith(name) for key in saved)]:
         raise ValueError(
-            f"modules_to_save (--lora_modules_to_save) is {whole}, but {type(model).__name__} has no layers {lost}, "
-            "which would stay frozen; correct the names, or leave them out"
+            f"modules_to_save (--lora_modules_to_save) is {whole}, but {type(model).__name__} has no layers {lost}; "
+            "correct the names, or leave them out"
         )
 
 
 def _linear(model: PreTrainedModel) -> list[str]:
-    """Last names of the layers that an adapter can act on; the output head is none of them."""
+    """Last name components of the layers that PEFT can adapt, without the output head."""
     head = model.get_output_embeddings()
     layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
     return sorted({name.rpartition(".")[2] for name, part in layers if part is not head})
@@ -105,60 +105,61 @@ def _listed(names: Any) -> Any:
 
 
 def check_names_are_free(names: Iterable[str], peft: PeftModel) -> None:
-    """Checks that no adapter of `peft` has a name in `names`, which a run gives to adapters of its own; those that an
-    earlier run made (`mark_as_made`) do not count.
+    """Checks that none of the reserved `names` is taken by an adapter of the user's.
+
+    Adapters that an earlier run added (`mark_as_owned`) do not count.
 
     Raises:
         ValueError: naming the adapter.
     """
     if taken := sorted(set(names) & set(peft.peft_config) - owned_adapters(peft)):
         raise ValueError(
-            f"the model has an adapter named {taken[0]!r} already (its adapters are {sorted(peft.peft_config)}), and a "
-            f"run gives that name to one of its own; drop it (model.delete_adapter({taken[0]!r})), or load it under "
-            "another name"
+            f"the model already has an adapter named {taken[0]!r} (its adapters are {sorted(peft.peft_config)}), which "
+            f"is reserved for the run; delete it (model.delete_adapter({taken[0]!r})), or load it under another name"
         )
 
 
-def mark_as_made(name: str, peft: PeftModel) -> None:
-    """Notes on `peft` that its adapter `name` is a run's, which a later run on the same model may replace."""
-    # The configuration too: the user may delete the adapter, and add one of the same name.
-    vars(peft).setdefault(_MADE, {})[name] = peft.peft_config[name]
+def mark_as_owned(name: str, peft: PeftModel) -> None:
+    """Marks the adapter `name` as added by a run, so that a later run on the same model may replace it."""
+    # Kept with its configuration: the user may delete the adapter and add another one of the same name.
+    vars(peft).setdefault(_OWNED, {})[name] = peft.peft_config[name]
 
 
 def owned_adapters(peft: PeftModel) -> set[str]:
-    """Names of the adapters of `peft` that a run made."""
-    return {name for name, config in vars(peft).get(_MADE, {}).items() if peft.peft_config.get(name) is config}
+    """Names of the adapters of `peft` that a run added."""
+    return {name for name, config in vars(peft).get(_OWNED, {}).items() if peft.peft_config.get(name) is config}
 
 
 def check_no_adapters(model: PreTrainedModel) -> None:
-    """Checks that no layer of `model` has an adapter: PEFT would start it anew, without a word.
+    """Checks that no layer of `model` has an adapter, which PEFT would silently initialize again.
 
     Raises:
         ValueError: naming the adapters.
     """
     if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
-        # PEFT leaves its table of them on the base too.
+        # PEFT keeps its table of adapters on the base model as well.
         names = sorted(vars(model).get("peft_config", ()))
         raise ValueError(
-            f"{type(model).__name__} has adapters {names} in its layers already, of a PeftModel or an earlier trainer "
-            "(its actor_critic.policy.adapters.peft): a new one would overwrite them. Give that PeftModel, without "
-            "peft_config, to train it on; take its adapters out (base = peft.unload()); or load the model again"
+            f"{type(model).__name__} already has adapters {names} in its layers, from a PeftModel or an earlier "
+            "trainer (its actor_critic.policy.adapters.peft), which a new adapter would overwrite. To train them "
+            "further, pass that PeftModel without peft_config; otherwise remove them (base = peft.unload()) or load "
+            "the model again"
         )
 
 
 def check_active_adapter(name: str, peft: PeftModel) -> None:
-    """Checks that every layer of `peft` acts with the adapter `name` and no other, and that it trains.
+    """Checks that the adapter `name` is the only active one in every layer of `peft`, and that it is trainable.
 
     Raises:
-        ValueError: with what makes it so.
+        ValueError: with the PEFT call that makes it so.
     """
     layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
     if any(layer.disable_adapters for layer in layers):
         raise ValueError("the model's adapters are switched off: call model.base_model.enable_adapter_layers() first")
-    acting = sorted({other for layer in layers for other in layer.active_adapters})
-    if acting != [name]:
+    active = sorted({other for layer in layers for other in layer.active_adapters})
+    if active != [name]:
         raise ValueError(
-            f"the model's adapter {name!r} is not the one that acts, or not alone (active are {acting}): call "
+            f"the model's adapter {name!r} must be the only active one, but the active ones are {active}: call "
             f"model.set_adapter({name!r}) first"
         )
     if not any(parameter.requires_grad for key, parameter in peft.named_parameters() if belongs_to(name, key)):
@@ -166,7 +167,7 @@ def check_active_adapter(name: str, peft: PeftModel) -> None:
 
 
 def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Checks that no adapter is in the language-model head.
+    """Checks that the language-model head is not adapted.
 
     Raises:
         ValueError: naming the modules that the configuration lists.
@@ -174,16 +175,16 @@ def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or any(True for _ in head.named_children()):
         raise ValueError(
-            f"the adapter acts on the language-model head (target_modules {config.target_modules}, modules_to_save "
-            f"{config.modules_to_save}), whose logits are computed in chunks of its weight; leave the head out"
+            f"the adapter adapts the language-model head (target_modules {config.target_modules}, modules_to_save "
+            f"{config.modules_to_save}), whose logits are computed from its weight alone, in chunks; leave the head out"
         )
 
 
 def raise_precision(peft: PeftModel) -> None:
-    """Small updates vanish in half precision: adapters are raised to float32, what else trains is refused.
+    """Casts trainable adapter weights to float32, because half precision rounds small updates away.
 
     Raises:
-        ValueError: naming the parameter that would train in half precision.
+        ValueError: naming a trainable parameter in half precision that is not an adapter's.
     """
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
@@ -196,5 +197,5 @@ def raise_precision(peft: PeftModel) -> None:
 
 
 def belongs_to(adapter: str, key: str) -> bool:
-    """Whether the parameter `key` of a PEFT model is one of `adapter`, whatever the base's own layers are called."""
+    """Whether the parameter `key` of a PEFT model belongs to `adapter`, whatever the base's layers are called."""
     return re.search(rf"(^|\.)(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\.|$)", key) is not None

@@ -1,7 +1,6 @@
-"""Saved adapters, in a folder or on the hub: what they are and whether they fit a base, told before any model is
-loaded.
+"""Saved adapters, in a folder or on the hub: their kind, and whether they fit a base, before any model is loaded.
 
-Reads `adapter_config.json` and the header of the safetensors file; a file of another format is never opened.
+Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened.
 """
 
 import dataclasses
@@ -19,107 +18,108 @@ from transformers.pytorch_utils import Conv1D
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEADS = {"score", "classifier"}
-"""What PEFT saves whole beside an adapter of a sequence classifier."""
+"""Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter."""
 _PLAIN_FIELDS = set(
     "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern "
     "alpha_pattern use_rslora use_dora modules_to_save fan_in_fan_out init_lora_weights bias task_type inference_mode "
     "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
 )
-"""Fields of a LoraConfig that may have other values than PEFT's defaults; two of them are checked by themselves. Every
-other one is of a variant of LoRA: some rewrite the base, some depend on the tokens.
+"""Fields of a LoraConfig that need not have PEFT's default; `init_lora_weights` and `bias` have checks of their own.
+
+All other fields select variants of LoRA, of which some rewrite the base and some depend on the tokens.
 """
 _LAYERS_INSTEAD = (
     "name linear layers (of the attention, in a mixture of experts) in target_modules (--lora_target_modules) instead; "
-    "to start from an adapter that was trained so, merge it into its base first"
+    "to start from an adapter trained that way, merge it into its base first"
 )
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` is a folder, or a hub id, of an adapter instead of a whole model. Offline, a hub id is one where
-    the cache knows it as one.
-    """
+    """Whether `name`, a folder or a hub id, is an adapter and not a whole model. Offline, the hub's cache decides."""
     if Path(name).exists():
         return (Path(name) / CONFIG).is_file()
     try:
         hf_hub_download(name, CONFIG)
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
-        # Of a whole model, out of reach or no id at all: loading it as a model says which.
+        # A whole model, unreachable, or not a hub id; loading it as a model will report which.
         return False
     return True
 
 
 def check_whole_model(field: str, name: str) -> None:
-    """Checks that `name`, the value of `field`, is no adapter: transformers would put it on its base, and a new adapter
-    would take its place, or its base would be trained and not be saved.
+    """Checks that `name`, the value of `field`, is not an adapter.
+
+    transformers would load it onto its base; a new adapter would then replace it, or the base would be trained without
+    being saved.
 
     Raises:
-        ValueError: when it is one.
+        ValueError: when it is an adapter.
     """
     if is_adapter(name):
         raise ValueError(
             f"{field} {name!r} is an adapter, which this script cannot start from: merge it first "
             "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and its "
-            "tokenizer), and give that folder"
+            "tokenizer), and use that folder"
         )
 
 
 def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
-    """`config`, if it is one that this package can handle; `field` says in errors where it is from.
+    """Returns `config` if this package can handle it; `field` names its source in error messages.
 
     Raises:
-        ValueError: for another method than LoRA or a variant of it, and for trained biases.
+        ValueError: for methods other than LoRA, for unsupported variants of LoRA, and for trained biases.
     """
-    # AdaLoRA's configuration is a LoraConfig too.
+    # AdaLoRA's configuration is a subclass of LoraConfig.
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(
-            f"{field} is a {type(config).__name__}; only LoRA (with DoRA and rsLoRA) can be switched off and "
-            "joined by other adapters: give a peft.LoraConfig"
+            f"{field} is a {type(config).__name__}, but only LoRA (with DoRA and rsLoRA) can be switched off and share "
+            "the base with other adapters; use a peft.LoraConfig"
         )
     if config.init_lora_weights not in (True, "gaussian"):
         raise ValueError(
-            f"{field} has init_lora_weights {config.init_lora_weights!r}: the policy would not start from the base "
-            "or would change it, so switching the adapter off would give no reference; set it to True or 'gaussian'"
+            f"{field} has init_lora_weights {config.init_lora_weights!r}, with which training would not start from "
+            "the unchanged base, so the base could not serve as the reference; set it to True or 'gaussian'"
         )
     plain = LoraConfig()
     for name in sorted({entry.name for entry in dataclasses.fields(config)} - _PLAIN_FIELDS):
         value, default = getattr(config, name), getattr(plain, name, None)
-        # Earlier versions of PEFT wrote null where an empty table is the default now. On a mixture of experts PEFT
-        # itself writes an empty set of parameters.
+        # Earlier versions of PEFT wrote null where the default now is an empty dictionary, and on a mixture of experts
+        # PEFT itself writes an empty set of parameters.
         if value is None or value == default or not (value or default):
             continue
         shown, remedy = value, f"leave it out, at its default {default!r}"
         if name == "target_parameters":
             shown, remedy = sorted(value), _LAYERS_INSTEAD
         raise ValueError(
-            f"{field} has {name} {shown!r}, which is no part of an adapter that can be switched off, merged and "
+            f"{field} has {name} {shown!r}, but an adapter with that setting cannot be switched off, merged and "
             f"exported here; {remedy}"
         )
     if config.bias != "none":
         raise ValueError(
-            f"{field} has bias {config.bias!r}: trained biases stay when the adapter is switched off, so the base "
-            "would not be the reference; set bias='none'"
+            f"{field} has bias {config.bias!r}; trained biases stay in place when the adapter is switched off, so the "
+            "base could not serve as the reference: set bias='none'"
         )
     return config
 
 
 def read_policy_adapter(name: str) -> LoraConfig:
-    """The configuration of the adapter `name` that a policy starts from.
+    """The configuration of the adapter `name`, from which a policy starts.
 
     Raises:
-        ValueError: as `lora_config`; for an adapter of a classifier, and one that does not name its base.
+        ValueError: as `lora_config`; for an adapter of a classifier, and for one that does not name its base.
     """
     field = f"model_name_or_path {name}"
     config = lora_config(PeftConfig.from_pretrained(name), field)
     if config.task_type == "SEQ_CLS" or _HEADS & set(config.modules_to_save or ()):
         raise ValueError(
             f"{field} is an adapter of a sequence classifier (task_type {config.task_type}, modules_to_save "
-            f"{config.modules_to_save}), no language model; give it as reward_adapter, and start from one that was "
-            "trained with task_type CAUSAL_LM"
+            f"{config.modules_to_save}), not of a language model; pass it as reward_adapter, and start from an adapter "
+            "that was trained with task_type CAUSAL_LM"
         )
     if not config.base_model_name_or_path:
         raise ValueError(
-            f"{field} is an adapter that names no base (base_model_name_or_path in its {CONFIG}); write the base's "
-            "folder or hub id there"
+            f"{field} is an adapter that does not name its base (base_model_name_or_path in its {CONFIG}); write the "
+            "base's folder or hub id there"
         )
     return config
 
@@ -128,20 +128,19 @@ def read_reward_adapter(name: str) -> LoraConfig:
     """The configuration of the reward adapter `name`, without its head.
 
     Raises:
-        ValueError: when `name` is no adapter, one of another method than LoRA, or one that saves more than LoRA weights
-            and a score head.
+        ValueError: when `name` is not an adapter, not LoRA, or has more than LoRA weights and a score head.
     """
     if not is_adapter(name):
         raise ValueError(
-            f"reward_adapter is {name!r}, but that is no folder or hub id of an adapter; give one that "
-            "train_reward_model.py --use_peft wrote, or a whole reward model in reward_funcs"
+            f"reward_adapter is {name!r}, which is not an adapter's folder or hub id; use one written by "
+            "train_reward_model.py --use_peft, or pass a whole reward model in reward_funcs"
         )
     config = lora_config(PeftConfig.from_pretrained(name), f"reward_adapter {name}")
-    if whole := sorted(set(config.modules_to_save or ()) - _HEADS):
+    if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
         raise ValueError(
-            f"reward_adapter {name} has the modules_to_save {whole} beside its score head: whole layers of its own, "
-            "which no other role of the base could do without; train it without lora_modules_to_save, or merge it and "
-            "give the whole model in reward_funcs"
+            f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
+            "of the shared base; train it without lora_modules_to_save, or merge it and pass the whole model in "
+            "reward_funcs"
         )
     config.modules_to_save, config.task_type, config.inference_mode = None, None, True
     config.lora_dropout = 0.0
@@ -149,40 +148,40 @@ def read_reward_adapter(name: str) -> LoraConfig:
 
 
 def check_reward_adapter(name: str) -> None:
-    """Checks, without any model, that `name` is an adapter of a reward model.
+    """Checks, without loading a model, that `name` is an adapter of a reward model.
 
     Raises:
-        ValueError: as `read_reward_adapter`; when it has no safetensors file, or no score head of one label.
+        ValueError: as `read_reward_adapter`; when it has no safetensors file, or no score head with one label.
     """
     read_reward_adapter(name)
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
     if len(heads) != 1 or next(iter(heads.values()))[0] != 1:
         raise ValueError(
-            f"reward_adapter {name} has no score head of one label (it holds {heads or 'none'}); train it with "
+            f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
             "examples/train_reward_model.py --use_peft"
         )
 
 
 def is_head(key: str) -> bool:
-    """Whether the tensor `key` of an adapter's file is the weight of a classifier's head."""
+    """Whether the tensor `key` of an adapter file is the weight of a classifier's head."""
     return key.endswith(".weight") and bool(_HEADS & set(key.split(".")))
 
 
 def weights_file(field: str, name: str) -> Path:
-    """The file of the adapter `name`, a folder or a hub id (fetched then), that `field` of the run names.
+    """The weights file of the adapter `name`, a folder or a hub id (which is downloaded); `field` names it in errors.
 
     Raises:
-        ValueError: when there is none in safetensors.
+        ValueError: when there is no safetensors file.
     """
     path = Path(name) / WEIGHTS
     if not Path(name).exists():
         try:
             path = Path(hf_hub_download(name, WEIGHTS))
         except (EntryNotFoundError, HfHubHTTPError):
-            # Said below, as of a folder.
+            # Reported below, as for a folder.
             pass
     if not path.is_file():
-        raise ValueError(f"{field} {name} has no {WEIGHTS}, the only form that is read; save the adapter again")
+        raise ValueError(f"{field} {name} has no {WEIGHTS}, the only format that is read; save the adapter again")
     return path
 
 
@@ -197,8 +196,12 @@ def weight_shapes(field: str, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
-    """Checks that the weights of the adapter `name` have the sizes of the layers of `model`, which may be without
-    memory, and its head that of the hidden states.
+    """Checks that the adapter `name` has the shapes that the layers of `model` need, and its head the hidden size.
+
+    Args:
+        field: of the run that names the adapter, for error messages.
+        name: folder or hub id.
+        model: the base; may be on the meta device.
 
     Raises:
         ValueError: naming the field, the adapter, the layer and both shapes.
@@ -215,20 +218,20 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
             here = (shape[0], sizes[0]) if part[0] == "A" else (sizes[1], shape[1])
         elif part and place not in layers:
             raise ValueError(
-                f"{field} {name} has weights for {place}, which {type(model).__name__} has not; give an adapter that "
-                "was trained on this base model"
+                f"{field} {name} has weights for {place}, which {type(model).__name__} does not have; use an adapter "
+                "that was trained on this base model"
             )
         else:
             continue
         if not fits:
             raise ValueError(
-                f"{field} {name} does not fit {type(model).__name__}: its {key} is of shape {shape}, and {here} would "
-                "fit; give an adapter that was trained on this base model"
+                f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer needs "
+                f"{here}; use an adapter that was trained on this base model"
             )
 
 
 def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:
-    """Numbers that a linear layer takes and gives; None of another one."""
+    """Input and output size of a linear layer; None for other layers."""
     if isinstance(layer, BaseTunerLayer):
         layer = layer.get_base_layer()
     if isinstance(layer, Conv1D):

@@ -1,6 +1,6 @@
-"""The policy's adapter merged into the base as it is stored, which a run in half precision has rounded.
+"""Merges the policy's adapter into the stored base, of which a half-precision run holds only a rounded copy.
 
-Writing the folder is not here (`export`).
+Writing the merged model to a folder is in `checkpoint.export`.
 """
 
 import warnings
@@ -21,17 +21,16 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
-    """The state dictionary, in host memory and at least float32, of the base with the policy's adapter merged into it.
+    """State dictionary of the base with the policy's adapter merged in, on the CPU and at least in float32.
 
-    The base is the one that `config.name_or_path` stores, so that the merged model is the adapter on that base, where
-    half precision holds it rounded here. Where it is not there any more, or another, it is the rounded one, and a
-    warning says so. One layer is merged at a time and put back as it was, to the last bit; half precision would round
-    small updates away.
+    If the run holds the base in half precision, it is read again from `config.name_or_path`, because half precision
+    would round small updates away. If it cannot be read or has changed, the rounded base is used, with a warning.
+    Layers are merged one at a time and restored bit for bit.
     """
     model = adapters.model
     base, own = _parts(model)
-    held = _in_adapter_folder(adapters, base)
-    stored = {key: tensor for key, tensor in _stored(model, base).items() if base[key].data_ptr() not in held}
+    pointers = _saved_with_adapter(adapters, base)
+    stored = {key: tensor for key, tensor in _stored(model, base).items() if base[key].data_ptr() not in pointers}
     merged: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
@@ -44,22 +43,22 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
 
 
 def _merged_layer(layer: Any, inner: Any, start: Tensor) -> Tensor:
-    # The adapter too: DeepSpeed holds it in bf16, and its product would be rounded before it is added.
+    # The adapter too: DeepSpeed may hold it in bf16, and its product would be rounded before it is added.
     adapter = [parameter for key, parameter in layer.named_parameters() if belongs_to(POLICY, key)]
-    kept = [(parameter, parameter.data) for parameter in (inner.weight, *adapter)]
+    saved = [(parameter, parameter.data) for parameter in (inner.weight, *adapter)]
     inner.weight.data = start.to(inner.weight.device, _at_least_float32(start), copy=True)
     for parameter in adapter:
         parameter.data = parameter.data.to(_at_least_float32(parameter))
     layer.merge(adapter_names=[POLICY])
     merged: Tensor = inner.weight.detach().cpu()
-    for parameter, data in kept:
+    for parameter, data in saved:
         parameter.data = data
     layer.merged_adapters.clear()
     return merged
 
 
 def _parts(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `model` holds of the base, and the policy adapter's own whole layers, both by the base's names."""
+    """The base's tensors in `model`, and the policy adapter's `modules_to_save`, both under the base's names."""
     base, own = {}, {}
     for key, tensor in model.state_dict().items():
         parts = key.split(".")
@@ -72,9 +71,10 @@ def _parts(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return base, own
 
 
-def _in_adapter_folder(adapters: AdapterSet, base: dict[str, Tensor]) -> set[int]:
-    """Where the base's weights lie that PEFT writes into the adapter's folder, as they are held here: an embedding that
-    has an adapter, and a head that is tied to it.
+def _saved_with_adapter(adapters: AdapterSet, base: dict[str, Tensor]) -> set[int]:
+    """Data pointers of the base's weights that PEFT saves with the adapter: an adapted embedding, and a tied head.
+
+    They are saved in the precision of the run, so merging must start from them and not from the stored base.
     """
     written = get_peft_model_state_dict(adapters.peft, adapter_name=POLICY)
     names = [
@@ -84,30 +84,28 @@ def _in_adapter_folder(adapters: AdapterSet, base: dict[str, Tensor]) -> set[int
 
 
 def _stored(model: PreTrainedModel, base: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of `base` in float32 as they are stored, where `model` holds some of them in half precision; else
-    none.
-    """
+    """The stored weights of `base` in float32 if `model` holds some in half precision; else an empty dictionary."""
     name, half = model.config.name_or_path, {tensor.dtype for tensor in base.values()} & set(_HALF)
-    # A base in memory that names no other is itself the stored one.
+    # A base that was built in memory has no stored version.
     if not half or not name:
         return {}
-    what = (
-        "the merged model is the adapter on the base rounded to "
-        f"{' and '.join(sorted(map(str, half)))}, and differs from final/policy on the stored base"
+    effect = (
+        f"the adapter is merged into the base rounded to {' and '.join(sorted(map(str, half)))}, so the merged model "
+        "differs from final/policy on the stored base"
     )
     try:
-        # What the run has loaded lies on this disk; another revision of it would not be this base.
+        # Only from this disk, where the run loaded it; a download could be another revision.
         source = type(model).from_pretrained(name, dtype=torch.float32, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError, SafetensorError) as error:
-        warnings.warn(f"the base {name!r} cannot be read again ({error}): {what}", stacklevel=2)
+        warnings.warn(f"the base {name!r} cannot be read again ({error}): {effect}", stacklevel=2)
         return {}
     stored = dict(source.state_dict())
-    alike = stored.keys() == base.keys() and all(
+    unchanged = stored.keys() == base.keys() and all(
         stored[key].shape == tensor.shape and torch.equal(stored[key].to(tensor.dtype), tensor.cpu())
         for key, tensor in base.items()
     )
-    if not alike:
-        warnings.warn(f"the weights of {name!r} are not those that this run loaded: {what}", stacklevel=2)
+    if not unchanged:
+        warnings.warn(f"the weights of {name!r} are not those that this run loaded: {effect}", stacklevel=2)
         return {}
     return stored
 

@@ -1,1 +1,1 @@
-"""What a run leaves on disk to be resumed from, or loaded by `from_pretrained`."""
+"""What a run saves: checkpoints to resume from, and final models that `from_pretrained` loads."""

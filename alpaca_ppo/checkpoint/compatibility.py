@@ -1,7 +1,7 @@
-"""What a resumed run must have in common with the one it continues: configuration, prompts, tokenizer, models.
+"""What a resumed run must have in common with its checkpoint: configuration, prompts, tokenizer and models.
 
-Shapes and names of the weights are compared where they are loaded (`checkpointing`). Leaves out the rewards: a function
-has no content to compare.
+Names and shapes of the weights are compared where they are loaded (`serialization`). Rewards are not compared, because
+the behaviour of a function cannot be.
 """
 
 import hashlib
@@ -23,28 +23,29 @@ rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing 
 ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p
 eval_top_k trust_remote_code
 """.split()
-# Where a model lies, who wrote it and what a pass returns; transformers changes some of them when it saves.
+# A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
 _NO_ARCHITECTURE = """
 _name_or_path transformers_version architectures use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
 REMEDIES = {
-    "args": "change it back, or start anew in another output_dir",
-    "tokenizer": "give the tokenizer it was written with as processing_class",
-    "policy": "give the model it was written with",
-    "critic": "give the model it was written with",
-    "train_dataset": "give the rows it was written with, in their order, or set ignore_data_change: true",
+    "args": "change it back, or start a new run in another output_dir",
+    "tokenizer": "pass the tokenizer it was written with as processing_class",
+    "policy": "use the model it was written with",
+    "critic": "use the model it was written with",
+    "train_dataset": "use the rows it was written with, in the same order, or set ignore_data_change: true",
 }
-"""By entry of `run_identity`."""
+"""Advice for an entry of `run_identity` that differs."""
 
 
 def run_identity(
     args: PPOConfig, train_prompts: PromptDataset, processing_class: Any, actor_critic: ActorCritic
 ) -> dict[str, Any]:
-    """Every field of `args` that decides numbers, the tokenizer, the training prompts with their columns, the
-    architectures, and of adapters their configuration and base, which no checkpoint holds.
+    """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
 
-    A changed field would be ignored in part (the optimizer's state has the old learning rate).
+    Fields of `args`, tokenizer, training prompts with their columns, architectures, and for adapters their
+    configuration and frozen base. A changed field must be refused because it would take effect only in part (the
+    optimizer's state, for example, has the old learning rate).
     """
     policy = actor_critic.policy
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
@@ -61,18 +62,18 @@ def run_identity(
 
 
 def expected_identity(identity: Mapping[str, Any], args: PPOConfig) -> dict[str, Any]:
-    """What of `identity` a checkpoint must share before a run with `args` may go on from it."""
+    """The entries of `identity` that a checkpoint must share before a run with `args` may resume from it."""
     ignored = {"train_dataset"} if args.ignore_data_change else set()
     return {name: value for name, value in identity.items() if name not in ignored}
 
 
 def data_identity(prompts: PromptDataset) -> dict[str, Any]:
-    """How many prompts, and a hash of their token ids and columns in the dataset's order."""
+    """The number of prompts, and a hash of their token ids and columns in dataset order."""
     return {"prompts": len(prompts), "fingerprint": prompts.fingerprint}
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Vocabulary and chat template as hashes, special tokens by name."""
+    """Hashes of vocabulary and chat template, and the special tokens by name."""
     return {
         "vocabulary": _hash(sorted(processing_class.get_vocab().items())),
         "special_tokens": {name: str(token) for name, token in processing_class.special_tokens_map.items()},
@@ -81,7 +82,7 @@ def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
 
 
 def architecture(config: PreTrainedConfig) -> dict[str, Any]:
-    """What of a model's configuration decides its numbers, as plain values."""
+    """The fields of a model's configuration that affect its outputs, as plain values."""
     fields = {"model_type": config.model_type}
     fields |= {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
     plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))

@@ -1,7 +1,6 @@
-"""The checkpoint folders of a run: which there are, which one to resume from, which are removed, and whether one is
-complete.
+"""The checkpoint folders of a run: finding the one to resume from, deleting old ones, and verifying their files.
 
-What is in a checkpoint is in `checkpointing`.
+What a checkpoint contains is in `serialization`.
 """
 
 import hashlib
@@ -13,22 +12,22 @@ from pathlib import Path
 
 from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 1}
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 2}
 FILES = ("model.safetensors", "state.json", "state.safetensors")
 
 
 def newest_checkpoint(output_dir: StrPath) -> Path | None:
-    """The checkpoint folder of `output_dir` with the highest step, or None."""
+    """The checkpoint folder with the highest step in `output_dir`, or None."""
     found = _checkpoints(output_dir)
     return found[-1] if found else None
 
 
 def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) -> Path:
-    """The folder to resume from: the one named, or the newest of `output_dir` for True (or the text `true`).
+    """The folder to resume from: the named one, or for True (or the text `true`) the newest in `output_dir`.
 
     Raises:
-        ValueError: when `output_dir` holds no checkpoint; or one is named that lies elsewhere, and `output_dir` holds
-            those of another run.
+        ValueError: when True finds no checkpoint in `output_dir`; when the named one is in another folder, and
+            `output_dir` already contains a run.
     """
     if str(resume_from_checkpoint).lower() != "true":
         named = Path(str(resume_from_checkpoint))
@@ -39,29 +38,37 @@ def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) 
     if newest is None:
         raise ValueError(
             f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
-            "name a folder, or leave it out to start anew"
+            "name a checkpoint folder, or leave resume_from_checkpoint out to start a new run"
         )
     return newest
 
 
 def refuse_finished_run(output_dir: StrPath) -> None:
-    """Guards a run that starts anew against writing over an older one.
+    """Keeps a new run from overwriting an earlier one, whether it has finished or not.
 
     Raises:
-        ValueError: when `output_dir` holds a checkpoint or final models, also such that a killed process was about to
-            replace.
+        ValueError: when `output_dir` holds final models or a checkpoint, including any that a killed process was about
+            to replace.
     """
-    for found in (newest_checkpoint(output_dir), Path(output_dir) / "final"):
-        if found is not None and committed_path(found).exists():
-            raise ValueError(
-                f"output_dir ({output_dir}) already holds {found.name} of another run; set resume_from_checkpoint to "
-                "continue that run, choose another output_dir, or move the old one away"
-            )
+    newest, final = newest_checkpoint(output_dir), committed_path(Path(output_dir) / "final")
+    remedy = "choose another output_dir, or move the old run away"
+    if final.exists():
+        extend = "to train it further, raise total_epochs or total_episodes and set resume_from_checkpoint: true; "
+        raise ValueError(
+            f"output_dir ({output_dir}) holds a finished run (its models are in final/); "
+            f"{extend if newest is not None else ''}to start a new run, {remedy}"
+        )
+    if newest is not None:
+        raise ValueError(
+            f"output_dir ({output_dir}) already holds {newest.name} of an earlier run; set resume_from_checkpoint: "
+            f"true to continue that run, {remedy}"
+        )
 
 
 def set_aside_later(folder: Path) -> list[Path]:
-    """Renames the checkpoints beside `folder` that have more steps to `abandoned-...`, and returns what they are now: a
-    run that goes on from `folder` leaves that branch, and would take them for its own newest ones.
+    """Renames the checkpoints beside `folder` with higher steps to `abandoned-...`, and returns their new paths.
+
+    A run that resumes from `folder` leaves that branch and must not take them for its own newest checkpoints.
     """
     found = [path.resolve() for path in _checkpoints(folder.parent)]
     later = found[found.index(folder.resolve()) + 1 :] if folder.resolve() in found else []
@@ -73,18 +80,19 @@ def set_aside_later(folder: Path) -> list[Path]:
 
 
 def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Collection[Path] = ()) -> None:
-    """Removes the oldest checkpoints until `save_total_limit` are left (None: no limit); those of `keep` count but
-    stay.
+    """Deletes the oldest checkpoints until `save_total_limit` are left (None = no limit).
+
+    Those in `keep` count towards the limit but are never deleted.
     """
-    kept = {path.resolve() for path in keep}
+    protected = {path.resolve() for path in keep}
     found = _checkpoints(output_dir)
     surplus = 0 if save_total_limit is None else max(0, len(found) - save_total_limit)
-    for path in [path for path in found if path.resolve() not in kept][:surplus]:
+    for path in [path for path in found if path.resolve() not in protected][:surplus]:
         remove_folder(path)
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes manifest.json, the sizes and hashes of `FILES`, all of which are in `folder`."""
+    """Writes manifest.json with the sizes and hashes of `FILES`, all of which must be in `folder`."""
     manifest = FORMAT | {
         "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
     }
@@ -92,15 +100,18 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size in bytes and hash of each of `FILES`, as they were written; they are there, of these sizes.
+    """Checks that all files of a checkpoint exist and have the size they were written with.
+
+    Returns:
+        Size in bytes and hash of each of `FILES`, from the manifest.
 
     Raises:
-        ValueError: for a missing, foreign or incomplete folder; the file is named.
+        ValueError: for a folder that is missing, incomplete or not a checkpoint; names the file.
     """
     there = committed_path(folder)
     if not there.is_dir():
         raise ValueError(
-            f"checkpoint {folder} does not exist or is no folder; name an existing checkpoint-<step> folder"
+            f"checkpoint {folder} does not exist or is not a folder; name an existing checkpoint-<step> folder"
         )
     try:
         manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
@@ -108,33 +119,37 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{folder} has no readable manifest.json of alpaca_ppo; it is no checkpoint of it, or a damaged one; "
+            f"{folder} has no readable manifest.json of alpaca_ppo, so it is not one of its checkpoints or is damaged; "
             f"{_remedy(folder)}"
         ) from error
     found = {key: manifest.get(key) for key in FORMAT}
     if found != FORMAT:
-        raise ValueError(f"{folder}/manifest.json says {found}; this version of alpaca_ppo reads {FORMAT}")
+        raise ValueError(
+            f"{folder}/manifest.json has {found}, but this version of alpaca_ppo reads {FORMAT}; install the version "
+            "that wrote it"
+        )
     for name, (size, _) in files.items():
         if not (there / name).is_file():
             raise ValueError(f"checkpoint file {folder / name} is missing; {_remedy(folder)}")
         if (actual := (there / name).stat().st_size) != size:
             raise ValueError(
-                f"checkpoint file {folder / name} is damaged: {actual} bytes, written with {size}; {_remedy(folder)}"
+                f"checkpoint file {folder / name} is damaged: it has {actual} bytes, but was written with {size}; "
+                f"{_remedy(folder)}"
             )
     return files
 
 
 def verify_files(folder: Path) -> None:
-    """Checks that `folder` is a complete checkpoint whose files are as they were written.
+    """Checks that `folder` is a complete checkpoint with unchanged files, by their hashes.
 
     Raises:
-        ValueError: as `check_manifest`, and for a file of another content.
+        ValueError: as `check_manifest`, and for a file whose content has changed.
     """
     for name, (_, written) in check_manifest(folder).items():
         if (actual := _hash(folder / name)) != written:
             raise ValueError(
-                f"checkpoint file {folder / name} is damaged: its hash is {actual[:12]}, written with {written[:12]}; "
-                f"{_remedy(folder)}"
+                f"checkpoint file {folder / name} is damaged: its hash is {actual[:12]}, but it was written with "
+                f"{written[:12]}; {_remedy(folder)}"
             )
 
 
@@ -144,11 +159,11 @@ def _hash(path: Path) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """Which other checkpoint to take: never one that nobody chose, steps would be lost without a word."""
+    """Advice which names the other checkpoints. None is chosen automatically: that would silently lose steps."""
     others = [path for path in _checkpoints(folder.parent) if path.name != folder.name]
     if not others:
-        return f"{folder.parent} holds no other checkpoint to resume from: start anew"
-    return f"set resume_from_checkpoint to another one by name: {', '.join(map(str, reversed(others)))}"
+        return f"{folder.parent} holds no other checkpoint to resume from: start a new run"
+    return f"set resume_from_checkpoint to another one: {', '.join(map(str, reversed(others)))}"
 
 
 def _checkpoints(output_dir: StrPath) -> list[Path]:

@@ -1,11 +1,12 @@
-"""The model cards in the folders that a run leaves behind."""
+"""The READMEs in the folders of final models: the policy's model card and the value model's."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from huggingface_hub import ModelCardData
 
 from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
@@ -13,28 +14,44 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 def write_model_card(
     folder: StrPath, *, figures: Mapping[str, float], config: Mapping[str, Any], base_model: str | None
 ) -> None:
-    """Writes README.md into `folder`: front matter, the run's figures as a table, how to load it, its configuration.
+    """Writes the policy's README.md: front matter, final metrics, how to load the model, the run's configuration.
 
     Args:
         folder: of the policy.
-        figures: names and numbers; timings (`time/`) are left out.
+        figures: metrics by name; timings (`time/`) are left out.
         config: plain values.
-        base_model: hub id or folder that training started from. A folder is not named, the hub could not link it.
+        base_model: hub id or folder that training started from. Only a hub id is named, which the hub can link.
     """
     adapter = (Path(folder) / "adapter_config.json").exists()
-    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
-    if base_model and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model) and not Path(base_model).exists():
-        front["base_model"] = base_model
-    front["tags"] = ["alpaca_ppo", "ppo", "rlhf"]
+    is_hub_id = base_model and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model) and not Path(base_model).exists()
+    front = ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base_model if is_hub_id else None,
+        tags=["alpaca_ppo", "ppo", "rlhf"],
+    )
     rows = [f"| `{name}` | {figures[name]:.4g} |" for name in sorted(figures) if not name.startswith("time/")]
     text = _CARD.format(
-        front=yaml.safe_dump(front, sort_keys=False).strip(),
-        figures="\n".join(["| Figure | Last step |", "| --- | ---: |", *rows]) if rows else "None were recorded.",
+        front=front.to_yaml(),
+        figures="\n".join(["| Metric | Last step |", "| --- | ---: |", *rows]) if rows else "None were recorded.",
         package="peft" if adapter else "transformers",
         loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
         config=yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).strip(),
     )
     write_text_atomically(Path(folder) / "README.md", text)
+
+
+def write_value_card(folder: StrPath, form: Literal["classifier", "critic", "adapter", "critic_adapter"]) -> None:
+    """Writes the value model's README.md.
+
+    Args:
+        folder: of the value model.
+        form: "classifier", a sequence classifier; "critic", a backbone and head for `models.load_critic`; "adapter" and
+            "critic_adapter", the same two as adapters on the policy's base.
+    """
+    start = "" if form in ("adapter", "critic_adapter") else _START
+    use = {"classifier": _CLASSIFIER_USE, "adapter": _ADAPTER_USE}.get(form, _HEAD_USE)
+    write_text_atomically(Path(folder) / "README.md", _VALUE_CARD + start + use)
 
 
 _CARD = """\
@@ -44,13 +61,13 @@ _CARD = """\
 
 # A language model trained with PPO
 
-Trained by `alpaca_ppo` with PPO; the configuration below says with which advantages and which KL penalty.
+Trained with PPO by `alpaca_ppo`. The configuration below has the advantage estimator, the KL penalty and all else.
 
-## Figures
+## Metrics
 
 {figures}
 
-`objective/*` are of the rollouts, `ppo/*` of the updates, `eval/*` of held-out prompts; KL is in nats.
+`objective/*` describe the rollouts, `ppo/*` the updates and `eval/*` the held-out prompts. KL is in nats.
 
 ## Use
 
@@ -83,8 +100,8 @@ tags:
 """
 
 
-_STARTS = """
-A later run starts from it with `value_model`.
+_START = """
+To start the critic of another run from it, pass this folder as `value_model`.
 """
 
 

@@ -1,9 +1,8 @@
-"""Checkpoints from which a run goes on as if it had never stopped.
+"""Writes and reads a checkpoint, from which a run resumes as if it had never stopped.
 
-A checkpoint holds tensors as safetensors, everything else as JSON, and a manifest of sizes and hashes. Nothing is
-pickled. One process writes; what a run keeps besides model, optimizer, schedule and random states it passes as `extra`.
-Which checkpoint folders there are is in `checkpoint_folders`, what `from_pretrained` loads in `export`, how a folder
-comes to be all or nothing in `folders`.
+Tensors are stored as safetensors, everything else as JSON, with a manifest of sizes and hashes; nothing is pickled. One
+process writes. State other than weights, optimizer, schedule and random states is passed as `extra`. Finding and
+deleting checkpoint folders is in `directory`, the models that `from_pretrained` loads in `export`.
 """
 
 import json
@@ -34,16 +33,25 @@ def save_checkpoint(
     save_total_limit: int | None = None,
     best: StrPath | None = None,
 ) -> None:
-    """Writes `folder` (`.../checkpoint-<step>`) with `save_state`, all or nothing, then removes surplus older ones,
-    but never `best`.
+    """Writes `folder` (`.../checkpoint-<step>`) atomically, then deletes the oldest checkpoints beyond the limit.
+
+    Args:
+        folder: of the checkpoint.
+        weights: see `save_state`, as for `optimizer`, `scheduler`, `rng` and `extra`.
+        optimizer: likewise.
+        scheduler: likewise.
+        rng: likewise.
+        extra: likewise.
+        save_total_limit: checkpoints to keep; None = all.
+        best: a checkpoint that is never deleted.
 
     Raises:
-        OSError: when the disk is full; the older checkpoints stay as they were.
+        OSError: when the disk is full; the older checkpoints are intact.
     """
     folder = Path(folder)
     needed = sum(tensor.nbytes for tensor in _tensors([weights, optimizer]))
-    with write_folder_atomically(folder, needed=needed) as aside:
-        save_state(aside, weights=weights, optimizer=optimizer, scheduler=scheduler, rng=rng, extra=extra)
+    with write_folder_atomically(folder, needed=needed) as tmp_dir:
+        save_state(tmp_dir, weights=weights, optimizer=optimizer, scheduler=scheduler, rng=rng, extra=extra)
     clean_leftovers(folder.parent)
     rotate_checkpoints(folder.parent, save_total_limit, keep=[folder] if best is None else [folder, Path(best)])
 
@@ -57,13 +65,13 @@ def save_state(
     rng: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
 ) -> None:
-    """Writes a run's state into the existing `folder`, the manifest last.
+    """Writes a run's state into the existing `folder`; the manifest comes last.
 
     Args:
-        folder: existing, best a fresh one of `write_folder_atomically`.
+        folder: exists; usually a temporary one from `write_folder_atomically`.
         weights: of the model, by name.
-        optimizer: its state dictionary, of tensors and plain values.
-        scheduler: anything with `state_dict` of the same kind.
+        optimizer: its state dictionary.
+        scheduler: the learning-rate schedule.
         rng: `random_states` of each rank.
         extra: plain values (None, bool, int, float, str, list, tuple, dict) and tensors.
 
@@ -83,15 +91,15 @@ def save_state(
     write_manifest(folder)
 
 
-class Trained(Protocol):
-    """What trains, with its optimizer; both as of whole parameters, however they lie in memory."""
+class Checkpointable(Protocol):
+    """A model and its optimizer that exchange their state as unsharded tensors, however they are sharded."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name."""
+        """The tensors of the model to save, by name."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Puts back what `weights` gave."""
+        """Restores what `weights` returned."""
         ...
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -99,35 +107,35 @@ class Trained(Protocol):
         ...
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `optimizer_state` gave."""
+        """Restores what `optimizer_state` returned."""
         ...
 
 
 def load_checkpoint(
     folder: StrPath,
     *,
-    trained: Trained,
+    trained: Checkpointable,
     scheduler: Any,
     rank: int = 0,
     expected: Mapping[str, Any] | None = None,
     remedies: Mapping[str, str] | None = None,
     check: Callable[[Mapping[str, Any]], Any] = lambda extra: None,
 ) -> dict[str, Any]:
-    """Restores what `save_state` saved, in place and to the last bit, and returns `extra`.
+    """Restores a checkpoint in place, bit for bit, and returns its `extra`.
 
     Args:
-        folder: of `save_state`.
-        trained: a model of the same tensors (names, shapes, dtypes) as the saved one, on any device, and an optimizer
-            of the same kind, over the same parameters in the same groups.
-        scheduler: of the same kind.
-        rank: of this process; takes the random states of its number, where there were as many.
-        expected: entries that `extra` must have, such as the data's identity.
-        remedies: what to do where an entry of that name is another.
-        check: is given `extra`, and raises where it will not do.
+        folder: of the checkpoint.
+        trained: a model with the same tensors (names, shapes, dtypes) as the saved one, on any device, and an optimizer
+            of the same kind over the same parameter groups.
+        scheduler: of the same kind as the saved one.
+        rank: of this process. It gets the random states of the same rank, if the saved run had that many.
+        expected: entries that `extra` must have, such as the data's fingerprint.
+        remedies: what the error advises, by the name of the entry that differs.
+        check: called with `extra` before anything is restored; raises to refuse the checkpoint.
 
     Raises:
-        ValueError: for a missing, foreign, incomplete or damaged folder (the file is named), another model or
-            optimizer, or an `extra` that is not as expected. Nothing in memory has changed then.
+        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint (the file is named), for
+            another model or optimizer, and for an `extra` that is not as expected. Nothing has been restored then.
     """
     folder = Path(folder)
     verify_files(folder)
@@ -160,7 +168,7 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
-        # safetensors refuses two views of one memory, even where neither can be rebuilt from the other.
+        # safetensors refuses tensors that share a storage, even views that do not overlap.
         pointer = tensor.untyped_storage().data_ptr()
         dense = tensor.contiguous()
         separate[name] = dense.clone() if pointer in seen else dense
@@ -168,26 +176,26 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     safetensors.torch.save_file(separate, path)
 
 
-def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for `value`; its tensors go into `tensors` under their place, and tuples and non-text keys are marked."""
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON. Tensors are moved to `tensors` under their path; tuples and dictionaries are tagged."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors[where] = value
-        return {"__tensor__": where}
+        tensors[path] = value
+        return {"__tensor__": path}
     if isinstance(value, list | tuple):
-        entries = [_encode(entry, f"{where}/{i}", tensors) for i, entry in enumerate(value)]
+        entries = [_encode(entry, f"{path}/{i}", tensors) for i, entry in enumerate(value)]
         return entries if isinstance(value, list) else {"__tuple__": entries}
     if isinstance(value, Mapping):
-        # The position makes the name unique: 1 and "1" may be keys of one dict.
+        # The index keeps paths unique: one dictionary may have both 1 and "1" as keys.
         return {
             "__dict__": [
-                [_encode(key, "", {}), _encode(entry, f"{where}/{i}.{key}", tensors)]
+                [_encode(key, "", {}), _encode(entry, f"{path}/{i}.{key}", tensors)]
                 for i, (key, entry) in enumerate(value.items())
             ]
         }
     raise ValueError(
-        f"a checkpoint cannot hold {where} = {value!r}, a {type(value).__name__}; give it as plain values or tensors"
+        f"a checkpoint cannot hold {path} = {value!r}, a {type(value).__name__}; use plain values or tensors"
     )
 
 
@@ -216,11 +224,11 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(state: Mapping[str, Any]) -> None:
-    """Puts back what `random_states` returned."""
+    """Restores what `random_states` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    # A machine with fewer devices takes the first ones' states: a GPU run may be looked at where there is none.
+    # With fewer devices only the first states are used, so that a GPU run can be loaded on a machine without one.
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda, device)
 
@@ -230,7 +238,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What two optimizers must share: in each group the number of parameters and the names of the settings."""
+    """What two optimizers must have in common: the number of parameters and the setting names of each group."""
     groups = enumerate(state["param_groups"])
     return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in groups}
 
@@ -246,13 +254,14 @@ def _compare(
         if saved.get(name) != current.get(name):
             remedy = "resume with the models, optimizer and data it was written with"
             raise ValueError(
-                f"checkpoint {folder} is of another run: {what} {name} is {saved.get(name, 'absent')} in it and "
-                f"{current.get(name, 'absent')} here; {(remedies or {}).get(name.partition('.')[0], remedy)}"
+                f"checkpoint {folder} does not match this run: {what} {name} is {saved.get(name, 'absent')} in the "
+                f"checkpoint and {current.get(name, 'absent')} here; "
+                f"{(remedies or {}).get(name.partition('.')[0], remedy)}"
             )
 
 
 def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings, under names such as policy.hidden_size."""
+    """The leaves of nested mappings under dotted names, such as policy.hidden_size."""
     flat: dict[str, Any] = {}
     for name, value in entries.items():
         nested = isinstance(value, Mapping) and value

@@ -1,4 +1,4 @@
-"""The arguments of a run: `PPOConfig`, what its values may be, and how YAML files and flags become one."""
+"""The options of a run: the dataclasses, their checks, and the command line that reads them from YAML and flags."""
 
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig

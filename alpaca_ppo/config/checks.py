@@ -1,230 +1,209 @@
-"""What the value of an argument may be: its type, its range, its choices. Clashes between two are `PPOConfig`'s own."""
+"""Combinations of options that `PPOConfig` refuses. What a single value may be stands beside its field.
+
+What the configuration must know of an estimator, a loss or a critic comes from `registry`, so that the checks hold for
+those that a user registers too.
+"""
 
 import dataclasses
-import types
-import typing
-from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1_clamped", "k1+", "k3+")
-GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
+
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
-ADV_ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax")
+"""Values of `reference` that are no path or hub id."""
 
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "logging_steps query_len response_len total_epochs total_episodes rollout_batch_size "
-        "rollout_per_device_batch_size step_batch_size "
-        "step_per_device_batch_size ppo_epochs num_return_sequences logprob_chunk_size save_total_limit eval_top_k "
-        "kl_horizon num_quantiles iqn_embedding_dim ddp_timeout",
-        lambda v: v >= 1,
-        "at least 1",
-    ),
-    (
-        "seed save_steps eval_steps num_logged_rollouts truncate_after warmup_steps critic_warmup_steps "
-        "max_skipped_updates",
-        lambda v: v >= 0,
-        "0 or more",
-    ),
-    (
-        "temperature cliprange cliprange_high cliprange_value target_kl k_beta max_grad_norm adam_epsilon "
-        "target_kl_stop max_kl_to_ref quantile_huber_kappa",
-        lambda v: isfinite(v) and v > 0,
-        "a positive number",
-    ),
-    ("rollout_correction_threshold", lambda v: v > 0, "a positive number, or .inf"),
-    ("num_atoms", lambda v: v >= 2, "at least 2"),
-    ("c51_v_min c51_v_max", isfinite, "a finite number"),
-    (
-        "kl_coef vf_coef learning_rate weight_decay entropy_coef kl_loss_coef critic_learning_rate",
-        lambda v: isfinite(v) and v >= 0,
-        "0 or more",
-    ),
-    ("risk_level", lambda v: v == "neutral" or _is_probability(v), "neutral, or a number above 0 and at most 1"),
-    ("k_beta", lambda v: v < 5, "below 5, or one step could make kl_coef negative"),
-    ("gamma lam", lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ("cliprange", lambda v: v < 1, "below 1, or the ratio's lower bound would be negative"),
-    ("clip_ratio_c", lambda v: isfinite(v) and v > 1, "above 1, or null"),
-    ("eval_top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    ("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    ("penalty_reward_value", isfinite, "a finite number, or null"),
-    ("reward_weights", lambda v: len(v) > 0 and all(isfinite(w) for w in v), "a list of finite numbers, or null"),
+MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes"),)
+"""Groups of options of which at most one may be set. On the command line, one of them replaces another in the file."""
+
+_CRITIC_ONLY = (
+    "critic",
+    "risk_level",
+    "critic_warmup_steps",
+    "critic_learning_rate",
+    "init_value_with_reward",
+    "whiten_rewards",
 )
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "overlong_prompts": ("drop", "error"),
-    "generation_backend": ("decode", "generate"),
-    "loss_agg_mode": LOSS_AGG_MODES,
-    "kl_estimator": KL_ESTIMATORS,
-    "kl_controller": ("fixed", "proportional", "horizon"),
-    "kl_loss_type": KL_ESTIMATORS,
-    "adv_estimator": ADV_ESTIMATORS,
-    "policy_loss": ("clip", "gspo"),
-    "old_policy": ("recompute", "rollout", "correct"),
-    "rollout_correction_level": ("token", "sequence"),
-    "critic": ("scalar", "c51", "quantile", "iqn"),
-    "critic_layout": ("separate", "shared", "adapter"),
-    "dtype": ("float32", "bfloat16"),
-}
+"""Options that must keep their default without a critic."""
 
 
-def _is_probability(text: str) -> bool:
+def check_combinations(config: Any) -> None:
+    """Checks that the options of a `PPOConfig` do not contradict each other.
+
+    Raises:
+        ValueError: naming the options, their values and the remedy.
+    """
+    _check_estimator(config)
+    _check_policy_loss(config)
+    _check_critic(config)
+    _check_four_bit(config)
+    _check_kl(config)
+    _check_sizes(config)
+    _check_best_metric(config)
+    _check_sampling(config)
+    if config.push_to_hub and not config.hub_model_id:
+        raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
+
+
+def _check_estimator(config: Any) -> None:
+    name = config.adv_estimator
+    if ADV_ESTIMATORS.trait(name, "needs_group") and config.num_return_sequences == 1:
+        raise ValueError(
+            f"adv_estimator is {name!r}, which compares the responses to one prompt, but num_return_sequences is 1; "
+            f"set it to 2 or more, or choose one of {', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
+        )
+    if config.uses_critic:
+        return
+    if not ADV_ESTIMATORS.trait(name, "uses_gamma") and config.gamma != 1.0:
+        raise ValueError(
+            f"gamma is {config.gamma}, but adv_estimator {name!r} weights whole responses and never discounts; set "
+            "gamma: 1.0"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for field in _CRITIC_ONLY:
+        if (value := getattr(config, field)) != defaults[field]:
+            raise ValueError(
+                f"{field} is {value!r}, but adv_estimator {name!r} has no critic; set {field} back to "
+                f"{defaults[field]!r}, or choose an estimator with a critic: "
+                f"{', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
+            )
+
+
+def _check_policy_loss(config: Any) -> None:
+    name = config.policy_loss
+    mode = POLICY_LOSSES.trait(name, "loss_agg_mode")
+    if mode is not None and config.loss_agg_mode != mode:
+        raise ValueError(
+            f"loss_agg_mode is {config.loss_agg_mode!r}, but policy_loss {name!r} is defined for {mode!r} only; set "
+            f"loss_agg_mode: {mode}"
+        )
+    if config.clip_ratio_c is not None and not POLICY_LOSSES.trait(name, "dual_clip"):
+        raise ValueError(
+            f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss {name!r} has no dual clip; set clip_ratio_c: null"
+        )
+
+
+def _check_critic(config: Any) -> None:
+    if config.init_value_with_reward and config.critic_layout != "separate":
+        raise ValueError(
+            f"init_value_with_reward is True, but with critic_layout {config.critic_layout!r} the critic has no "
+            "backbone to initialize from a reward model; set critic_layout: separate, or init_value_with_reward: false"
+        )
+    if config.risk_level != "neutral":
+        if not _is_tail(config.risk_level):
+            raise ValueError(
+                f"risk_level is {config.risk_level!r}; it must be neutral, or a number above 0 and at most 1"
+            )
+        if not CRITIC_HEADS.trait(config.critic, "distributional"):
+            raise ValueError(
+                f"risk_level is {config.risk_level!r}, but critic {config.critic!r} predicts the mean only; set "
+                f"risk_level: neutral, or choose one of {', '.join(CRITIC_HEADS.names_with(distributional=True))}"
+            )
+    if config.c51_v_min >= config.c51_v_max:
+        raise ValueError(
+            f"c51_v_min ({config.c51_v_min}) must be below c51_v_max ({config.c51_v_max}); they are the ends of the "
+            "critic's support"
+        )
+
+
+def _is_tail(text: str) -> bool:
     try:
         return 0 < float(text) <= 1
     except ValueError:
         return False
 
 
-MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes"),)
-"""Fields that say the same thing in two ways: only one of each group may be set."""
-
-
-def argument(default: Any, help: str) -> Any:
-    """A dataclass field with this default and help text; a default list is copied for each instance."""
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
-def check_types(arguments: Any) -> None:
-    """Checks that each field of the dataclass `arguments`, and each entry of a list, is of the declared type.
-
-    Raises:
-        ValueError: naming the field, the value and the declared type.
-    """
-    for name, hint in typing.get_type_hints(type(arguments)).items():
-        value, kinds = getattr(arguments, name), members(hint)
-        _check_type(name, value, kinds)
-        if isinstance(value, list):
-            entries = next(typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is list)
-            for entry in value:
-                _check_type(f"an entry of {name}", entry, members(entries[0]))
-
-
-def members(hint: Any) -> tuple[Any, ...]:
-    """The types that `hint` allows: those of a union, or itself alone."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _check_type(what: str, value: Any, kinds: tuple[Any, ...]) -> None:
-    accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
-    if float in accepted:
-        accepted += (int,)
-    # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        wanted = " or ".join(kind.__name__ for kind in accepted if kind is not type(None))
-        remedy = ", in quotes" if str in accepted and isinstance(value, int | float) else ""
-        raise ValueError(f"{what} is {value!r}, a {type(value).__name__}; it must be {wanted}{remedy}")
-
-
-def check_limits(config: Any) -> None:
-    """Checks the fields of a `PPOConfig`, one by one, against `_RANGES` and `_CHOICES`.
-
-    Raises:
-        ValueError: naming the field, its value and what it may be.
-    """
-    for names, holds, remedy in _RANGES:
-        for name in names.split():
-            value = getattr(config, name)
-            if value is not None and not holds(value):
-                raise ValueError(f"{name} is {value!r}; it must be {remedy}")
-    for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(choices)}")
-
-
-def check_algorithm(config: Any) -> None:
-    """Checks that the algorithm's options of a `PPOConfig` do not contradict one another.
-
-    Raises:
-        ValueError: naming both fields, their values and the remedy.
-    """
-    if config.adv_estimator in GROUP_ESTIMATORS and config.num_return_sequences == 1:
+def _check_four_bit(config: Any) -> None:
+    if not config.load_in_4bit:
+        return
+    if config.merge_on_save:
         raise ValueError(
-            f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
-            "num_return_sequences is 1; set it to 2 or more, or choose reinforce_plus_plus or remax"
+            "load_in_4bit and merge_on_save are both True, but merging into a 4-bit base rounds it a second time; set "
+            "merge_on_save: false, and merge final/policy into the full-precision base after the run"
         )
-    if config.adv_estimator != "gae":
-        _refuse_without_critic(config)
-    _check_critic(config)
-    if config.policy_loss == "gspo" and config.loss_agg_mode != "seq-mean-token-mean":
+    copies_policy = config.reference in ("copy", "copy_offloaded")
+    if copies_policy or (config.uses_critic and config.critic_layout == "separate"):
         raise ValueError(
-            f"policy_loss is 'gspo' but loss_agg_mode is {config.loss_agg_mode!r}; a sequence's ratio has one weight a "
-            "sequence: set loss_agg_mode: seq-mean-token-mean"
-        )
-    if config.policy_loss == "gspo" and config.clip_ratio_c is not None:
-        raise ValueError(f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss 'gspo' has no dual clip; null it")
-    _check_kl(config)
-
-
-def _check_critic(config: Any) -> None:
-    if config.init_value_with_reward and config.critic_layout != "separate":
-        raise ValueError(
-            f"init_value_with_reward is True but critic_layout is {config.critic_layout!r}, whose critic has no "
-            "backbone to start from a reward model; use critic_layout: separate, or set it to False"
-        )
-    if config.critic == "scalar" and config.risk_level != "neutral":
-        raise ValueError(
-            f"risk_level is {config.risk_level!r} but critic is 'scalar', which knows the mean alone; choose c51, "
-            "quantile or iqn, or risk_level: neutral"
-        )
-    if config.c51_v_min >= config.c51_v_max:
-        raise ValueError(
-            f"c51_v_min ({config.c51_v_min}) is not below c51_v_max ({config.c51_v_max}); the support needs a width"
-        )
-    if config.load_in_4bit and config.merge_on_save:
-        raise ValueError(
-            "merge_on_save is True, but load_in_4bit too: merging would round the base again; merge final/policy into "
-            "the whole model afterwards"
-        )
-    copied = (config.uses_critic and config.critic_layout == "separate") or config.reference.startswith("copy")
-    if config.load_in_4bit and copied:
-        raise ValueError(
-            f"load_in_4bit is True, but critic_layout is {config.critic_layout!r} and reference {config.reference!r}: "
-            "a 4-bit base cannot be copied; use critic_layout: adapter or shared, and reference: auto"
+            f"load_in_4bit is True, but critic_layout is {config.critic_layout!r} with reference {config.reference!r}, "
+            "which copies the base, and a 4-bit base cannot be copied; use critic_layout: adapter or shared, and "
+            "reference: auto"
         )
 
 
 def _check_kl(config: Any) -> None:
     if config.reference == "none" and config.max_kl_to_ref is not None:
-        raise ValueError(f"max_kl_to_ref is {config.max_kl_to_ref} but reference is 'none'; null one of them")
-    if config.kl_controller != "fixed" and config.kl_coef == 0:
         raise ValueError(
-            f"kl_controller is {config.kl_controller!r} but kl_coef is 0, which no factor moves; start from a positive "
-            "kl_coef, or set kl_controller: fixed"
+            f"max_kl_to_ref is {config.max_kl_to_ref}, but reference is 'none'; set max_kl_to_ref: null, or keep a "
+            "reference"
         )
     if config.reference == "none" and (config.use_kl_loss or (config.use_kl_in_reward and config.kl_coef)):
         raise ValueError(
             f"reference is 'none', but use_kl_in_reward is {config.use_kl_in_reward} with kl_coef {config.kl_coef} and "
             f"use_kl_loss is {config.use_kl_loss}; set both to false, or keep a reference"
         )
-    if not config.use_kl_in_reward and config.kl_controller != "fixed":
+    if config.kl_controller == "fixed":
+        return
+    if config.kl_coef == 0:
         raise ValueError(
-            f"kl_controller is {config.kl_controller!r} but use_kl_in_reward is False, so it would move nothing; set "
-            "kl_controller: fixed or use_kl_in_reward: true"
+            f"kl_controller is {config.kl_controller!r}, but kl_coef is 0 and the controller can only scale it; set a "
+            "positive kl_coef, or kl_controller: fixed"
+        )
+    if not config.use_kl_in_reward:
+        raise ValueError(
+            f"kl_controller is {config.kl_controller!r}, but use_kl_in_reward is False, so kl_coef has no effect; set "
+            "kl_controller: fixed, or use_kl_in_reward: true"
+        )
+    if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
+        raise ValueError(
+            f"kl_horizon is {config.kl_horizon}, so one step of {config.responses_per_step} responses could make "
+            f"kl_coef negative; set it to {config.responses_per_step // 5 + 1} or more"
         )
 
 
-def _refuse_without_critic(config: Any) -> None:
-    if config.adv_estimator != "reinforce_plus_plus" and config.gamma != 1.0:
+def _check_sizes(config: Any) -> None:
+    for names in MUTUALLY_EXCLUSIVE:
+        given = [f"{name} ({value})" for name in names if (value := getattr(config, name)) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
+    if config.step_batch_size > config.responses_per_step:
         raise ValueError(
-            f"gamma is {config.gamma}, but adv_estimator {config.adv_estimator!r} weighs whole responses; set it to 1.0"
+            f"step_batch_size ({config.step_batch_size}) is larger than the responses of a step, rollout_batch_size * "
+            f"num_return_sequences = {config.responses_per_step}; set it to {config.responses_per_step} or less"
         )
-    for name, unset in _CRITIC_ONLY.items():
-        if (value := getattr(config, name)) != unset:
-            raise ValueError(
-                f"{name} is {value!r}, but adv_estimator {config.adv_estimator!r} has no critic; leave {name} at "
-                f"{unset!r}, or use adv_estimator: gae"
-            )
+    if config.num_return_sequences > config.rollout_per_device_batch_size:
+        raise ValueError(
+            f"num_return_sequences ({config.num_return_sequences}) is larger than rollout_per_device_batch_size "
+            f"({config.rollout_per_device_batch_size}), but a prompt's responses are sampled in one batch; raise "
+            "rollout_per_device_batch_size"
+        )
+    if config.reward_weights == []:
+        raise ValueError("reward_weights is []; give one number for each reward source, or null")
 
 
-_CRITIC_ONLY: dict[str, Any] = {
-    "critic": "scalar",
-    "risk_level": "neutral",
-    "critic_warmup_steps": 0,
-    "critic_learning_rate": None,
-    "init_value_with_reward": False,
-    "whiten_rewards": False,
-}
-"""Without a critic, what each must be."""
+def _check_best_metric(config: Any) -> None:
+    metric = config.metric_for_best_model
+    if metric is None:
+        return
+    if config.save_steps == 0:
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, but save_steps is 0, so there are no checkpoints to choose from; "
+            "set save_steps, or metric_for_best_model: null"
+        )
+    if metric.startswith("eval/") and (config.eval_steps == 0 or config.save_steps % config.eval_steps):
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, but save_steps ({config.save_steps}) is not a multiple of "
+            f"eval_steps ({config.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to "
+            f"{config.save_steps}"
+        )
+
+
+def _check_sampling(config: Any) -> None:
+    if not config.eval_do_sample and (config.eval_top_p is not None or config.eval_top_k is not None):
+        raise ValueError(
+            f"eval_top_p ({config.eval_top_p}) and eval_top_k ({config.eval_top_k}) apply to sampled responses only; "
+            "set eval_do_sample: true, or both to null"
+        )
+    if config.truncate_after and not config.truncate_tokens:
+        raise ValueError(
+            f"truncate_after is {config.truncate_after}, but truncate_tokens is not set; set truncate_tokens, or "
+            "truncate_after: 0"
+        )

@@ -1,106 +1,146 @@
-"""The command line: `parse_args` reads a YAML file and flags into dataclasses, `ScriptArguments` is train_ppo.py's."""
+"""The command line: `parse_args` turns a YAML file and flags into dataclasses."""
 
 import argparse
-import dataclasses
 import sys
 import types
-import typing
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 
-from alpaca_ppo.config.checks import MUTUALLY_EXCLUSIVE, members
+from alpaca_ppo.config.checks import MUTUALLY_EXCLUSIVE
+from alpaca_ppo.config.fields import METADATA, Option, check_value, options_of
+from alpaca_ppo.config.modules import import_modules
+from alpaca_ppo.presets import preset_names, preset_path
+
+_ABSENT = object()
 
 
 def parse_args(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One instance of each dataclass in `dataclass_types`, from `--config run.yaml` and flags; a flag wins over the
-    file, and over the file's rival of it (`validation.MUTUALLY_EXCLUSIVE`).
+    """One instance of each dataclass in `dataclass_types`, from `--config run.yaml` (or a preset's name) and flags.
 
-    A flag of a field that may be None takes `null` or `none` for it.
+    A flag wins over the file, and over an option in the file that it excludes (`checks.MUTUALLY_EXCLUSIVE`). A flag of
+    a field that may be None takes `null` or `none` for it. If one of the dataclasses has the field `import_modules`,
+    those modules are imported before `--help` is printed and before any value is checked, so that the names that they
+    register are valid.
 
     Args:
         dataclass_types: dataclasses with distinct field names.
         argv: the command line without the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        ValueError: when the file is missing, is no mapping, or has a key that no dataclass has; for a flag that none
-            has; and what the dataclasses raise.
+        ValueError: when the file does not exist, does not hold a mapping, or has an unknown key; for an unknown flag;
+            for a module that cannot be imported; and what the dataclasses raise.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    arguments = [part for text in arguments for part in text.split("=", 1 if text.startswith("--config=") else 0)]
-    given: dict[str, Any] = {}
-    if "--config" in arguments:
-        at = arguments.index("--config")
-        if at + 1 == len(arguments):
-            raise ValueError("--config names no file; give the path of a YAML file")
-        given = read_yaml(arguments[at + 1])
-        del arguments[at : at + 2]
-    fields = {cls: [field.name for field in dataclasses.fields(cls) if field.init] for cls in dataclass_types}
-    hints = {name: hint for cls in fields for name, hint in typing.get_type_hints(cls).items() if name in fields[cls]}
-    unknown = sorted(set(given) - set(hints))
-    if unknown:
-        raise ValueError(
-            f"unknown keys in the --config file: {', '.join(unknown)}; known are {', '.join(sorted(hints))}"
-        )
-    values = {name: _as_declared(name, hints[name], value) for name, value in given.items()}
-    flags = _read_flags(dataclass_types, hints, arguments)
-    for rivals in MUTUALLY_EXCLUSIVE:
-        if any(flags.get(name) is not None for name in rivals):
-            values |= dict.fromkeys(set(rivals) & set(values))
+    options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
+    flags, unknown = _FlagParser(dataclass_types, options).read(list(sys.argv[1:] if argv is None else argv))
+    config, wants_help = flags.pop("config", None), flags.pop("help", False)
+    values = {} if config is None else _typed(read_yaml(config), options)
+    for names in MUTUALLY_EXCLUSIVE:
+        if any(flags.get(name) is not None for name in names):
+            values |= dict.fromkeys(set(names) & set(values))
     values |= flags
-    return tuple(cls(**{name: values[name] for name in names if name in values}) for cls, names in fields.items())
+    if "import_modules" in values:
+        given_args = argparse.Namespace(**values)
+        check_value(options["import_modules"], given_args.import_modules)
+        import_modules(given_args.import_modules or [])
+    if wants_help:
+        # A new parser, because the help texts list the names that are registered by now.
+        _FlagParser(dataclass_types, options).print_help()
+        sys.exit(0)
+    if unknown:
+        raise ValueError(f"unknown command-line arguments: {' '.join(unknown)}; --help lists the valid ones")
+    return tuple(cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types)
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping that the YAML file at `path` holds.
+    """The mapping in the YAML file at `path`, or in the preset of that name if there is no such file.
 
     Raises:
-        ValueError: when there is no such file or it holds something else.
+        ValueError: when there is neither, or the file does not hold a mapping.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except FileNotFoundError as error:
-        raise ValueError(f"--config {path}: there is no such file") from error
+    file = Path(path)
+    if not file.is_file():
+        if path not in preset_names():
+            raise ValueError(
+                f"--config is {path!r}, but there is no such file (relative paths count from {Path.cwd()}) and no "
+                f"preset of that name; the presets are {', '.join(preset_names())}"
+            )
+        file = preset_path(path)
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path} holds {type(content).__name__}; it must map argument names to values")
+        raise ValueError(f"--config {path} holds a {type(content).__name__}; it must map option names to values")
     return content
 
 
-def _as_declared(name: str, hint: Any, value: Any) -> Any:
-    """YAML reads 1e-5 as text: brings it to the number that `hint` declares, and a single value to a list."""
-    kinds = [kind for kind in members(hint) if kind is not type(None)]
-    if len(kinds) == 1 and typing.get_origin(kinds[0]) is list and value is not None:
-        entry = typing.get_args(kinds[0])[0]
-        return [_as_declared(name, entry, part) for part in (value if isinstance(value, list) else [value])]
-    number = float if float in kinds else int if int in kinds else None
-    if not isinstance(value, str) or number is None or str in kinds:
+def _typed(given: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+    """The values of a YAML file, as numbers and lists where the fields are declared so."""
+    if unknown := sorted(map(str, set(given) - set(options))):
+        raise ValueError(
+            f"unknown keys in the --config file: {', '.join(unknown)}; valid keys: {', '.join(sorted(options))}"
+        )
+    typed = {}
+    for name, value in given.items():
+        kinds = options[name].entry_kinds
+        if kinds is None or value is None:
+            typed[name] = _number(name, value, options[name].kinds)
+        else:
+            typed[name] = [_number(name, v, kinds) for v in (value if isinstance(value, list) else [value])]
+    return typed
+
+
+def _number(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+    """YAML reads 1e-5 as text: `value` as the number that `kinds` declare, unless they allow text."""
+    kind = float if float in kinds else int if int in kinds else None
+    if not isinstance(value, str) or kind is None or str in kinds:
         return value
     try:
-        return number(value)
+        return kind(value)
     except ValueError as error:
-        raise ValueError(f"{name} is {value!r} in the --config file; it must be {number.__name__}") from error
+        raise ValueError(f"{name} is {value!r} in the --config file; it must be {kind.__name__}") from error
 
 
 class _FlagParser(HfArgumentParser):
-    """HfArgumentParser that reads `null` and `none` as None for the fields in `nullable`, and the union `str | int`:
-    digits are a number.
+    """`HfArgumentParser` with groups in `--help`, registered names in the help texts, `null` for fields that may be
+    None, and the union `str | int`, where digits are a number.
     """
 
-    def __init__(self, dataclass_types: Sequence[type], *, nullable: Set[str]) -> None:
-        # The base class adds all arguments as it is built.
-        self.nullable = nullable
-        super().__init__(list(dataclass_types), allow_abbrev=False)  # type: ignore[arg-type]
+    def __init__(self, dataclass_types: Sequence[type], options: Mapping[str, Option]) -> None:
+        # The base class adds all flags while it is built.
+        self._options = options
+        self._sections: dict[str, Any] = {}
+        usage = "%(prog)s [--config CONFIG] [--option VALUE ...]"
+        super().__init__(list(dataclass_types), usage=usage, allow_abbrev=False, add_help=False)  # type: ignore[arg-type]
+        self.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Show this help.")
+        presets = f"YAML file of options, or a preset ({', '.join(preset_names())}); flags win over it."
+        self.add_argument("--config", default=argparse.SUPPRESS, help=presets)
 
-    def add_argument(self, *names: Any, **options: Any) -> Any:
-        convert = options.get("type")
-        if isinstance(convert, types.UnionType):
-            convert = options["type"] = _number_or_text
-        if convert is not None and names[0].removeprefix("--") in self.nullable:
-            options["type"] = _or_null(convert)
-        return super().add_argument(*names, **options)
+    def add_argument(self, *names: Any, **settings: Any) -> Any:
+        option = self._options.get(settings.get("dest", names[0].removeprefix("--")))
+        if option is None:
+            return super().add_argument(*names, **settings)
+        settings = {key: value for key, value in settings.items() if key not in METADATA}
+        if option.registry is not None:
+            settings["help"] += f" One of {', '.join(option.registry.names)}."
+        if isinstance(settings.get("type"), types.UnionType):
+            settings["type"] = _number_or_text
+        # A field of three kinds reads "none" itself, as a word: TrainingArguments.report_to.
+        if option.nullable and len(option.kinds) == 1 and "type" in settings:
+            settings["type"] = _or_null(settings["type"])
+            if option.choices:
+                settings["choices"] = [*option.choices, None]
+        if option.group not in self._sections:
+            self._sections[option.group] = self.add_argument_group(option.group)
+        return self._sections[option.group].add_argument(*names, **settings)
+
+    def read(self, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+        """The flags that `arguments` hold, without defaults, and the arguments that are no flag."""
+        absent = argparse.Namespace(**dict.fromkeys(self._options, _ABSENT))
+        parsed, unknown = self.parse_known_args(arguments, absent)
+        given = {name: value for name, value in vars(parsed).items() if value is not _ABSENT}
+        return {name: None if value == [None] else value for name, value in given.items()}, unknown
 
 
 def _number_or_text(text: str) -> int | str:
@@ -111,19 +151,6 @@ def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return None if text.lower() in ("null", "none") else convert(text)
 
-    # argparse says "invalid <name> value".
+    # argparse reports "invalid <name> value".
     read.__name__ = convert.__name__
     return read
-
-
-def _read_flags(dataclass_types: Sequence[type], hints: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
-    """The fields that the command line names, without anyone's defaults."""
-    # Fields of three kinds are left alone: the `none` of TrainingArguments.report_to is a word of its own.
-    nullable = {name for name, hint in hints.items() if type(None) in members(hint) and len(members(hint)) == 2}
-    absent = object()
-    parsed, unused = _FlagParser(dataclass_types, nullable=nullable).parse_known_args(
-        arguments, argparse.Namespace(**dict.fromkeys(hints, absent))
-    )
-    if unused:
-        raise ValueError(f"no argument takes {' '.join(unused)!r} of the command line; --help lists the arguments")
-    return {name: None if value == [None] else value for name, value in vars(parsed).items() if value is not absent}

@@ -1,22 +1,19 @@
-"""`PPOConfig`, the arguments of a run: validated once, frozen.
+"""`PPOConfig`, the options of a training run: validated once, then frozen.
 
-Names that `transformers.TrainingArguments` has keep its meaning, AlpacaFarm's keep theirs. A step is one rollout and
-the updates on it: `logging_steps`, `save_steps` and `eval_steps` count those. Nothing here knows models, devices or
-the number of processes. Parsing is in `arguments`, what each value may be in `validation`.
+Options that `transformers.TrainingArguments` has too keep their name and meaning; AlpacaFarm's options keep theirs. A
+step is one rollout and the updates on it, and `logging_steps`, `save_steps` and `eval_steps` count those. Bounds stand
+beside each field; combinations are checked in `checks`. Nothing here depends on models, devices or the number of
+processes.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from alpaca_ppo.config.checks import (
-    ADV_ESTIMATORS,
-    KL_ESTIMATORS,
-    LOSS_AGG_MODES,
-    argument,
-    check_algorithm,
-    check_limits,
-    check_types,
-)
+from alpaca_ppo.config.checks import check_combinations
+from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, GENERATION_BACKENDS, KL_ESTIMATORS, POLICY_LOSSES
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
@@ -24,232 +21,274 @@ class PPOConfig:
     """Everything that `PPOTrainer` needs besides models, data and rewards.
 
     Raises:
-        ValueError: for a value out of its range or two values that clash; the message names the fields, the values
-            and the remedy.
+        ValueError: for a value outside its range, or for two options that contradict each other; the message names the
+            fields, their values and the remedy.
     """
 
-    output_dir: str = argument("outputs/ppo", "Folder of checkpoints, final models, metrics.jsonl and logs.")
-    run_name: str | None = argument(None, "Name of the run for the trackers; the output folder's name by default.")
-    seed: int = argument(42, "Seed of the prompt order, the sampling and the mini-batches.")
-    report_to: list[str] = argument(["tensorboard"], "Accelerate trackers, or none.")
-    logging_steps: int = argument(1, "Steps between two reports to the trackers; metrics.jsonl gets every step.")
-    save_steps: int = argument(0, "Steps between two checkpoints; 0 = none but the final model.")
-    ignore_data_change: bool = argument(
-        False, "Resume although the training data differ from the checkpoint's; the steps left take the new rows."
+    output_dir: str = argument(
+        "outputs/ppo", "Folder for checkpoints, final models, metrics.jsonl and logs.", group="Run and tracking"
+    )
+    run_name: str | None = argument(None, "Name of the run in the trackers; null = the name of output_dir.")
+    seed: int = argument(42, "Seed of the prompt order, the sampling and the mini-batches.", at_least=0)
+    report_to: list[str] | str = argument(
+        ["tensorboard"], "Accelerate's trackers to log to, such as tensorboard or wandb; all, or none."
+    )
+    logging_steps: int = argument(
+        1, "Steps between two reports to the trackers; metrics.jsonl gets every step.", at_least=1
+    )
+    num_logged_rollouts: int = argument(
+        8, "Samples per step written to rollouts/ with their per-token numbers; 0 = none.", at_least=0
+    )
+
+    save_steps: int = argument(
+        0, "Steps between two checkpoints; 0 = only the final model is saved.", at_least=0, group="Checkpoints"
     )
     save_total_limit: int | None = argument(
-        None, "Checkpoints to keep, the newest and the best among them (both, where it is 1); null = all."
+        None, "Checkpoints to keep, the newest and the best among them (with 1, both are kept); null = all.", at_least=1
     )
     metric_for_best_model: str | None = argument(
-        None, "Metric that tells the best checkpoint, such as eval/scores; null = none is kept for being the best."
+        None, "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept."
     )
-    greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is the better one.")
-    eval_steps: int = argument(0, "Steps between two evaluations; 0 = before and after training only.")
-    num_logged_rollouts: int = argument(
-        8, "Rows of each step written to rollouts/ with their per-token numbers; 0 = none."
+    greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is better.")
+    ignore_data_change: bool = argument(
+        False, "Resume even if the training data differ from the checkpoint's; the remaining steps use the new data."
     )
-    trust_remote_code: bool = argument(False, "Run code that comes with a model, the reward models included.")
-    push_to_hub: bool = argument(False, "Upload final/policy at the end.")
-    hub_model_id: str | None = argument(None, "Repository to push to.")
+    merge_on_save: bool = argument(False, "Also save final/merged, the policy with its adapter merged into the base.")
+    push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
+    hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")
 
-    query_len: int = argument(192, "Longest prompt, in tokens.")
-    response_len: int = argument(300, "Longest response, in tokens.")
-    prompt_column: str = argument("prompt", "Dataset column that holds the prompt (text or messages).")
-    prompt_template: str | None = argument(
-        None, "Named template or format string over the dataset's columns, instead of a prompt column."
-    )
-    overlong_prompts: str = argument("drop", "Prompts over query_len: drop (counted) or error.")
-    total_epochs: int | None = argument(None, "Passes over the prompts; 1 if total_episodes is not set either.")
-    total_episodes: int | None = argument(None, "Prompts to sample in all, instead of total_epochs.")
-
-    rollout_batch_size: int = argument(128, "Prompts a step, over all processes.")
-    rollout_per_device_batch_size: int = argument(32, "Responses a process samples or scores at once.")
-    step_batch_size: int = argument(64, "Responses an optimizer step trains on, over all processes.")
-    step_per_device_batch_size: int = argument(8, "Responses in a micro-batch.")
-    ppo_epochs: int = argument(2, "Passes over a rollout.")
-    num_return_sequences: int = argument(1, "Responses sampled for each prompt.")
-
-    temperature: float = argument(1.0, "Of sampling and of every log-probability.")
-    generation_backend: str = argument("decode", "decode, or generate for models whose cache cannot drop rows.")
-    truncate_tokens: list[str | int] | None = argument(
-        None, "Further stop tokens, each one token of the vocabulary: its text or its id (a flag of digits is an id)."
-    )
-    truncate_after: int = argument(0, "truncate_tokens stop a response only from this many tokens on.")
-    penalty_reward_value: float | None = argument(
-        None, "Score of a response that hit no stop token; null = keep its own."
+    eval_steps: int = argument(
+        0, "Steps between two evaluations; 0 = only before and after training.", at_least=0, group="Evaluation"
     )
     eval_do_sample: bool = argument(False, "Evaluate sampled responses instead of greedy ones.")
-    eval_top_p: float | None = argument(None, "Nucleus sampling in evaluation.")
-    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.")
+    eval_top_p: float | None = argument(None, "Nucleus sampling in evaluation.", above=0, at_most=1)
+    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1)
 
-    reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.")
-    whiten_rewards: bool = argument(False, "Scale shaped rewards to unit variance before the advantages (AlpacaFarm).")
-    whiten_advantages: bool = argument(True, "Whiten the advantages of gae over the step's rollouts.")
+    query_len: int = argument(192, "Maximum length of a prompt, in tokens.", at_least=1, group="Prompts")
+    overlong_prompts: Literal["drop", "error"] = argument(
+        "drop", "What to do with prompts longer than query_len: drop and count them, or raise an error."
+    )
+    prompt_column: str = argument("prompt", "Dataset column that holds the prompt, as text or messages.")
+    prompt_template: str | None = argument(
+        None, "Named template or format string over the dataset's columns, used instead of prompt_column."
+    )
+    total_epochs: int | None = argument(
+        None, "Passes over the prompts; null = 1, unless total_episodes is set.", at_least=1
+    )
+    total_episodes: int | None = argument(
+        None, "Number of prompts to sample in the whole run, instead of total_epochs.", at_least=1
+    )
+
+    rollout_batch_size: int = argument(
+        128, "Prompts per step, over all processes.", at_least=1, group="Batch sizes and epochs"
+    )
+    num_return_sequences: int = argument(1, "Responses sampled for each prompt.", at_least=1)
+    rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
+    step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
+    step_per_device_batch_size: int = argument(8, "Responses per micro-batch on one device.", at_least=1)
+    ppo_epochs: int = argument(2, "Passes over each step's rollouts.", at_least=1)
+
+    response_len: int = argument(300, "Maximum length of a response, in tokens.", at_least=1, group="Generation")
+    temperature: float = argument(1.0, "Temperature of the sampling and of every log-probability.", above=0)
+    generation_backend: str = argument(
+        "decode",
+        "How responses are sampled: decode is this package's loop; generate is for models whose KV cache cannot drop "
+        "rows.",
+        registry=GENERATION_BACKENDS,
+    )
+    truncate_tokens: list[str | int] | None = argument(
+        None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."
+    )
+    truncate_after: int = argument(
+        0, "Number of tokens that a response must have before truncate_tokens can stop it.", at_least=0
+    )
+
+    reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.", group="Rewards")
+    reward_adapter: str | None = argument(
+        None,
+        "LoRA reward model (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it.",
+    )
+    penalty_reward_value: float | None = argument(
+        None, "Score of a response that ends without a stop token; null = its own score."
+    )
+    whiten_rewards: bool = argument(
+        False, "Scale the shaped rewards to unit variance before the advantages are estimated (AlpacaFarm)."
+    )
+
     adv_estimator: str = argument(
         "gae",
-        f"{', '.join(ADV_ESTIMATORS)}. All but gae do without a critic; the group ones need num_return_sequences.",
+        "Advantage estimator. gae needs a critic; estimators that compare responses need num_return_sequences > 1.",
+        registry=ADV_ESTIMATORS,
+        group="Advantages",
     )
-    gamma: float = argument(1.0, "Discount per token.")
-    lam: float = argument(0.95, "Lambda of gae.")
-    cliprange: float = argument(0.2, "Clip range of the policy ratio.")
-    cliprange_high: float | None = argument(None, "Upper clip range where it differs (clip-higher).")
-    policy_loss: str = argument("clip", "clip (PPO) or gspo (the sequence's ratio is clipped).")
-    clip_ratio_c: float | None = argument(None, "Dual clip: bound of the ratio where the advantage is negative.")
-    loss_agg_mode: str = argument("token-mean", f"How token losses become one: {', '.join(LOSS_AGG_MODES)}.")
-    cliprange_value: float | None = argument(0.2, "Clip range of a scalar critic's value; null = no clipping.")
-    vf_coef: float = argument(0.1, "Weight of the value loss.")
-    entropy_coef: float = argument(0.0, "Weight of the entropy bonus.")
-    use_kl_in_reward: bool = argument(True, "Penalise the KL to the reference in the reward.")
-    kl_coef: float = argument(0.05, "Weight of the KL penalty in the reward (its first value under a controller).")
-    kl_estimator: str = argument("k1", f"KL estimator in the reward: {', '.join(KL_ESTIMATORS)}.")
-    kl_controller: str = argument("fixed", "fixed, proportional (AlpacaFarm) or horizon (Ziegler et al.).")
-    target_kl: float = argument(6.0, "KL of a sequence that the controllers aim at, in nats.")
-    k_beta: float = argument(0.1, "Gain of the proportional controller.")
-    kl_horizon: int = argument(10000, "Horizon of the horizon controller, in responses.")
+    gamma: float = argument(1.0, "Discount per token.", at_least=0, at_most=1)
+    lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1)
+    whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.")
 
-    use_kl_loss: bool = argument(
-        False, "Add the KL to the reference to the loss; beside the one in the reward, or alone."
+    policy_loss: str = argument(
+        "clip",
+        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence.",
+        registry=POLICY_LOSSES,
+        group="Policy loss",
     )
-    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.")
-    kl_loss_type: str = argument("k3", "KL estimator in the loss, of the same names. k1 has no gradient on average.")
+    cliprange: float = argument(0.2, "Clip range of the policy ratio.", above=0, below=1)
+    cliprange_high: float | None = argument(
+        None, "Upper clip range (clip-higher); null = cliprange on both sides.", above=0
+    )
+    clip_ratio_c: float | None = argument(
+        None, "Dual clip: bound of the ratio where the advantage is negative; null = none.", above=1
+    )
+    loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
+    entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
+    old_policy: Literal["recompute", "rollout", "correct"] = argument(
+        "recompute",
+        "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
+        "correct recomputes and weights the loss by the ratio of the two.",
+    )
+    rollout_correction_level: Literal["token", "sequence"] = argument(
+        "token", "With old_policy correct: one weight per token, or one per sequence."
+    )
+    rollout_correction_threshold: float = argument(
+        2.0, "With old_policy correct: upper limit of a weight; .inf = no limit.", above=0, allow_inf=True
+    )
+    rollout_correction_normalize: bool = argument(False, "With old_policy correct: divide the weights by their mean.")
     target_kl_stop: float | None = argument(
-        None, "End a step's updates when the approximate KL of policy and old policy, in nats a token, passes this."
+        None,
+        "End a step's updates when the approximate KL of the policy to the old policy, in nats per token, exceeds "
+        "this.",
+        above=0,
+    )
+
+    use_kl_in_reward: bool = argument(
+        True, "Subtract the KL to the reference policy from the reward.", group="KL to the reference policy"
+    )
+    kl_coef: float = argument(
+        0.05, "Weight of the KL in the reward; the initial value if a controller adapts it.", at_least=0
+    )
+    kl_estimator: str = argument("k1", "KL estimator in the reward.", registry=KL_ESTIMATORS)
+    kl_controller: Literal["fixed", "proportional", "horizon"] = argument(
+        "fixed", "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593)."
+    )
+    target_kl: float = argument(6.0, "KL that the controllers aim at, in nats per sequence.", above=0)
+    k_beta: float = argument(
+        0.1, "Gain of the proportional controller; at 5 a single step could make kl_coef negative.", above=0, below=5
+    )
+    kl_horizon: int = argument(10000, "Horizon of the horizon controller, in responses.", at_least=1)
+    use_kl_loss: bool = argument(
+        False, "Add the KL to the reference policy to the loss, with or without a KL in the reward."
+    )
+    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.", at_least=0)
+    kl_loss_type: str = argument(
+        "k3", "KL estimator in the loss. The gradient of k1 is zero in expectation.", registry=KL_ESTIMATORS
     )
     max_kl_to_ref: float | None = argument(
-        None, "End the run, with a checkpoint, when a step's objective/kl_sum_seq passes this."
+        None, "Save a checkpoint and end the run when a step's objective/kl_sum_seq exceeds this.", above=0
     )
-    old_policy: str = argument(
-        "recompute", "recompute (the trainer's own pass), rollout (the sampler's log-probs) or correct (weighted)."
-    )
-    rollout_correction_level: str = argument("token", "old_policy correct: weights of tokens, or of a sequence.")
-    rollout_correction_threshold: float = argument(2.0, "old_policy correct: largest weight; .inf = none.")
-    rollout_correction_normalize: bool = argument(False, "old_policy correct: divide the weights by their mean.")
 
-    critic: str = argument("scalar", "scalar, c51, quantile or iqn.")
-    num_quantiles: int = argument(32, "Quantiles of the quantile and iqn critics.")
-    quantile_huber_kappa: float = argument(1.0, "Where the quantile and iqn losses turn from square to linear.")
-    num_atoms: int = argument(51, "Atoms of the c51 critic.")
-    c51_v_min: float = argument(-10.0, "Least return that the c51 critic tells apart.")
-    c51_v_max: float = argument(10.0, "Greatest return that the c51 critic tells apart.")
-    iqn_embedding_dim: int = argument(64, "Cosines of the iqn critic.")
-    risk_level: str = argument(
-        "neutral", "What GAE reads of a distributional critic: neutral (the mean), or the mean of a lower tail (0.1)."
+    critic: str = argument(
+        "scalar",
+        "Critic head: scalar predicts the mean return, the others a distribution of returns.",
+        registry=CRITIC_HEADS,
+        group="Critic",
+    )
+    critic_layout: Literal["separate", "shared", "adapter"] = argument(
+        "separate",
+        "separate = the critic has its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA "
+        "adapter on the policy's base.",
+    )
+    vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0)
+    cliprange_value: float | None = argument(
+        0.2, "Clip range of the scalar critic's values; null = no clipping.", above=0
+    )
+    critic_learning_rate: float | None = argument(
+        None, "Learning rate of the critic; null = learning_rate.", at_least=0
     )
     critic_warmup_steps: int = argument(
-        0, "First steps in which the critic learns and the policy stands still; the schedule counts them."
-    )
-    critic_learning_rate: float | None = argument(None, "Of the critic's parameters; null = learning_rate.")
-    critic_layout: str = argument(
-        "separate", "separate (own backbone), shared (a head on the policy's) or adapter (a second one on its base)."
+        0, "First steps in which only the critic is trained; the learning-rate schedule counts them.", at_least=0
     )
     init_value_with_reward: bool = argument(
-        False, "Start the critic from the reward model (a distributional one from its backbone) instead of the policy."
+        False,
+        "Initialize the critic from the reward model (a distributional one from its backbone) instead of the policy.",
+    )
+    num_quantiles: int = argument(32, "Quantiles of the quantile and iqn critics.", at_least=1)
+    quantile_huber_kappa: float = argument(
+        1.0, "Error at which the loss of the quantile and iqn critics turns from quadratic to linear.", above=0
+    )
+    num_atoms: int = argument(51, "Atoms of the c51 critic.", at_least=2)
+    c51_v_min: float = argument(-10.0, "Lowest return in the c51 critic's support.")
+    c51_v_max: float = argument(10.0, "Highest return in the c51 critic's support.")
+    iqn_embedding_dim: int = argument(64, "Cosine features of the iqn critic.", at_least=1)
+    risk_level: str = argument(
+        "neutral",
+        "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "
+        "lower tail (CVaR).",
     )
 
     reference: str = argument(
         "auto",
-        "auto (adapter_off with LoRA, else copy), adapter_off, copy, copy_offloaded (in host memory), none, or a path "
-        "or hub id.",
+        "Reference policy: auto (adapter_off with LoRA, otherwise copy), adapter_off, copy, copy_offloaded (kept in "
+        "host memory), none, or a path or hub id.",
+        group="Policy and reference models",
     )
-    dtype: str = argument("float32", "Of a policy that is loaded: float32, or bfloat16 with LoRA.")
-    load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits (CUDA and bitsandbytes; with LoRA).")
-    reward_adapter: str | None = argument(
-        None, "Reward adapter (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it."
+    dtype: Literal["float32", "bfloat16"] = argument(
+        "float32", "Data type in which the policy is loaded; bfloat16 needs LoRA."
     )
-    merge_on_save: bool = argument(False, "Write final/merged, the adapter merged into its base, too.")
+    load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits; needs LoRA, CUDA and bitsandbytes.")
+    trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
 
-    learning_rate: float = argument(1e-6, "Of AdamW.")
-    lr_scheduler_type: str = argument("constant", "Any schedule of transformers.get_scheduler.")
-    warmup_steps: int = argument(0, "Optimizer steps of warm-up.")
-    weight_decay: float = argument(0.0, "Of the weight matrices.")
-    adam_beta1: float = argument(0.9, "Of AdamW.")
-    adam_beta2: float = argument(0.999, "Of AdamW.")
-    adam_epsilon: float = argument(1e-5, "Of AdamW (AlpacaFarm's value).")
-    max_grad_norm: float = argument(1.0, "Gradient norm is clipped to this.")
+    learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
+    lr_scheduler_type: str = argument("constant", "Schedule by its name in transformers.get_scheduler.")
+    warmup_steps: int = argument(0, "Optimizer steps of warm-up.", at_least=0)
+    weight_decay: float = argument(0.0, "Weight decay of AdamW, on weight matrices only.", at_least=0)
+    adam_beta1: float = argument(0.9, "First beta of AdamW.", at_least=0, below=1)
+    adam_beta2: float = argument(0.999, "Second beta of AdamW.", at_least=0, below=1)
+    adam_epsilon: float = argument(1e-5, "Epsilon of AdamW (AlpacaFarm's value).", above=0)
+    max_grad_norm: float = argument(1.0, "Maximum gradient norm; larger gradients are clipped.", above=0)
     max_skipped_updates: int = argument(
-        0, "Optimizer steps that a run may skip because a loss or gradient is not finite; one more ends it."
+        0,
+        "Optimizer steps that a run may skip because a loss or gradient is not finite; one more ends the run.",
+        at_least=0,
     )
-    gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass.")
-    bf16: bool = argument(False, "Forward passes in bfloat16; the optimizer keeps float32 weights.")
-    use_cpu: bool = argument(False, "Stay on the CPU even where a GPU is.")
+
+    bf16: bool = argument(
+        False, "Forward passes in bfloat16; the optimizer keeps float32 weights.", group="Devices and memory"
+    )
+    gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass to save memory.")
+    logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
+    use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(
-        None, "DeepSpeed configuration (JSON) for a run under accelerate launch or torchrun; ZeRO stage 1, 2 or 3."
-    )
-    ddp_timeout: int = argument(
-        1800, "Seconds that a process waits for the others before it gives up: longer than the slowest reward takes."
+        None,
+        "DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun.",
     )
     ds3_gather_for_generation: bool = argument(
-        True, "Under ZeRO 3, hold the whole policy on every device while it samples; false gathers layer by layer."
+        True, "Under ZeRO 3, gather the whole policy on every device for sampling; false gathers one layer at a time."
     )
-    logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.")
+    ddp_timeout: int = argument(
+        1800,
+        "Seconds that a process waits for the others before it fails; must exceed the slowest reward computation.",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
-        number: Any = self.risk_level
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            object.__setattr__(self, "risk_level", str(self.risk_level))
-        check_types(self)
-        check_limits(self)
-        check_algorithm(self)
-        self._check_combinations()
+        risk_level: Any = self.risk_level
+        if isinstance(risk_level, int | float) and not isinstance(risk_level, bool):
+            object.__setattr__(self, "risk_level", str(risk_level))
+        if isinstance(self.report_to, str):
+            object.__setattr__(self, "report_to", [self.report_to])
+        check_fields(self)
+        check_combinations(self)
 
     @property
     def responses_per_step(self) -> int:
-        """Responses of a full step: prompts times samples."""
+        """Responses of a full step: prompts times responses per prompt."""
         return self.rollout_batch_size * self.num_return_sequences
 
     @property
     def risk_alpha(self) -> float | None:
-        """The tail that `risk_level` names; None for the mean."""
+        """The lower tail that `risk_level` names, as a probability; None for the mean."""
         return None if self.risk_level == "neutral" else float(self.risk_level)
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the advantages need a critic."""
-        return self.adv_estimator == "gae"
-
-    def _check_combinations(self) -> None:
-        if self.total_epochs is not None and self.total_episodes is not None:
-            raise ValueError(
-                f"total_epochs ({self.total_epochs}) and total_episodes ({self.total_episodes}) are both set; null "
-                f"one of them"
-            )
-        if self.step_batch_size > self.responses_per_step:
-            raise ValueError(
-                f"step_batch_size ({self.step_batch_size}) is larger than the responses of a step, rollout_batch_size "
-                f"* num_return_sequences = {self.responses_per_step}; set it to {self.responses_per_step} or less"
-            )
-        if self.num_return_sequences > self.rollout_per_device_batch_size:
-            raise ValueError(
-                f"num_return_sequences ({self.num_return_sequences}) is larger than rollout_per_device_batch_size "
-                f"({self.rollout_per_device_batch_size}); a prompt's samples are drawn together, so raise the latter"
-            )
-        if self.kl_controller == "horizon" and self.responses_per_step >= 5 * self.kl_horizon:
-            shortest = self.responses_per_step // 5 + 1
-            raise ValueError(
-                f"kl_horizon is {self.kl_horizon}: a step could turn kl_coef negative; use {shortest} or more"
-            )
-        self._check_best_metric()
-        if self.push_to_hub and not self.hub_model_id:
-            raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
-        if not self.eval_do_sample and (self.eval_top_p is not None or self.eval_top_k is not None):
-            given = f"eval_top_p ({self.eval_top_p}) and eval_top_k ({self.eval_top_k})"
-            raise ValueError(f"{given} act on sampled responses only; set eval_do_sample: true or null them")
-        if self.truncate_after and not self.truncate_tokens:
-            raise ValueError(
-                f"truncate_after is {self.truncate_after} but truncate_tokens is not set; name them or use 0"
-            )
-
-    def _check_best_metric(self) -> None:
-        metric = self.metric_for_best_model
-        if metric is None:
-            return
-        if self.save_steps == 0:
-            raise ValueError(
-                f"metric_for_best_model is {metric!r} but save_steps is 0, so there are no checkpoints to choose from; "
-                "set save_steps, or null metric_for_best_model"
-            )
-        if metric.startswith("eval/") and (self.eval_steps == 0 or self.save_steps % self.eval_steps):
-            raise ValueError(
-                f"metric_for_best_model is {metric!r}, but save_steps ({self.save_steps}) is no multiple of eval_steps "
-                f"({self.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to {self.save_steps}"
-            )
+        """Whether the advantage estimator needs a critic."""
+        return bool(ADV_ESTIMATORS.trait(self.adv_estimator, "needs_critic"))

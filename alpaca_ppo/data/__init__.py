@@ -1,7 +1,7 @@
 """Prompts: from a dataset on the hub or on disk to left-padded batches of token ids.
 
-Holds loading, templates and chat templates, tokenisation and collation. Leaves out the order in which prompts are
-visited (the trainer's) and everything about responses.
+Loading, templates and chat templates, tokenization, collation, and the order in which prompts are visited. Responses
+are not here.
 """
 
 from alpaca_ppo.data.collation import collate_prompts

@@ -1,7 +1,7 @@
-"""Tokenised prompts: templates and chat templates applied, over-long ones dropped.
+"""Tokenized prompts: templates and chat templates are applied, and overlong prompts are dropped.
 
-Token ids are kept in memory, 4 bytes each; the rows stay in the dataset (memory-mapped) and are read when asked for.
-Leaves out images, tools and the continuation of an assistant message.
+Token ids are kept in memory, 4 bytes each; the rows stay in the memory-mapped dataset and are read on access. Leaves
+out images, tools and the continuation of an assistant message.
 """
 
 import hashlib
@@ -24,12 +24,15 @@ _CHUNK = 1000
 
 
 class PromptDataset(Sequence[dict[str, Any]]):
-    """The prompts that fit, in the dataset's order; an index is stable and identifies a prompt's randomness.
+    """The prompts that are not overlong, in the dataset's order.
 
-    `ds[i]` is `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text
-    or messages that the policy sees before tokenisation (with a template, the rendered text, which replaces a column
-    of that name). `num_dropped` counts prompts that were longer than `query_len`. `fingerprint` is a hash of the token
-    ids and of all columns, the same wherever the rows were loaded from.
+    The index of a prompt is stable; it is the `prompt_id` that keys the prompt's random numbers. `ds[i]` is
+    `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text or messages
+    before tokenization (with a template, the rendered text, which replaces a column of that name).
+
+    Attributes:
+        num_dropped: prompts that were longer than `query_len`.
+        fingerprint: a hash of the token ids and of all columns, independent of where the rows were loaded from.
     """
 
     def __init__(
@@ -65,23 +68,23 @@ def prepare_prompts(
     prompt_template: str | None = None,
     overlong: str = "drop",
 ) -> PromptDataset:
-    """The dataset's prompts as token ids, at most `query_len` tokens each.
+    """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
     Args:
-        dataset: rows with a prompt column: text, or messages (a list of {"role", "content"}), to which the chat
-            template is applied with the generation prompt. Rows without one, but with Alpaca's `instruction` column
-            (and `input`, which may be empty), go through the `alpaca` template.
-        tokenizer: the policy's. Text gets the special tokens it adds in front; an eos that it appends is taken off,
-            because it would end the prompt.
-        query_len: longest prompt, in tokens.
-        prompt_column: the column that holds the prompt, if it is not called `prompt`.
-        prompt_template: a named template or a format string over any columns (see `resolve_template`), instead of the
-            column.
-        overlong: what becomes of a longer prompt: `drop` it and count it, or `error`.
+        dataset: rows with a prompt column. It holds text, or messages (a list of {"role", "content"}), to which the
+            chat template is applied with the generation prompt. Without a prompt column, rows with Alpaca's
+            `instruction` (and `input`, which may be empty) are rendered with the `alpaca` template.
+        tokenizer: the policy's tokenizer. Text gets the special tokens that it prepends; an eos that it appends is
+            removed, because it would end the prompt.
+        query_len: the longest prompt, in tokens.
+        prompt_column: the column with the prompt.
+        prompt_template: a named template or a format string over any columns, used instead of `prompt_column`; see
+            `resolve_template`.
+        overlong: what happens to a longer prompt: "drop" (it is counted), or "error".
 
     Raises:
-        ValueError: for a missing column, an empty or malformed prompt (naming the row), an over-long one under
-            `error`, or when none is left.
+        ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
+            or if no prompt is left.
     """
     _check_arguments(dataset, query_len, overlong)
     template = _template_of(dataset, prompt_column, prompt_template)
@@ -91,14 +94,15 @@ def prepare_prompts(
     input_ids: list[array[int]] = []
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
-        digest.update(json.dumps(columns, sort_keys=True, default=_plain).encode())
+        digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
         prompts = [_checked_prompt(prompt_of, row, start + i) for i, row in enumerate(rows)]
         for number, ids in enumerate(_tokenize(prompts, tokenizer), start):
             if not ids:
                 raise ValueError(
-                    f"the prompt in row {number} has no tokens under this tokenizer: {prompts[number - start]!r}"
+                    f"the prompt in row {number} has no tokens under this tokenizer: {prompts[number - start]!r}; drop "
+                    "such rows"
                 )
             if len(ids) <= query_len:
                 kept.append(number)
@@ -111,12 +115,17 @@ def prepare_prompts(
                 )
     if not kept:
         raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
-    about: dict[str, Any] = {"num_dropped": len(dataset) - len(kept), "fingerprint": digest.hexdigest()[:16]}
-    return PromptDataset(dataset.select(kept), input_ids, prompt_of, **about)
+    return PromptDataset(
+        dataset.select(kept),
+        input_ids,
+        prompt_of,
+        num_dropped=len(dataset) - len(kept),
+        fingerprint=digest.hexdigest()[:16],
+    )
 
 
-def _plain(value: Any) -> Any:
-    """JSON for what a dataset may hold besides plain values; of what has no fixed content, such as images, the type."""
+def _json_value(value: Any) -> Any:
+    """Returns a JSON value for what `json` cannot encode; values without stable content (images) give their type."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | time | timedelta | Decimal):
@@ -127,11 +136,11 @@ def _plain(value: Any) -> Any:
 def _check_arguments(dataset: Dataset, query_len: int, overlong: str) -> None:
     if not isinstance(dataset, Dataset):
         raise ValueError(
-            f"the prompt dataset is a {type(dataset).__name__}; give one split as a datasets.Dataset "
-            "(Dataset.from_list(rows) makes one from a list, dataset_dict['train'] picks one from several)"
+            f"the prompt dataset is a {type(dataset).__name__}; pass one split as a datasets.Dataset "
+            "(Dataset.from_list(rows) converts a list, dataset_dict['train'] selects a split)"
         )
     if len(dataset) == 0:
-        raise ValueError("the prompt dataset has no rows")
+        raise ValueError("the prompt dataset has no rows; it must have at least one")
     if query_len < 1:
         raise ValueError(f"query_len is {query_len}; it must be at least 1")
     if overlong not in ("drop", "error"):
@@ -147,14 +156,17 @@ def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | No
     if prompt_column == "prompt" and "instruction" in columns:
         return resolve_template("alpaca", columns)
     raise ValueError(
-        f"the dataset has no column {prompt_column!r}; its columns are {columns}; "
-        "name the one with the prompt as prompt_column, or give a prompt_template such as 'Question: {question}'"
+        f"the dataset has no column {prompt_column!r}; its columns are {columns}; set prompt_column to the one with "
+        "the prompt, or set a prompt_template such as 'Question: {question}'"
     )
 
 
 def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:
-    """The column's text or messages, the latter without the None that Arrow puts where only other messages have a key:
-    chat templates ask for keys."""
+    """Returns the column's text or messages.
+
+    Arrow sets a key to None in messages that lack it, if any message has it. Such keys are removed, because chat
+    templates test for their presence.
+    """
     prompt = row[column]
     if not isinstance(prompt, list):
         return prompt
@@ -188,19 +200,18 @@ def _check_messages(messages: list[Any], number: int) -> None:
             raise ValueError(f"row {number} has the message {message!r}; it needs 'role' and 'content', both text")
     if messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"the messages in row {number} end with the assistant's; "
-            "the policy answers, so the last one must be someone else's: drop the answer"
+            f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
         )
 
 
 def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of texts, or of conversations; one dataset holds one kind, as Arrow columns do."""
+    """Returns the token ids of texts or of conversations; an Arrow column holds only one of the two."""
     if isinstance(prompts[0], str):
         return _tokenize_texts(prompts, tokenizer)
     if tokenizer.chat_template is None:
         raise ValueError(
-            "the prompts are messages but the tokenizer has no chat template; use an instruction model's tokenizer, "
-            "set tokenizer.chat_template, or give the prompts as text"
+            "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
+            "model, set tokenizer.chat_template, or use text prompts"
         )
     encoded: Any = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
     return [list(ids) for ids in encoded["input_ids"]]
@@ -210,7 +221,7 @@ def _tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> lis
     tokenized = tokenizer(texts, add_special_tokens=True)["input_ids"]
     plain = tokenizer(texts, add_special_tokens=False)["input_ids"]
     eos = tokenizer.eos_token_id
-    # An eos in the text itself stays: only one that the plain ids do not end with was appended by the tokenizer.
+    # An eos inside the text is kept. If the ids do not end with the plain ids, the tokenizer has appended the eos.
     return [
         list(ids[:-1]) if ids and ids[-1] == eos and ids[len(ids) - len(text_ids) :] != text_ids else list(ids)
         for ids, text_ids in zip(tokenized, plain, strict=True)

@@ -1,4 +1,4 @@
-"""Prompt templates: dataset columns to prompt text. Chat templates are the tokenizer's and not here."""
+"""Prompt templates: from dataset columns to prompt text. Chat templates belong to the tokenizer and are not here."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -8,25 +8,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A format string over dataset columns, with an optional second form for rows whose optional column is empty.
-
-    `optional` names the column whose absence, None or blank text selects `without_optional`.
-    """
+    """A format string over dataset columns, optionally with a second one for rows whose optional column is empty."""
 
     text: str
+    """The format string."""
     optional: str | None = None
+    """The column that may be missing, None or blank; `without_optional` is used then."""
     without_optional: str | None = None
+    """The format string without the optional column."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns every row must fill, in the order of their first use."""
+        """The columns that every row must have, in the order of their first use."""
         return tuple(name for name in _field_names(self.text) if name != self.optional)
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """The prompt text of one row.
+        """Returns the prompt text of one row.
 
         Raises:
-            ValueError: where a column is None, which would print as the word "None".
+            ValueError: if a column is None, which would be rendered as the word "None".
         """
         text = self.text
         if self.without_optional is not None and not str(row.get(self.optional or "") or "").strip():
@@ -34,12 +34,11 @@ class PromptTemplate:
         values = {name: row[name] for name in _field_names(text)}
         for name, value in values.items():
             if value is None:
-                raise ValueError(f"column {name!r} is None; drop such rows or fill the column")
+                raise ValueError(f"column {name!r} is None; drop such rows, or fill the column")
         return text.format(**values)
 
 
-# The two wordings of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), which AlpacaFarm's models were trained
-# on: not ours to improve.
+# Stanford Alpaca's exact wording (github.com/tatsu-lab/stanford_alpaca), which AlpacaFarm's models were trained with.
 PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
     "alpaca": PromptTemplate(
         text=(
@@ -58,16 +57,16 @@ PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
 
 
 def resolve_template(template: str, columns: Sequence[str]) -> PromptTemplate:
-    """The named template, or `template` itself as a format string such as "Question: {question}\\nAnswer:".
+    """Returns the named template, or `template` itself as a format string such as "Question: {question}\\nAnswer:".
 
     Args:
-        template: a key of PROMPT_TEMPLATES, or a format string whose fields are plain column names; literal braces are
-            doubled.
+        template: a key of PROMPT_TEMPLATES, or a format string whose fields are plain column names. Double literal
+            braces.
         columns: the dataset's columns.
 
     Raises:
-        ValueError: for an unknown name, a broken format string, a field that is not a plain name, or one that is no
-            column.
+        ValueError: for an unknown name, an invalid format string, a field that is not a plain name, or a field that is
+            not a column.
     """
     resolved = PROMPT_TEMPLATES.get(template)
     if resolved is None:
@@ -91,13 +90,13 @@ def _field_names(text: str) -> list[str]:
         parts = list(string.Formatter().parse(text))
     except ValueError as error:
         raise ValueError(
-            f"prompt_template {text!r} is no format string ({error}); double each literal brace"
+            f"prompt_template {text!r} is not a valid format string ({error}); double each literal brace"
         ) from error
     names: dict[str, None] = {}
     for _, name, spec, conversion in parts:
         if name is None:
             continue
-        # Attribute access, indexing and conversions would let a template reach into objects; columns are all it needs.
+        # Attribute access, indexing and conversions would let a template read an object's internals.
         if not name.isidentifier() or spec or conversion:
             raise ValueError(
                 f"prompt_template {text!r} has the field {name!r}; "
@@ -105,5 +104,8 @@ def _field_names(text: str) -> list[str]:
             )
         names[name] = None
     if not names:
-        raise ValueError(f"prompt_template {text!r} has no column in braces: every prompt would be the same")
+        raise ValueError(
+            f"prompt_template {text!r} has no column in braces, so every prompt would be the same; add one, such as "
+            "{question}"
+        )
     return list(names)

@@ -1,1 +1,1 @@
-"""Processes: one, DDP or DeepSpeed ZeRO; collectives, gradients and signals."""
+"""Running on one process, under DDP or with DeepSpeed ZeRO: engines, collectives and preemption signals."""

@@ -1,6 +1,6 @@
-"""The only caller of collectives: gathering rollouts and statistics, waiting, and choosing this rank's share.
+"""Every collective of the package: gathering rollouts and statistics, synchronizing ranks, reporting their errors.
 
-Everything else sees either one rank's rows or the global batch, and does not know how many processes there are.
+Other modules see either one rank's rows or the global batch and do not depend on the number of processes.
 """
 
 import time
@@ -12,38 +12,39 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 T = TypeVar("T")
-_LETTING_GO = 0.5
-"""Seconds; the threads need some milliseconds of a processor."""
+_DRAIN_SECONDS = 0.5
+"""How long gloo's threads get to release their tensors; they need a few milliseconds."""
 
 
 def rank_share(items: Sequence[T], accelerator: Accelerator) -> list[T]:
-    """This rank's items: every `num_processes`-th, so that a ragged batch is spread over the ranks."""
+    """This rank's items: every `num_processes`-th one, so that a ragged batch is divided as evenly as possible."""
     return list(items[accelerator.process_index :: accelerator.num_processes])
 
 
 def drain_collectives(accelerator: Accelerator) -> None:
-    """Waits for all ranks, and until gloo's threads have let go of the last collective: a process may end after it.
+    """Waits until all ranks are here and gloo's threads have finished the last collective, so that a process may exit.
 
-    The threads drop references to tensors, for which they need the interpreter's lock. Neither the end of the
-    interpreter nor the destructor of DDP's reducer gives it to them, and a process that ends too soon is aborted or
-    hangs: https://github.com/pytorch/pytorch/issues/56297 and pull request 179291 there. To be removed when torch gives
-    up the lock in both places.
+    The threads drop references to tensors, for which they need the interpreter's lock. Neither interpreter shutdown
+    nor the destructor of DDP's reducer releases the lock, so a process that exits too early aborts or hangs:
+    https://github.com/pytorch/pytorch/issues/56297 and pull request 179291. Remove this once torch releases the lock
+    in both places.
     """
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
-        time.sleep(_LETTING_GO)
+        time.sleep(_DRAIN_SECONDS)
 
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """Waits at its end for all ranks; where one of them raised inside, all do, so that none waits for it in vain.
+    """Synchronizes the ranks at the end of the block; if any rank raised inside, all ranks raise, so none hangs.
 
-    Nothing inside may wait for other ranks.
+    The block itself must not contain collectives.
 
     Raises:
-        RuntimeError: on the ranks that did not fail themselves; names the one that did, and its error.
+        RuntimeError: on the ranks that did not fail; names the rank that did, and its error.
     """
     failure: Exception | None = None
     try:
@@ -55,16 +56,37 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
         raise failure
     for rank, cause in enumerate(causes):
         if cause is not None:
-            raise RuntimeError(f"process {rank} stopped, and this one with it. {cause}")
+            raise RuntimeError(f"process {rank} failed, so this process stops too. {cause}")
+
+
+@contextmanager
+def record_error() -> Iterator[None]:
+    """Writes the traceback of an exception to where the launcher reads it, so that its final report shows the cause.
+
+    torchrun and `accelerate launch` end the other processes themselves. Without a launcher this does nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        # A rank whose peer has died fails in a collective, which is a consequence and not the cause.
+        if not is_lost_peer(error):
+            ErrorHandler().record_exception(error)
+        raise
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether `error` is a failed collective, raised because another process has died or never arrived."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text or "ProcessGroup" in text)
 
 
 def any_rank(flag: bool, accelerator: Accelerator) -> bool:
-    """Whether `flag` is True on any rank; the same answer on every one."""
+    """Whether `flag` is True on any rank; all ranks get the same answer."""
     return bool(largest(int(flag), accelerator))
 
 
 def largest(number: int, accelerator: Accelerator) -> int:
-    """The largest of the ranks' numbers. One small message: cheap enough for every micro-batch."""
+    """The largest of the ranks' numbers: one all-reduce of one integer, cheap enough for every micro-batch."""
     if accelerator.num_processes == 1:
         return number
     everywhere = torch.tensor(number, device=accelerator.device)
@@ -73,7 +95,7 @@ def largest(number: int, accelerator: Accelerator) -> int:
 
 
 def gather_list(item: T, accelerator: Accelerator) -> list[T]:
-    """What each rank passed, in rank order, on every rank."""
+    """The item of each rank, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [item]
     gathered: list[T] = gather_object([item])
@@ -83,7 +105,7 @@ def gather_list(item: T, accelerator: Accelerator) -> list[T]:
 def pad_to_longest_rank(
     batches: Sequence[T], count: int, filler: Callable[[int], T], accelerator: Accelerator
 ) -> list[T]:
-    """`batches` with `filler(n)` added where other ranks have n prompts more than the `count` of this one."""
+    """`batches`, followed by `filler(n)` if the rank with the most prompts has n more than this rank's `count`."""
     missing = max(gather_list(count, accelerator)) - count
     return [*batches, filler(missing)] if missing else list(batches)
 
@@ -91,18 +113,20 @@ def pad_to_longest_rank(
 def gather_rows(
     rows: dict[str, Tensor] | None, accelerator: Accelerator, *, samples_per_prompt: int
 ) -> dict[str, Tensor] | None:
-    """The global batch on every rank, on the CPU, in the order of the prompts whatever the number of ranks; None where
-    a rank has given up its part.
+    """The global batch, on every rank, on the CPU and in prompt order, whatever the number of ranks.
 
     Args:
-        rows: (B_rank, ...) tensors with the same keys on every rank; ranks hold the prompts that `rank_share` gave
-            them, each with its `samples_per_prompt` rows next to one another. A rank without rows passes an empty
-            dictionary, and None says that it gives up.
+        rows: (B_rank, ...) tensors with the same keys on every rank. Each rank has the prompts that `rank_share` gave
+            it, each prompt with its `samples_per_prompt` rows next to each other. A rank without prompts passes an
+            empty dictionary; a rank that was interrupted passes None.
         accelerator: of the run.
-        samples_per_prompt: rows of each prompt.
+        samples_per_prompt: rows per prompt.
+
+    Returns:
+        None if any rank passed None.
 
     Raises:
-        ValueError: when no rank has rows, or a tensor has (B,) rows on one rank and (B, R) on another.
+        ValueError: when no rank has rows, or a tensor is (B,) on one rank and (B, R) on another.
     """
     given = gather_list(None if rows is None else {key: value.cpu() for key, value in rows.items()}, accelerator)
     parts = [part for part in given if part is not None]
@@ -115,18 +139,20 @@ def gather_rows(
         prompt, sample = local // samples_per_prompt, local % samples_per_prompt
         places.append((prompt * world + rank) * samples_per_prompt + sample)
     order = torch.cat(places).argsort()
-    filled = [part for part in parts if part]
-    if not filled:
-        raise ValueError("there is no prompt in prompt_batches on any process; a rollout needs at least one")
-    for key, first in filled[0].items():
-        if any(part[key].shape[1:] != first.shape[1:] for part in filled):
-            shapes = ", ".join(str(tuple(part[key].shape)) for part in filled)
-            raise ValueError(f"{key} differs in shape between processes: {shapes}; score every row's tokens, or none's")
-    return {key: torch.cat([part[key] for part in filled])[order] for key in filled[0]}
+    nonempty = [part for part in parts if part]
+    if not nonempty:
+        raise ValueError("prompt_batches is empty on every process; a rollout needs at least one prompt")
+    for key, first in nonempty[0].items():
+        if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
+            shapes = ", ".join(str(tuple(part[key].shape)) for part in nonempty)
+            raise ValueError(
+                f"{key} differs in shape between processes: {shapes}; return per-token values for every row or for none"
+            )
+    return {key: torch.cat([part[key] for part in nonempty])[order] for key in nonempty[0]}
 
 
 def max_over_ranks(values: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
-    """The largest of each value over the ranks: a phase lasts as long as its slowest rank."""
+    """The maximum of each value over the ranks: a phase takes as long as its slowest rank."""
     parts = gather_list(values, accelerator)
-    # A rank without prompts has not measured every phase.
+    # A rank without prompts has not timed every phase.
     return {key: max(part.get(key, 0.0) for part in parts) for key in {k: None for part in parts for k in part}}

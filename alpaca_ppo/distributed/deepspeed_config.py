@@ -1,4 +1,4 @@
-"""DeepSpeed before there is an engine: whether it is wanted, with which configuration, and what of it a run decides."""
+"""What happens before a DeepSpeed engine exists: whether to use DeepSpeed, the plugin, and its "auto" values."""
 
 import json
 import os
@@ -11,57 +11,77 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 
 def wants_deepspeed(file: str | None) -> bool:
-    """Whether this run is to use DeepSpeed: it names a configuration, or the launcher says so."""
+    """Whether to use DeepSpeed: the run names a configuration `file`, or `accelerate launch` was configured for it."""
     return file is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
 
 
 def deepspeed_plugin(file: str | None) -> DeepSpeedPlugin:
-    """Accelerate's plugin for the configuration `file`, or (None) for what the launcher was told.
+    """Accelerate's plugin for the configuration `file`, or (None) for the configuration of `accelerate launch`.
 
     Raises:
-        ValueError: when DeepSpeed is not installed, `file` is no JSON file, the program was not started by a launcher,
-            or the stage is not 1, 2 or 3.
+        ValueError: when DeepSpeed is not installed, `file` is not a JSON file, the program was not started by a
+            launcher, or the ZeRO stage is not 1, 2 or 3.
     """
     if not is_deepspeed_available():
-        raise ValueError("DeepSpeed is asked for but not installed; pip install 'alpaca_ppo[deepspeed]'")
+        raise ValueError("DeepSpeed is requested but not installed; pip install 'alpaca_ppo[deepspeed]'")
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(
-            f"DeepSpeed is asked for (deepspeed: {file}), but this process was not started by a launcher; use "
+            f"DeepSpeed is requested (deepspeed: {file}), but this process was not started by a launcher; use "
             "accelerate launch --config_file examples/accelerate_configs/ddp.yaml, or torchrun"
         )
     if file is not None:
-        try:
-            json.loads(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"deepspeed is {file!r}, which is no readable JSON file ({error})") from error
+        read_deepspeed_file(file)
     _skip_shared_memory()
-    # Models are loaded whole and spread over the ranks afterwards: their construction looks at the weights.
+    # Models are built unsharded and sharded afterwards, because building them reads the weights.
     plugin = DeepSpeedPlugin(hf_ds_config=file, zero3_init_flag=False)
-    if plugin.zero_stage not in (1, 2, 3):
-        raise ValueError(
-            f"the DeepSpeed configuration has ZeRO stage {plugin.zero_stage}; set zero_optimization.stage to 1, 2 or "
-            "3, or start without DeepSpeed"
-        )
+    check_stage(plugin.zero_stage, "the DeepSpeed configuration")
     return plugin
 
 
-def load_whole() -> None:
-    """Has transformers build and load models whole, as long as DeepSpeed has not spread them: Accelerate tells it
-    otherwise under stage 3, whatever `zero3_init_flag` says.
+def read_deepspeed_file(file: str) -> Any:
+    """The content of a DeepSpeed configuration file.
+
+    Raises:
+        ValueError: when it is missing or not JSON.
+    """
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"deepspeed is {file!r}, which is not a readable JSON file ({error})") from error
+
+
+def check_stage(stage: Any, source: str) -> None:
+    """Checks that ZeRO `stage` is one that shards something; `source` names the configuration in the error.
+
+    Raises:
+        ValueError: when it is not 1, 2 or 3.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"{source} has ZeRO stage {stage!r}; set zero_optimization.stage to 1, 2 or 3, or run without DeepSpeed"
+        )
+
+
+def disable_zero3_init() -> None:
+    """Makes transformers build and load models unsharded, until DeepSpeed shards them.
+
+    Under stage 3, Accelerate would otherwise turn on sharded loading whatever `zero3_init_flag` is.
     """
     unset_hf_deepspeed_config()
 
 
 def _skip_shared_memory() -> None:
-    """DeepSpeed's collective over shared memory serves inference on CPUs alone; without a GPU it would be compiled at
-    every first start, and one that is killed then leaves a lock on which all later ones wait.
+    """Keeps DeepSpeed from compiling its shared-memory collective, which only inference on CPUs uses.
+
+    Without a GPU it would be compiled at the first start, and a start that is killed meanwhile leaves a lock file on
+    which all later ones wait.
     """
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def filled(
+def resolve_auto(
     config: Mapping[str, Any],
     *,
     hidden_size: int,
@@ -71,17 +91,16 @@ def filled(
     step_per_device_batch_size: int,
     world: int,
 ) -> dict[str, Any]:
-    """A DeepSpeed configuration whose `auto` entries are what the run's own configuration says.
+    """A DeepSpeed configuration with its "auto" and missing entries set from the run's own configuration.
 
     Raises:
-        ValueError: for an entry that says something else than the run's configuration, or asks for an optimizer or a
-            schedule of its own.
+        ValueError: for an entry that contradicts the run's configuration, or that defines an optimizer or a scheduler.
     """
     for name in ("optimizer", "scheduler"):
         if name in config:
             raise ValueError(
-                f"the DeepSpeed configuration has {name!r}; learning_rate, lr_scheduler_type and the adam_* fields of "
-                "the run decide that: remove it"
+                f"the DeepSpeed configuration has {name!r}; remove it: learning_rate, lr_scheduler_type and the adam_* "
+                "fields of the run decide it"
             )
     ours = {
         "gradient_accumulation_steps": micro_batches,
@@ -90,11 +109,11 @@ def filled(
         "gradient_clipping": max_grad_norm,
     }
     for name, value in ours.items():
-        _agree(name, config.get(name, "auto"), value)
+        _check_agrees(name, config.get(name, "auto"), value)
     zero, half = dict(config.get("zero_optimization", {})), dict(config.get("bf16", {}))
-    _agree("bf16.enabled", half.get("enabled", "auto"), bf16)
-    # bf16 or float32: the run has no name for fp16.
-    _agree("fp16.enabled", config.get("fp16", {}).get("enabled", "auto"), False)
+    _check_agrees("bf16.enabled", half.get("enabled", "auto"), bf16)
+    # A run computes in bf16 or float32; there is no field for fp16.
+    _check_agrees("fp16.enabled", config.get("fp16", {}).get("enabled", "auto"), False)
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
@@ -102,14 +121,14 @@ def filled(
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
     half |= {"enabled": bf16, "check_grad_overflow": bf16}
-    # The optimizer is torch's own, on the host too where its state is kept there.
+    # The optimizer is torch's own, also where its state is offloaded to the host.
     rest = {"zero_optimization": zero, "bf16": half, "zero_force_ds_cpu_optimizer": False}
     return {**config, **ours, **rest, "zero_allow_untested_optimizer": True}
 
 
-def _agree(name: str, said: Any, ours: Any) -> None:
-    if said not in ("auto", ours):
+def _check_agrees(name: str, given: Any, ours: Any) -> None:
+    if given not in ("auto", ours):
         raise ValueError(
-            f"the DeepSpeed configuration has {name} {said!r}, but the run's configuration makes it {ours!r}; write "
+            f"the DeepSpeed configuration has {name} {given!r}, but the run's configuration makes it {ours!r}; write "
             '"auto" there'
         )

@@ -1,8 +1,6 @@
-"""The engine for DeepSpeed ZeRO: stage 1 spreads the optimizer's state over the ranks, 2 the gradients too, 3 the
-parameters too.
+"""The engine for DeepSpeed ZeRO. Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also parameters.
 
-It reads and writes weights and optimizer state as those of whole parameters, so that a checkpoint does not depend on
-the stage or the number of ranks.
+How weights and optimizer state are read out of the shards, for checkpoints, is in `deepspeed_state`.
 """
 
 import copy
@@ -17,23 +15,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.distributed.collectives import any_rank
-from alpaca_ppo.distributed.deepspeed_config import filled
-from alpaca_ppo.distributed.engine import Engine, saved_names
-from alpaca_ppo.distributed.sharding import empty_shell, uses_head
+from alpaca_ppo.distributed.deepspeed_config import resolve_auto
+from alpaca_ppo.distributed.deepspeed_state import DeepSpeedState
+from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.models import ActorCritic, Policy
 
 
 class DeepSpeedEngine(Engine):
-    """Policy and critic in one DeepSpeed engine.
+    """Trains policy and critic in one DeepSpeed engine.
 
     Args:
         accelerator: of the run, with a DeepSpeed plugin.
-        actor_critic: what trains.
-        optimizer: over its parameters, of torch.
-        max_grad_norm: the gradient's norm is clipped to this.
-        micro_batches: backward passes of an optimizer step, for DeepSpeed's own account.
-        step_per_device_batch_size: responses of a micro-batch, likewise.
-        gather_for_generation: under stage 3, hold the whole policy on every rank while it samples.
+        actor_critic: the models to train.
+        optimizer: torch's, over their parameters.
+        max_grad_norm: gradients are clipped to this norm.
+        micro_batches: per optimizer step and rank, for DeepSpeed's configuration.
+        step_per_device_batch_size: responses in a micro-batch, likewise.
+        gather_for_generation: under stage 3, hold all parameters of the policy on every rank while it samples.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class DeepSpeedEngine(Engine):
         plugin = accelerator.deepspeed_plugin
         assert plugin is not None
         plugin.deepspeed_config.update(
-            filled(
+            resolve_auto(
                 plugin.deepspeed_config,
                 hidden_size=actor_critic.policy.model.config.get_text_config().hidden_size,
                 bf16=accelerator.mixed_precision == "bf16",
@@ -65,30 +63,40 @@ class DeepSpeedEngine(Engine):
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
         if actor_critic.policy.adapters is not None:
+            # Computed and cached now, before the weights are sharded.
             actor_critic.policy.adapters.fingerprint()
-        # In the order of the optimizer's own state dictionary; DeepSpeed puts flat parts in their place.
+        # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        gathered = self.synced_forwards and gather_for_generation
-        self._shell = empty_shell(actor_critic.policy.model, accelerator.device) if gathered else None
+        gathers = self.synced_forwards and gather_for_generation
+        self._sampler = _copy_without_weights(actor_critic.policy.model, accelerator.device) if gathers else None
         super().__init__(accelerator, actor_critic, optimizer, max_grad_norm=max_grad_norm)
 
     def _wrap(self) -> Any:
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
         self._zero = engine.optimizer
+        self._state = DeepSpeedState(
+            self.actor_critic,
+            self.optimizer,
+            self._zero,
+            self._groups,
+            stage=self.stage,
+            device=self.accelerator.device,
+            is_main_process=self.accelerator.is_main_process,
+        )
         if self.synced_forwards:
-            uses_head(self.actor_critic, self.actor_critic.policy)
-            uses_head(self.actor_critic.policy, self.actor_critic.policy)
+            _register_head_use(self.actor_critic, self.actor_critic.policy)
+            _register_head_use(self.actor_critic.policy, self.actor_critic.policy)
         return engine
 
     def begin(self) -> None:
         self._zero.zero_grad()
         if self.stage == 3:
-            # The first pass overwrites the gradients of what it touches; of the rest, those of the last step stay.
+            # The first pass overwrites only the gradients it computes; the others would stay from the last step.
             for part in self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
                 part.zero_()
         else:
             self._zero.averaged_gradients, self._zero.all_grad_tensors = {}, {}
-            # Of an offloaded optimizer: likewise, it adds to what the last step left.
+            # With an offloaded optimizer, gradients are added to this buffer, which still holds the last step's.
             for buffer in getattr(self._zero, "accumulated_grads_in_cpu", {}).values():
                 buffer.zero_()
 
@@ -100,31 +108,31 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         boundary = self.model.is_gradient_accumulation_boundary()
-        # Stage 3 is done with a gradient after the pass that makes it; the others take it in the last one
-        # (`unused_parameter_loss`).
+        # Stage 3 reduces a gradient in the pass that computes it; the other stages in the last pass, where
+        # `unused_parameter_loss` brings in the parameters of earlier ones.
         self.model.set_gradient_accumulation_boundary(boundary and self.stage == 3)
         yield
         self.model.set_gradient_accumulation_boundary(boundary)
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks, and here does not divide by its accumulation steps.
+        # DeepSpeed averages over ranks, and with this flag does not divide by its accumulation steps.
         self.model.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
-        # Stage 3 reduces a gradient in the pass that makes it.
+        # Stage 3 reduces a gradient in the pass that computes it.
         return 0.0 if self.stage == 3 else super().unused_parameter_loss(parameters)
 
     def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> Tensor:
-        still = {id(parameter) for parameter in frozen}
-        groups = [i for i, group in enumerate(self._groups) if still.intersection(map(id, group))]
-        rates = {i: self.optimizer.param_groups[i]["lr"] for i in groups}
-        for i in groups:
+        frozen_ids = {id(parameter) for parameter in frozen}
+        frozen_groups = [i for i, group in enumerate(self._groups) if frozen_ids.intersection(map(id, group))]
+        rates = {i: self.optimizer.param_groups[i]["lr"] for i in frozen_groups}
+        for i in frozen_groups:
             self.optimizer.param_groups[i]["lr"] = 0.0
         self.model.step()
         for i, rate in rates.items():
             self.optimizer.param_groups[i]["lr"] = rate
-            # Without gradient and rate only the count of steps has moved; it decides the size of later ones.
-            for flat in self._flat_parts(i):
+            # Without gradient and learning rate only the step count has changed, which AdamW's bias correction uses.
+            for flat in self._state.flat_partitions(i):
                 for value in self.optimizer.state[flat].values():
                     if torch.is_tensor(value) and value.dim() == 0:
                         value.zero_()
@@ -132,7 +140,7 @@ class DeepSpeedEngine(Engine):
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         if isinstance(model, Policy) and self.config["bf16"]["enabled"]:
-            # As DeepSpeed casts the policy: parameters, not buffers. Of another precision, KL would not start at 0.
+            # DeepSpeed casts the policy's parameters (not its buffers); the KL to an uncast reference would not be 0.
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data
         if self.stage != 3:
@@ -142,28 +150,28 @@ class DeepSpeedEngine(Engine):
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
             zero["offload_param"] = {"device": "cpu"}
-        # Switched on, it would round the float32 adapters on a bfloat16 base, which the policy's are not.
+        # bf16 would round the float32 adapters on a bfloat16 base, unlike the policy's.
         half = {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": half}}
         deepspeed.initialize(model=model, config=config)
         if isinstance(model, Policy):
-            uses_head(model, model)
+            _register_head_use(model, model)
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
         policy = self.actor_critic.policy.model
-        if self._shell is None:
+        if self._sampler is None:
             yield policy, partial(any_rank, accelerator=self.accelerator) if self.synced_forwards else None
             return
-        pairs = list(zip(self._shell.parameters(), policy.parameters(), strict=True))
+        pairs = list(zip(self._sampler.parameters(), policy.parameters(), strict=True))
         with self.gathered_parameters(policy):
-            for lent, own in pairs:
-                lent.data = own.data
+            for borrowed, own in pairs:
+                borrowed.data = own.data
             try:
-                yield self._shell, None
+                yield self._sampler, None
             finally:
-                for lent, _ in pairs:
-                    lent.data = lent.data.new_empty(0)
+                for borrowed, _ in pairs:
+                    borrowed.data = borrowed.data.new_empty(0)
 
     @contextmanager
     def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
@@ -172,117 +180,37 @@ class DeepSpeedEngine(Engine):
         if self.stage != 3:
             yield
             return
-        self._call_off_fetching()
+        self._state.drop_prefetched()
         with deepspeed.zero.GatheredParameters([p for module in modules for p in module.parameters()]):
             yield
 
-    def _call_off_fetching(self) -> None:
-        """Ends what stage 3 fetches ahead, for a pass that did not come (a pass without the critic, an evaluation):
-        gathering leaves out what is under way already, and it would lie there empty.
-        """
-        self._zero.empty_partition_cache()
-
     def weights(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        names = saved_names(self.actor_critic)
-        parameters = dict(self.actor_critic.named_parameters())
-        buffers = dict(self.actor_critic.named_buffers())
-        # One after the other: the ranks gather each together.
-        return {
-            name: self._kept(safe_get_full_fp32_param(parameters[name])) if name in parameters else buffers[name]
-            for name in self.actor_critic.state_dict()
-            if name in names
-        }
-
-    def _kept(self, whole: Tensor) -> Tensor:
-        """On the main process in host memory; of the others' copies, nothing but shape and dtype."""
-        return whole.to("cpu" if self.accelerator.is_main_process else "meta")
+        return self._state.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        parameters = dict(self.actor_critic.named_parameters())
-        buffers = dict(self.actor_critic.named_buffers())
-        if self.stage == 3:
-            self._call_off_fetching()
-        for name, tensor in weights.items():
-            if name in buffers:
-                buffers[name].copy_(tensor)
-                continue
-            parameter = parameters[name]
-            value = tensor.to(self.accelerator.device)
-            safe_set_full_fp32_param(parameter, value)
-            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=self.stage == 3):
-                parameter.data.copy_(value)
+        self._state.load_weights(weights)
 
     def optimizer_state(self) -> dict[str, Any]:
-        from deepspeed.utils import safe_get_full_optimizer_state
+        return self._state.optimizer_state()
 
-        self._link_state()
-        state, groups, count = {}, [], 0
-        for i, parameters in enumerate(self._groups):
-            flat = self._flat_parts(i)[0]
-            kept = self.optimizer.state.get(flat, {})
-            for parameter in parameters:
-                if kept:
-                    state[count] = {
-                        key: self._kept(safe_get_full_optimizer_state(parameter, key))
-                        if _elementwise(value, flat)
-                        else value
-                        for key, value in kept.items()
-                    }
-                count += 1
-            settings = {key: value for key, value in self.optimizer.param_groups[i].items() if key != "params"}
-            groups.append({**settings, "params": list(range(count - len(parameters), count))})
-        return {"state": state, "param_groups": groups}
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        first = 0
-        for i, (parameters, saved) in enumerate(zip(self._groups, state["param_groups"], strict=True)):
-            self.optimizer.param_groups[i].update({key: value for key, value in saved.items() if key != "params"})
-            values = [state["state"].get(first + j, {}) for j in range(len(parameters))]
-            self._make_state(i, parameters[0], values[0])
-            for parameter, value in zip(parameters, values, strict=True):
-                for key, tensor in value.items():
-                    if torch.is_tensor(tensor) and tensor.shape == self._shape(parameter):
-                        safe_set_full_optimizer_state(parameter, tensor.to(self.accelerator.device), key)
-            first += len(parameters)
-
-    def _make_state(self, group: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
-        """Room for the state of a group's flat parts, as the optimizer itself would make at its first step."""
-        for flat in self._flat_parts(group):
-            self.optimizer.state[flat] = {
-                key: torch.zeros_like(flat.data)
-                if torch.is_tensor(value) and value.shape == self._shape(parameter)
-                else copy.deepcopy(value)
-                for key, value in saved.items()
-            }
-            if not saved:
-                del self.optimizer.state[flat]
-        self._link_state()
-
-    def _link_state(self) -> None:
-        """Tells parameters where their state lies: stages 1 and 2 do so after the first group's first step, when the
-        others have none yet (DeepSpeed 0.19.8, `_optimizer_step`).
-        """
-        if self.stage != 3:
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
-
-    def _shape(self, parameter: Any) -> torch.Size:
-        return torch.Size(parameter.ds_shape if self.stage == 3 else parameter.shape)
-
-    def _flat_parts(self, group: int) -> list[Tensor]:
-        """This rank's flat pieces of the parameters of an optimizer group; what the optimizer's state hangs on."""
-        if self.stage != 3:
-            return [self._zero.single_partition_of_fp32_groups[group]]
-        owners = self._zero.sub_group_to_group_id
-        return [flat for i, flat in enumerate(self._zero.fp32_partitioned_groups_flat) if owners[i] == group]
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        self._state.load_optimizer_state(state)
 
 
-def _elementwise(value: Any, flat: Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == flat.shape
+def _copy_without_weights(policy: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A copy of `policy` whose parameters are empty; it has none of DeepSpeed's hooks, so it can sample unhindered."""
+    memo: dict[int, Any] = {}
+    for parameter in policy.parameters():
+        empty = torch.empty(0, dtype=parameter.dtype, device=device)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+    copied = copy.deepcopy(policy, memo)
+    torch.nn.Module.to(copied, device)
+    return copied
+
+
+def _register_head_use(module: nn.Module, policy: Policy) -> None:
+    """Makes DeepSpeed gather the head's parameters in the forward pass of `module`, which reads them directly."""
+    import deepspeed
+
+    for parameter in policy.head.parameters():
+        deepspeed.zero.register_external_parameter(module, parameter)

@@ -1,7 +1,7 @@
-"""How gradients are made and applied: on one process or under DDP, Accelerate's way. DeepSpeed's is in `zero`.
+"""The engine for one process and for DDP: backward passes, gradient synchronization and optimizer steps by Accelerate.
 
-An engine wraps policy and critic, and knows where their weights and the optimizer's state lie. What an optimizer step
-consists of is in `updates`.
+An engine wraps policy and critic and knows where their weights and the optimizer state are. DeepSpeed's engine is in
+`deepspeed_engine`; what an optimizer step consists of is in `ppo.updates`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from alpaca_ppo.models import ActorCritic
 
 
-class WholeState:
-    """A model and its optimizer, both whole: what a checkpoint reads and restores.
+class TrainState:
+    """The weights and optimizer state of a model that is not sharded, as a checkpoint saves and restores them.
 
     Args:
         module: the model.
@@ -28,44 +28,44 @@ class WholeState:
         self.module, self.optimizer = module, optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model, by name, on every rank: parameters and persistent buffers, those that
-        share one object once, under their first name.
+        """The model's tensors that a checkpoint saves, by name, on every rank: parameters and persistent buffers.
 
-        Of a model whose base is frozen, only what trains: the base lies where it was loaded from.
+        A tensor with several names (tied weights) appears once, under the first. Of a model with a frozen base only
+        the trainable parameters are saved: the base can be loaded from where it came from.
         """
         names = saved_names(self.module)
         return {name: tensor for name, tensor in self.module.state_dict().items() if name in names}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Puts back what `weights` gave."""
+        """Restores what `weights` returned."""
         targets = self.module.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
                 targets[name].copy_(tensor)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The state dictionary of the optimizer over whole parameters, on every rank."""
+        """The optimizer's state dictionary over unsharded parameters, on every rank."""
         state = self.optimizer.state_dict()
-        # In the order of the parameters, not of their first steps: checkpoints of every setting look the same.
+        # In the order of the parameters, not of their first updates, so that all settings write the same checkpoint.
         return {**state, "state": dict(sorted(state["state"].items()))}
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `optimizer_state` gave."""
-        self.optimizer.load_state_dict(state)
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `optimizer_state` returned."""
+        self.optimizer.load_state_dict(dict(state))
 
 
-class Engine(WholeState):
-    """Policy and critic on one process or under DDP: every rank holds them whole.
+class Engine(TrainState):
+    """Trains policy and critic on one process or under DDP, where every rank holds all parameters.
 
     Args:
         accelerator: of the run.
-        actor_critic: what trains; `model` is its wrapped form.
+        actor_critic: the models to train; `model` is their wrapped form.
         optimizer: over its parameters.
-        max_grad_norm: the gradient's norm is clipped to this.
+        max_grad_norm: gradients are clipped to this norm.
     """
 
     synced_forwards = False
-    """Whether ranks must make the same passes also where nothing trains: parameters lie in parts on all of them."""
+    """Whether all ranks must make the same forward passes, without gradients too, because parameters are sharded."""
 
     def __init__(
         self,
@@ -84,42 +84,45 @@ class Engine(WholeState):
         return model
 
     def begin(self) -> None:
-        """Drops gradients that an update left behind which was refused or interrupted."""
+        """Starts an optimizer step: drops gradients left by an update that was refused or interrupted."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward pass of a micro-batch; ranks exchange gradients in the `last` one."""
+        """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one."""
         with nullcontext() if last else self.accelerator.no_sync(self.model):
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around a pass whose gradients are not exchanged yet, since another pass of the micro-batch follows."""
+        """Wraps a backward pass without gradient synchronization, because another pass of the micro-batch follows."""
         with self.accelerator.no_sync(self.model):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss`, a part of the optimizer step's loss: parts of all ranks and passes add up."""
-        # DDP averages over ranks and Accelerate divides by its accumulation steps.
+        """Adds the gradient of `loss`, one summand of the optimizer step's loss over all ranks and micro-batches."""
+        # DDP averages over ranks and Accelerate divides by its accumulation steps; undo both to get a sum.
         parts = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         self.accelerator.backward(loss * parts)
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
-        """Zero, to be added to the last loss of an optimizer step: DDP waits there for every parameter."""
+        """Zero, with a gradient of zero for `parameters`; to be added to the last loss of an optimizer step.
+
+        DDP waits in that backward pass for the gradients of all parameters.
+        """
         if self.accelerator.num_processes == 1:
             return 0.0
         return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 
     def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> Tensor:
-        """Clips the gradient and steps the optimizer, unless the gradient is not finite; returns its norm before.
+        """Clips the gradients and steps the optimizer if they are finite; returns their norm before clipping.
 
         Args:
-            frozen: parameters that stay, with their optimizer state, as they are.
+            frozen: parameters that keep their values and optimizer state in this step.
         """
         for parameter in frozen:
-            # None, not zero: AdamW would decay the weights and count a step.
+            # None, not zero: with a zero gradient AdamW would still decay the weights and count a step.
             parameter.grad = None
         norm = torch.as_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
         if bool(torch.isfinite(norm)):
@@ -128,23 +131,23 @@ class Engine(WholeState):
         return norm
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
-        """Spreads a frozen model over the ranks in place, and gives a reference the policy's precision, where the
-        engine does so with what trains.
+        """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine does so with
+        the trained models. With `offload`, the shards stay in host memory.
         """
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
-        """Inside, the policy as `generation.generate` wants it, and that function's `any_rank`."""
+        """Gives the policy to pass to `generation.generate`, and that function's `any_rank` argument."""
         yield self.actor_critic.policy.model, None
 
     @contextmanager
     def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
-        """Inside, the parameters of `modules` are whole on every rank; every rank must come here."""
+        """Inside, every rank holds all parameters of `modules`. All ranks must enter."""
         yield
 
 
 def saved_names(model: nn.Module) -> set[str]:
-    """Names of the tensors that a checkpoint holds of `model`."""
+    """Names of the tensors that a checkpoint saves of `model`."""
     parameters = dict(model.named_parameters())
     if all(parameter.requires_grad for parameter in parameters.values()):
         return parameters.keys() | {name for name, _ in model.named_buffers()}

@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule and updater from a run's configuration."""
+"""Optimizer, learning-rate schedule and engine from a run's configuration."""
 
 from typing import Any
 
@@ -14,15 +14,19 @@ from alpaca_ppo.models import ActorCritic
 
 
 def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer:
-    """AdamW over what trains; weight decay acts on matrices only, not on biases and norms.
+    """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
-    The critic's parameters (`ActorCritic.critic_parameters`) take `critic_learning_rate` where it is set.
+    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate` if it is set.
     """
     critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     groups: list[dict[str, Any]] = []
-    for mine, rate in ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), critic_rate)):
-        groups.append({"params": [p for p in mine if p.dim() >= 2], "lr": rate, "weight_decay": args.weight_decay})
-        groups.append({"params": [p for p in mine if p.dim() < 2], "lr": rate, "weight_decay": 0.0})
+    for parameters, rate in (
+        (model.policy_parameters(), args.learning_rate),
+        (model.critic_parameters(), critic_rate),
+    ):
+        matrices = [p for p in parameters if p.dim() >= 2]
+        groups.append({"params": matrices, "lr": rate, "weight_decay": args.weight_decay})
+        groups.append({"params": [p for p in parameters if p.dim() < 2], "lr": rate, "weight_decay": 0.0})
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=args.learning_rate,
@@ -35,7 +39,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, total_step
     """The named learning-rate schedule over `total_steps` optimizer steps.
 
     Raises:
-        ValueError: when transformers knows no schedule of that name.
+        ValueError: when transformers has no schedule of that name.
     """
     try:
         return get_scheduler(
@@ -52,7 +56,7 @@ def make_engine(
     args: PPOConfig,
     micro_batches: int,
 ) -> Engine:
-    """DeepSpeed's engine where the accelerator has its plugin, else Accelerate's own."""
+    """A `DeepSpeedEngine` if the accelerator has a DeepSpeed plugin, else an `Engine`."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return Engine(accelerator, actor_critic, optimizer, max_grad_norm=args.max_grad_norm)
     if args.critic_warmup_steps:
@@ -68,25 +72,25 @@ def make_engine(
     )
 
 
-def _check_cover(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+def check_covers_trainable(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [n for n, p in actor_critic.named_parameters() if p.requires_grad and id(p) not in covered]
     if missing:
         raise ValueError(
-            f"the optimizer leaves out {len(missing)} parameters that train, {missing[0]} first; build it over "
+            f"the optimizer leaves out {len(missing)} trainable parameters, the first is {missing[0]}; create it from "
             "build_actor_critic(...).parameters() and pass that ActorCritic as the model"
         )
 
 
-def _drop_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Takes parameters that do not train out of the groups: DeepSpeed has no state for them."""
+def drop_frozen_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Removes frozen parameters from the groups: DeepSpeed has no state for them."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, critic_warmup_steps: int) -> None:
-    """DeepSpeed makes one flat tensor of a group's parameters, all of which move or stand still.
+    """Checks that a critic warm-up is possible: DeepSpeed flattens a group into one tensor, so it freezes whole groups.
 
     Raises:
         ValueError: for a group with parameters of both policy and critic.
@@ -96,6 +100,6 @@ def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, c
         if len({id(parameter) in policy for parameter in group["params"]}) > 1:
             raise ValueError(
                 f"critic_warmup_steps is {critic_warmup_steps}, and group {number} of the optimizer has parameters of "
-                "policy and critic: DeepSpeed cannot hold one of them still; give it two groups, of "
-                "policy_parameters() and of critic_parameters(), or set critic_warmup_steps to 0"
+                "policy and critic: DeepSpeed can only freeze a whole group; make one group of policy_parameters() and "
+                "one of critic_parameters(), or set critic_warmup_steps to 0"
             )

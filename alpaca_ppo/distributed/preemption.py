@@ -1,22 +1,24 @@
-"""SIGTERM and SIGINT ask a run to save where it stands and to end; ranks agree on when.
+"""SIGTERM and SIGINT ask a run to save its state and to end; the ranks agree on when.
 
-A handler only takes a note. Where the run may stop it asks `poll_all_ranks` (every rank is there) or `poll_local`
-(sampling, where each rank goes its own way until rollouts are gathered). What is saved then is not here (`run_keeping`,
-`resume_point`).
+A signal handler only records the request. The run polls for it where it can stop: with `poll_all_ranks`, where every
+rank is at the same point, or with `poll_local` during a rollout, where each rank works by itself until rollouts are
+gathered. What is saved then is not here (`trainer.base_trainer`, `trainer.progress`).
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from accelerate import Accelerator
 
 from alpaca_ppo.distributed.collectives import largest
+from alpaca_ppo.distributed.engine import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ONE_REQUEST = 1.0
@@ -24,7 +26,7 @@ _ONE_REQUEST = 1.0
 
 
 class Interrupted(SystemExit):
-    """Ends the process, once the run has saved where it stands, with 128 + the signal's number as its exit code."""
+    """Ends the process, once the run has saved its state, with 128 + the signal's number as its exit code."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
@@ -48,21 +50,19 @@ class PreemptionHandler:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._signum = 0
-        self._listening = self._sampling = self._raise_at_once = False
-        self.synced_forwards = False
-        """Whether ranks keep in step in a rollout that may be stopped."""
-        self._asked_at = 0.0
+        self._installed = self._in_rollout = self._raise_at_once = False
+        self._requested_at = 0.0
         self._pid = os.getpid()
 
     @contextmanager
     def install(self) -> Iterator[None]:
         """Inside, SIGTERM and SIGINT are requests, where this is the main thread and they were not ignored; a second
-        one, a second or more after the first, ends the process at once. Afterwards they do what they did before.
+        one, a second or more after the first, ends the process at once. Afterwards the old handlers are back.
 
         Raises:
-            Interrupted: at the end, for a request that no check has met.
+            Interrupted: at the end, for a request that no poll has met.
         """
-        self._signum, self._pid, self._listening = 0, os.getpid(), True
+        self._signum, self._pid, self._installed = 0, os.getpid(), True
         before: dict[signal.Signals, Any] = {}
         try:
             if threading.current_thread() is threading.main_thread():
@@ -72,72 +72,165 @@ class PreemptionHandler:
                         before[number] = signal.signal(number, self._note)
             yield
         finally:
-            self._listening = False
+            self._installed = False
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self._signum:
             raise Interrupted(self._signum)
 
+    def for_rollout(
+        self,
+        engine: Engine,
+        backend: str,
+        *,
+        can_stop: bool = True,
+        on_rows: Callable[[int], Any] = lambda rows: None,
+    ) -> "RolloutPoll":
+        """What a rollout polls.
+
+        Args:
+            engine: of the policy: whether ranks run their forward passes in lockstep.
+            backend: of the sampler: whether it can be stopped before a token on all ranks at once.
+            can_stop: False where a checkpoint could not say where the run stands; the rollout is finished then.
+            on_rows: called with the number of responses that are finished.
+        """
+        return RolloutPoll(
+            self if can_stop else None,
+            synced_forwards=engine.synced_forwards,
+            stops_before_tokens=backend == "decode",
+            on_rows=on_rows,
+        )
+
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Inside, and only there, this rank may be stopped alone: SamplingStopped leaves the block and ends there."""
-        self._sampling = True
+    def local_part(self) -> Iterator[None]:
+        """Inside, and only there, this rank may stop by itself: SamplingStopped leaves the block and ends there."""
+        self._in_rollout = True
         try:
             with suppress(SamplingStopped):
                 yield
         finally:
-            self._sampling = False
+            self._in_rollout = False
 
     def poll_local(self) -> None:
-        """Raises SamplingStopped where this rank, as it samples, was asked to end."""
-        if self._sampling and self.requested:
+        """Raises SamplingStopped in a rollout's local part where this rank was asked to end."""
+        if self._in_rollout and self.requested:
             raise SamplingStopped
-
-    @contextmanager
-    def interruptible_call(self) -> Iterator[None]:
-        """Inside, where a reward function may take minutes, a signal stops the sampling at once, as Ctrl-C would."""
-        with self.no_sync() if self.synced_forwards else nullcontext():
-            self._raise_at_once = self._sampling
-            try:
-                self.poll_local()
-                yield
-            finally:
-                self._raise_at_once = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around a part that this rank does without the others, where ranks keep in step otherwise: it may be stopped
-        alone, and at the end all of them agree.
-
-        Raises:
-            Interrupted: on every rank, where any was asked to end.
-        """
-        with self.sampling():
-            yield
-        self.poll_all_ranks()
 
     def poll_all_ranks(self) -> None:
         """Called by every rank at the same point; raises Interrupted on all of them where any was asked to end."""
-        if self._listening and (signum := largest(self.requested, self._accelerator)):
+        if self._installed and (signum := largest(self.requested, self._accelerator)):
             raise Interrupted(signum)
+
+    @contextmanager
+    def raise_at_once(self) -> Iterator[None]:
+        """Inside a rollout's local part, a signal raises in the middle of whatever runs, as Ctrl-C would."""
+        self._raise_at_once = self._in_rollout
+        try:
+            self.poll_local()
+            yield
+        finally:
+            self._raise_at_once = False
 
     @property
     def requested(self) -> int:
         """The number of the signal that this rank got, or 0."""
-        return self._signum if self._listening else 0
+        return self._signum if self._installed else 0
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked child, such as a reward function's worker, inherits the handler but runs nothing that asks.
+            # A forked child, such as a reward function's worker, inherits the handler but never polls.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         elif not self._signum:
-            self._signum, self._asked_at = signum, time.monotonic()
+            self._signum, self._requested_at = signum, time.monotonic()
             if self._accelerator.is_main_process:
                 name = signal.Signals(signum).name
                 # Not print: a handler may run in the middle of another print.
                 os.write(2, f"\n{name}: saving, then ending; a second signal ends the run at once\n".encode())
             if self._raise_at_once:
                 raise SamplingStopped
-        elif time.monotonic() - self._asked_at >= _ONE_REQUEST:
+        elif time.monotonic() - self._requested_at >= _ONE_REQUEST:
             os._exit(128 + signum)
+
+
+@dataclass(frozen=True)
+class RolloutPoll:
+    """Where a rollout asks whether to stop, whatever the engine: called between its passes by every rank.
+
+    Args:
+        handler: of the run's signals; None never stops the rollout.
+        synced_forwards: True where ranks must make the same forward passes, and so stop at the same point.
+        stops_before_tokens: True where the sampler can be stopped in the middle of responses.
+        on_rows: called with the number of responses that are finished.
+    """
+
+    handler: PreemptionHandler | None = None
+    synced_forwards: bool = False
+    stops_before_tokens: bool = False
+    on_rows: Callable[[int], Any] = lambda rows: None
+
+    def __call__(self) -> None:
+        """Stops the rollout where a signal asked for it: on every rank, or on this one alone (`rollout`)."""
+        if self.handler is None:
+            return
+        if self.synced_forwards:
+            self.handler.poll_all_ranks()
+        else:
+            self.handler.poll_local()
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Around one rank's part of a rollout: ends early where this rank alone was asked to stop."""
+        if self.handler is None or self.synced_forwards:
+            yield
+            return
+        with self.handler.local_part():
+            yield
+
+    @contextmanager
+    def sampling(self, any_rank: Callable[[bool], bool] | None) -> Iterator[Callable[[], Any]]:
+        """Around the sampling of responses; yields what the sampler calls before each token.
+
+        Args:
+            any_rank: of `Engine.sampling`: None where this rank holds the whole policy and samples by itself.
+        """
+        if not self.synced_forwards or (any_rank is not None and self.stops_before_tokens):
+            yield self
+        elif self.handler is not None and any_rank is None:
+            with self._local_part_of_synced_rollout():
+                yield self.handler.poll_local
+        else:
+            yield _never
+
+    @contextmanager
+    def interruptible_call(self) -> Iterator[None]:
+        """Around a call that may take minutes, such as a reward function's: a signal ends it at once."""
+        if self.handler is None:
+            yield
+        elif self.synced_forwards:
+            with self._local_part_of_synced_rollout(), self.handler.raise_at_once():
+                yield
+        else:
+            with self.handler.raise_at_once():
+                yield
+
+    def raise_on_all_ranks(self) -> None:
+        """After a rollout that some rank left early: raises Interrupted on every rank."""
+        assert self.handler is not None, "only a signal ends a rollout early"
+        self.handler.poll_all_ranks()
+
+    @contextmanager
+    def _local_part_of_synced_rollout(self) -> Iterator[None]:
+        """Around what each rank does by itself between synchronized passes; at its end the ranks agree.
+
+        Raises:
+            Interrupted: on every rank, where any was asked to end.
+        """
+        assert self.handler is not None
+        with self.handler.local_part():
+            yield
+        self.handler.poll_all_ranks()
+
+
+def _never() -> None:
+    """A sampler in lockstep that cannot stop before a token is not polled there."""

@@ -1,1 +1,1 @@
-"""How much memory a run will take: `python -m alpaca_ppo.estimate_memory --config run.yaml`."""
+"""Estimates the memory of a run without loading weights: `python -m alpaca_ppo.estimate_memory --config run.yaml`."""

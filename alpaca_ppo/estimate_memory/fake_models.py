@@ -1,6 +1,7 @@
-"""The models of a run as fake tensors, which have a size and no memory.
+"""The models of a run with fake tensors, which have a shape but no memory.
 
-Built by the code that builds a run's models, from their configurations alone, and with few decoder layers.
+They are built from configurations alone, by the same code that builds a run's models, with few decoder layers. Patches
+for what transformers and torch do differently with fake tensors are at the end.
 """
 
 import copy
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, masking_utils
 
 from alpaca_ppo.adapters import VALUE
 from alpaca_ppo.adapters.adapter_set import REFERENCE, REWARD
@@ -23,16 +26,16 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
 
-Figures = dict[str, float]
-"""Bytes by name; the part before the slash is the model whose number of layers they grow with."""
+Measurements = dict[str, float]
+"""Bytes (or counts) by name, such as `policy/weights`; each grows with the layers of the model before "/"."""
 
 _FOUR_BIT = 0.5 + 4 / 64
-"""Bytes a weight: half a byte, and a float32 scale for 64 of them (bitsandbytes' NF4)."""
+"""Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4)."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What a run is made of: configurations of transformers and PEFT. None stands for what is built from the policy."""
+    """The configurations, of transformers and PEFT, of a run's models. None = built from the policy, or absent."""
 
     policy: Any
     lora: LoraConfig | None = None
@@ -42,16 +45,16 @@ class Models:
     rewards: tuple[Any, ...] = ()
     reward_lora: LoraConfig | None = None
     starts_from_adapter: bool = False
-    """Whether `lora` is an adapter that training starts from: a frozen copy of it is the reference."""
+    """Whether training starts from the adapter `lora`, of which a frozen copy is the reference."""
 
     @property
     def names_layers(self) -> bool:
-        """Whether an adapter chooses layers by their numbers: a model of few layers may have none of them."""
+        """Whether an adapter selects layers by number, which a model with few layers may not have."""
         adapters = (self.lora, self.reference_adapter, self.reward_lora)
         return any(_names_layers(adapter) for adapter in adapters if isinstance(adapter, LoraConfig))
 
     def depths(self, args: PPOConfig) -> dict[str, int]:
-        """Decoder layers of each model, by the first part of its figures' names."""
+        """Number of decoder layers of each model, by the first part of its measurements' names."""
         critic = self.rewards[0] if args.init_value_with_reward else self.value or self.policy
         named = {"policy": self.policy, "critic": critic, "reference": self.reference or self.policy}
         named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
@@ -62,7 +65,7 @@ def _names_layers(adapter: LoraConfig) -> bool:
     if adapter.layers_to_transform is not None:
         return True
     for modules in (adapter.target_modules, adapter.exclude_modules):
-        # A pattern may write the numbers in many ways.
+        # A regular expression can write layer numbers in many ways; any digit counts.
         patterns = [modules] if isinstance(modules, str) else []
         if any(re.search(r"\d", pattern) for pattern in patterns):
             return True
@@ -73,7 +76,7 @@ def _names_layers(adapter: LoraConfig) -> bool:
 
 @dataclass(frozen=True)
 class FakeRun:
-    """The models of a run; `reference` is None where there is none."""
+    """The models of a run; `reference` is None if it has none."""
 
     actor_critic: ActorCritic
     reference: AdapterReference | CopiedReference | None
@@ -81,7 +84,7 @@ class FakeRun:
 
 
 def shallow(config: Any, layers: int | None) -> Any:
-    """A copy of `config` with `layers` decoder layers; None = all that it has."""
+    """A copy of `config` with `layers` decoder layers; None = all of them."""
     config = copy.deepcopy(config)
     if layers is None:
         return config
@@ -93,25 +96,31 @@ def shallow(config: Any, layers: int | None) -> Any:
 
 
 def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = False) -> FakeRun:
-    """The models of a run with `layers` decoder layers each (None = all), on the meta device (small parts on the CPU);
-    with `half`, parameters that train and those of the reference are in bfloat16.
+    """Builds the models of a run on the meta device (small parts on the CPU).
+
+    Args:
+        models: their configurations.
+        args: of the run.
+        layers: decoder layers of each model; None = all.
+        half: cast the trained models and the reference to bfloat16, as DeepSpeed does.
 
     Raises:
-        ValueError: what `make_actor_critic` and `make_reference` raise of configurations that do not go together; for
-            4 bits without adapters.
+        ValueError: for 4 bits without adapters; and whatever `make_actor_critic` and `make_reference` raise for
+            configurations that contradict each other.
     """
     if args.load_in_4bit and models.lora is None:
-        raise ValueError("load_in_4bit is True, but all weights would train: set use_peft, or leave load_in_4bit out")
+        raise ValueError("load_in_4bit is True, but all weights are trained: set use_peft, or leave load_in_4bit out")
     rewards = [_classifier(config, layers, getattr(torch, args.dtype)) for config in models.rewards]
     value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers)
     policy = _language_model(models.policy, layers, args)
-    # What acts on real weights alone: 4 bits are arithmetic here, and a reward adapter has more layers than this model.
-    made = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
-    # DoRA reads the base's weights as it starts: it has to be where they are. Adapters of all layers are no small part.
-    reads = any(lora is not None and lora.use_dora for lora in (models.lora, models.reward_lora))
-    where: Any = torch.device("meta") if reads or layers is None else nullcontext()
-    with where:
-        actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), made)
+    # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in `_add_frozen`.
+    buildable = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
+    # DoRA initializes itself from the base's weights, so it must be on their device. Adapters of few layers are small
+    # enough for the CPU.
+    uses_dora = any(lora is not None and lora.use_dora for lora in (models.lora, models.reward_lora))
+    device: Any = torch.device("meta") if uses_dora or layers is None else nullcontext()
+    with device:
+        actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), buildable)
         _add_frozen(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args)
@@ -128,7 +137,7 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
 
 
 def _halve(run: FakeRun) -> None:
-    """Casts as DeepSpeed and `DeepSpeedEngine.shard` do: parameters, not buffers; reward models stay as they are."""
+    """Casts parameters, but not buffers, as `DeepSpeedEngine` does; reward models keep their precision."""
     copied = [run.reference.policy] if isinstance(run.reference, CopiedReference) else []
     for module in (run.actor_critic, *copied):
         for parameter in module.parameters():
@@ -144,14 +153,15 @@ def _add_frozen(models: Models, actor_critic: ActorCritic) -> None:
 
 
 def _language_model(config: Any, layers: int | None, args: PPOConfig) -> Any:
-    how: dict[str, Any] = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
         raise ValueError(
-            f"a model of type {config.model_type!r} is no language model that AutoModelForCausalLM builds; give a text "
-            "model, such as the text part of this one"
+            f"AutoModelForCausalLM cannot build a model of type {config.model_type!r}; use a language model, such as "
+            "the text part of this one"
         )
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(shallow(config, layers), **how)
+        return AutoModelForCausalLM.from_config(
+            shallow(config, layers), dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code
+        )
 
 
 def _classifier(config: Any, layers: int | None, dtype: torch.dtype = torch.float32) -> Any:
@@ -159,13 +169,13 @@ def _classifier(config: Any, layers: int | None, dtype: torch.dtype = torch.floa
     config.num_labels, config.pad_token_id = 1, 0
     with torch.device("meta"):
         model: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
-    # A critic's head takes its start from this weight, which needs values.
+    # Not on the meta device: a critic's head is initialized from this weight.
     model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=dtype)
     return model
 
 
-def weight_figures(run: FakeRun, args: PPOConfig) -> Figures:
-    """Bytes of the weights, and of the gradients of what trains."""
+def measure_weights(run: FakeRun, args: PPOConfig) -> Measurements:
+    """Bytes of all weights and of the gradients of the trainable ones."""
     policy, critic = run.actor_critic.policy, run.actor_critic.critic
     of_critic = [] if critic is None else list(critic.parameters())
     if critic is not None and critic.has_adapter and policy.adapters is not None:
@@ -191,33 +201,34 @@ def weight_figures(run: FakeRun, args: PPOConfig) -> Figures:
         layers = [m for key, m in policy.named_modules() if isinstance(m, nn.Linear) and "lora_" not in key]
         packed = [layer.weight for layer in layers if layer is not policy.head]
         found["policy/weights"] -= sum(w.numel() * (w.element_size() - _FOUR_BIT) for w in packed)
-        # One layer's weights are unpacked at a time, to bfloat16.
+        # Layers are dequantized one at a time, to bfloat16.
         found["policy/unpacked"] = max(2.0 * weight.numel() for weight in packed)
     rewards = {f"reward{i}/weights": size_of([*m.parameters(), *m.buffers()]) for i, m in enumerate(run.rewards)}
     return found | rewards
 
 
-def extrapolated(one: Figures, two: Figures, depths: dict[str, int]) -> Figures:
-    """Figures at `depths`, of those with one and two layers, where all layers are like the second."""
+def extrapolate(one: Measurements, two: Measurements, depths: dict[str, int]) -> Measurements:
+    """Measurements at full depth from those with one and with two layers, if all layers are like the second."""
     return {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
 
 
 def layers_are_alike(models: Models, args: PPOConfig) -> bool:
-    """Whether two layers tell the weights of all: not where some have experts and others none, or an adapter has
-    another rank in some.
+    """Whether the weights of two layers determine those of all layers.
+
+    They do not if only some layers have experts, or if an adapter's rank differs between layers.
     """
-    one, two, whole = (weight_figures(build(models, args, layers=layers), args) for layers in (1, 2, None))
-    told = extrapolated(one, two, models.depths(args))
-    return all(math.isclose(told[name], figure) for name, figure in whole.items())
+    one, two, full = (measure_weights(build(models, args, layers=layers), args) for layers in (1, 2, None))
+    extrapolated = extrapolate(one, two, models.depths(args))
+    return all(math.isclose(extrapolated[name], value) for name, value in full.items())
 
 
 def size_of(tensors: Any) -> float:
-    """Bytes of `tensors`, shared ones once."""
+    """Bytes of `tensors`, counting shared storage once."""
     return float(sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in list(tensors)}.values()))
 
 
 def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
-    """Puts fake tensors, on the CPU, in the place of all parameters and buffers; shared ones stay shared."""
+    """Replaces all parameters and buffers by fake CPU tensors; shared ones stay shared."""
     reference = [] if run.reference is None else [run.reference.policy]
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -228,7 +239,7 @@ def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
             other: Tensor = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
             if isinstance(tensor, nn.Parameter):
                 other = nn.Parameter(other, tensor.requires_grad)
-            # The first of the two is kept, so that no other tensor takes its id.
+            # Keep the original alive, so that no new tensor gets its id.
             known[id(tensor)] = tensor, other
         return known[id(tensor)][1]
 
@@ -237,3 +248,40 @@ def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
             tables: Any = (module._parameters, module._buffers)
             for table in tables:
                 table.update({name: fake(tensor) for name, tensor in table.items() if tensor is not None})
+
+
+def one_sequence_per_row() -> Any:
+    """Inside, transformers treats each row of a batch without a mask as one sequence, as it does in a run.
+
+    It finds packed sequences by the values of the position ids. For fake tensors, which have none, it assumes that rows
+    are packed and builds a mask over all pairs of tokens
+    (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). Remove this when it
+    treats fake tensors like unpacked rows.
+    """
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weights)
+        return states.new_empty(states.size(0), weights.size(2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
+
+
+def grouped_mm_of_any_dtype() -> Any:
+    """Inside, `grouped_mm` of states (S, K) with the experts' weights (experts, K, N) works in any dtype.
+
+    For fake tensors, torch implements it in bfloat16 only
+    (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). Remove this when it supports float32.
+    """
+
+    def grouped(states: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+        return _GroupedProduct.apply(states, weights)  # type: ignore[no-any-return]
+
+    # `create` because older versions of torch do not have it.
+    return mock.patch.object(functional, "grouped_mm", grouped, create=True)

@@ -1,6 +1,7 @@
-"""Bytes of live tensors, counted as they are made and freed: real ones, or fake ones, which have a size and no memory.
+"""Counts the bytes of live tensors, real or fake, as they are allocated and freed.
 
-What a kernel allocates for itself and frees before it returns is not seen, nor what an allocator keeps in reserve.
+Does not see what a kernel allocates and frees internally, nor what an allocator keeps in reserve. torch's own
+`torch.distributed._tools.mem_tracker.MemTracker` is private and cannot restart its peak between two passes.
 """
 
 import gc
@@ -16,18 +17,18 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the storages of all tensors that operations return; views count once.
+    """Inside, counts the storages of all tensors that operations return, each storage once.
 
     Args:
-        answers: what to return for an operation instead of running it, for fake tensors, which have no values.
+        answers: results to return for some operations instead of running them; fake tensors have no values.
     """
 
     def __init__(self, answers: dict[Any, Any] | None = None) -> None:
         super().__init__()
         self.live = 0
-        """Bytes alive now."""
+        """Bytes of the tensors alive now."""
         self.peak = 0
-        """Most bytes alive at once since the start or the last `restart`."""
+        """Maximum of `live` since the start or the last `restart`."""
         self._answers = answers or {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -41,21 +42,22 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def see(self, tensors: Any) -> None:
-        """Counts every tensor in `tensors`, a tensor or a nest of containers, that is not counted yet; none on the meta
-        device, which have no memory.
+        """Counts the tensors in `tensors`, a nest of containers, that are not counted yet.
+
+        Tensors on the meta device have no memory and are skipped.
         """
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage())
 
     def see_all(self) -> None:
-        """Counts every tensor that Python's garbage collector knows: call it before the work that is measured."""
+        """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
         gc.collect()
-        # By type, not isinstance: that would ask the lazy modules of libraries what they are.
+        # Not isinstance, which would trigger the imports of lazily loaded library modules.
         self.see([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
 
     def restart(self) -> None:
-        """Begins a new peak at what is alive now."""
+        """Restarts `peak` at the bytes alive now."""
         self.peak = self.live
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -63,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
         if key in self._storages:
             return
         size = storage.nbytes()
-        # Torch keeps one Python object a storage, as long as the storage lives.
+        # torch keeps one Python object per storage for as long as the storage lives.
         self._storages[key] = weakref.ref(storage, partial(self._gone, key, size))
         self.live += size
         self.peak = max(self.peak, self.live)

@@ -1,7 +1,7 @@
-"""The passes of a PPO step over fake tensors: the most that each holds in memory, to the byte, for any architecture.
+"""Runs the passes of a PPO step over fake tensors and measures each one's peak memory, for any architecture.
 
-Run with one and with two decoder layers, where every figure is linear in their number, else with all. A response is
-taken to be as long as it may be. Left out: models whose passes depend on the values of tensors.
+With one and with two decoder layers, if memory is linear in their number, else with all. Responses are assumed to have
+full length. Models whose passes depend on the values of tensors are not supported.
 """
 
 import inspect
@@ -20,16 +20,17 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from alpaca_ppo.adapters.adapter_set import REWARD
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.estimate_memory.fake_kernels import experts_of_any_dtype, one_sequence_a_row
 from alpaca_ppo.estimate_memory.fake_models import (
     FakeRun,
-    Figures,
+    Measurements,
     Models,
     build,
-    extrapolated,
+    extrapolate,
+    grouped_mm_of_any_dtype,
     layers_are_alike,
     make_fake,
-    weight_figures,
+    measure_weights,
+    one_sequence_per_row,
 )
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.functional.packing import PackedRows, position_ids
@@ -38,69 +39,74 @@ from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.policy import response_states
 
-# A batch has padding, so that no model leaves its mask out.
+# A model that asks whether a batch has padding is answered "yes", so that it does not drop its attention mask.
 _ANSWERS = {torch.ops.aten._local_scalar_dense.default: 0}
 _GROWTH = 65
-"""Tokens by which the sampler's cache grows at a time (`generation.cache`)."""
+"""Tokens by which the sampler's cache grows at a time (`generation.kv_cache`): the new one and 64 free columns."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows and tokens of one process's passes."""
+    """Batch sizes and lengths of one process's passes."""
 
     prompts: int
     """Prompts sampled at once."""
     samples: int
-    """Responses to each of them."""
+    """Responses per prompt."""
     rows: int
     """Responses scored or evaluated at once."""
     micro_rows: int
-    """Responses of a micro-batch."""
+    """Responses in a micro-batch."""
     query: int
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     response: int
-    """Tokens of a response."""
+    """Tokens per response."""
 
 
-def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Figures:
+def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Measurements:
     """Bytes of weights, gradients and passes at the models' full depth.
 
-    For each pass: `backbone`, the most while the decoder runs; `saved`, what lives between decoder and head; `head`,
-    the most while the head runs. `tail` is the most at the end of a backward pass. With `zero`, bf16 is what DeepSpeed
-    makes of it: all that trains, and the reference, in bfloat16, and no autocast.
+    Each pass has three values: `backbone`, the peak while the decoder runs; `saved`, what is alive between decoder and
+    head; `head`, the peak while the head runs. A backward pass also has `tail`, the peak at its end.
+
+    Args:
+        models: their configurations.
+        args: of the run.
+        sizes: of one process's passes.
+        zero: run under DeepSpeed ZeRO, whose bf16 casts trained models and reference instead of using autocast.
 
     Raises:
-        ValueError: when a model cannot be run on fake tensors, or models do not go together.
+        ValueError: when a model cannot run on fake tensors, or models contradict each other.
     """
     with warnings.catch_warnings(), _named_errors(models):
-        # transformers' own deprecations, which the run itself will show.
+        # Deprecation warnings of transformers, which the run itself will show.
         warnings.simplefilter("ignore")
         one, found = _at_full_depth(models, args, sizes, half=zero and args.bf16)
     plain = args.generation_backend == "generate"
     columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
     found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
-    # A layer that grows stands twice for a moment; transformers' own does so keys first, then values.
+    # A layer that grows is held twice for a moment; with transformers' own cache first its keys, then its values.
     found["policy/kv_layer"] = found["policy/kv_column"] * max(columns) / (2 if plain else 1)
     return found | {name: one[name] for name in one if name.endswith(".tail")}
 
 
-def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool) -> tuple[Figures, Figures]:
-    """Figures with one decoder layer where there are any (else with all), and with all."""
+def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool) -> tuple[Measurements, Measurements]:
+    """Measurements with one decoder layer (with all, if an adapter selects layers by number), and with all layers."""
     if not models.names_layers and layers_are_alike(models, args):
         one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
-        found, layer = extrapolated(one, two, models.depths(args)), two["policy/weights"] - one["policy/weights"]
+        found, layer = extrapolate(one, two, models.depths(args)), two["policy/weights"] - one["policy/weights"]
         return one, found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
     found = _measure(models, args, sizes, None, half=half)
-    # One layer may be most of the weights.
-    whole = found | {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
-    return found if models.names_layers else _measure(models, args, sizes, 1, half=half), whole
+    # Layers differ, and a single one may be most of the weights.
+    full = found | {"policy/layer": 0.0, "policy/outside": found["policy/weights"]}
+    return found if models.names_layers else _measure(models, args, sizes, 1, half=half), full
 
 
-def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Figures:
+def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Measurements:
     run = build(models, args, layers=layers, half=half)
-    found, mode = weight_figures(run, args), FakeTensorMode(allow_non_fake_inputs=True)
+    found, mode = measure_weights(run, args), FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(run, mode)
-    with experts_of_any_dtype(), mode, LiveBytes(_ANSWERS) as live:
+    with grouped_mm_of_any_dtype(), mode, LiveBytes(_ANSWERS) as live:
         passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
         return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
 
@@ -112,20 +118,20 @@ def _named_errors(models: Models) -> Iterator[None]:
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
         name = type(models.policy).__name__.removesuffix("Config")
         raise ValueError(
-            f"model_name_or_path: {name} cannot be run without weights "
-            f"({str(error)[:200]}); its memory can only be measured: see memory/peak_gib in metrics.jsonl"
+            f"model_name_or_path: {name} cannot run without weights ({str(error)[:200]}), so its memory cannot be "
+            "estimated; start a short run and read memory/peak_gib in its metrics.jsonl"
         ) from error
 
 
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
-    """Columns of each layer's cache that a full response has filled or kept free, where it grows by `growth`."""
+    """Columns of each layer's cache after a full response, free ones included, if it grows by `growth` at a time."""
     full = sizes.query + growth * math.ceil((sizes.response - 1) / growth)
     layers = DynamicCache(config=config).layers
     return [min(full, a.sliding_window) if isinstance(a, DynamicSlidingWindowLayer) else full for a in layers]
 
 
 def _next_logits(model: Any, cache: DynamicCache, rows: int, new: int, width: int) -> Tensor:
-    """The logits (rows, V) after `new` tokens more, with which a row has `width`."""
+    """The logits (rows, V) after `new` more tokens, when each row has `width` tokens in all."""
     mask = torch.ones(rows, width, dtype=torch.long)
     optional = {"position_ids": position_ids(mask)[:, -new:], "logits_to_keep": 1}
     accepted = inspect.signature(type(model).forward).parameters
@@ -141,7 +147,7 @@ class _Passes:
         self._live, self._args, self._sizes = live, args, sizes
         self._base = 0
 
-    def of(self, run: FakeRun, *, with_reward_adapter: bool) -> Figures:
+    def of(self, run: FakeRun, *, with_reward_adapter: bool) -> Measurements:
         """Bytes above the weights, by pass and cause."""
         modules = [run.actor_critic, *run.rewards, *([] if run.reference is None else [run.reference.policy])]
         self._live.see([[*module.parameters(), *module.buffers()] for module in modules])
@@ -149,7 +155,7 @@ class _Passes:
         for i, reward in enumerate(run.rewards):
             found[f"reward{i}/score"] = self._score(reward)
         found["policy/score"] = self._score_with_adapter(run.actor_critic.policy) if with_reward_adapter else 0.0
-        with one_sequence_a_row():
+        with one_sequence_per_row():
             found |= self._evaluate(run)
             return found | self._train(run.actor_critic)
 
@@ -158,7 +164,7 @@ class _Passes:
         self._base = self._live.live
 
     def _peak(self) -> float:
-        """The most above the beginning, since the last look."""
+        """Peak bytes above those at `_begin`, since the last call."""
         peak = float(self._live.peak - self._base)
         self._live.restart()
         return peak
@@ -167,7 +173,7 @@ class _Passes:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._args.bf16)
 
     @torch.no_grad()
-    def _rollout(self, model: PreTrainedModel) -> Figures:
+    def _rollout(self, model: PreTrainedModel) -> Measurements:
         sizes, plain = self._sizes, self._args.generation_backend == "generate"
         rows = sizes.prompts * sizes.samples
         model.eval()
@@ -175,7 +181,7 @@ class _Passes:
         with self._autocast():
             accepted = inspect.signature(type(model).forward).parameters
             cache = DynamicCache(config=model.config) if plain else decode_cache(model, accepted)
-            # `generate` computes a prompt once for each of its samples.
+            # `generate` computes the prompt again for every sample.
             _next_logits(model, cache, rows if plain else sizes.prompts, sizes.query, sizes.query)
             found = {"policy/prefill": self._peak()}
             cache.batch_repeat_interleave(1 if plain else sizes.samples)
@@ -189,9 +195,9 @@ class _Passes:
             self._begin()
             logits = _next_logits(model, cache, rows, 1, sizes.query + sizes.response + 1)
             found["policy/decode"] = self._peak()
-            # `generate` hands out a copy in float32.
-            handed = logits.to(torch.float32, copy=True) if plain else logits
-            choose_tokens(handed, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+            # `generate` returns a copy of the logits in float32.
+            final_logits = logits.to(torch.float32, copy=True) if plain else logits
+            choose_tokens(final_logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
             found["policy/choose"] = self._peak()
         model.train()
         return found
@@ -210,12 +216,12 @@ class _Passes:
         with policy.adapters.active(REWARD):
             return self._score(policy.model.base_model)
 
-    def _evaluate(self, run: FakeRun) -> Figures:
+    def _evaluate(self, run: FakeRun) -> Measurements:
         policy, critic = run.actor_critic.policy, run.actor_critic.critic
         packed = self._packed(self._sizes.rows)
         with torch.no_grad(), self._autocast():
             found = self._pass("policy/eval", lambda: policy.states(packed), self._scores(policy, packed))
-            # Autocast keeps its copies of weights until it is left.
+            # Autocast caches its bf16 copies of the weights until its context ends.
             found["policy/cast"] = max(0.0, float(self._live.live - self._base))
             if critic is not None and not critic.shares_states:
                 found |= self._pass("critic/eval", *self._critic_pass(run.actor_critic, packed))
@@ -228,14 +234,14 @@ class _Passes:
             found |= self._pass("reference/eval", lambda: frozen.states(packed), self._scores(frozen, packed))
         return found
 
-    def _train(self, actor_critic: ActorCritic) -> Figures:
+    def _train(self, actor_critic: ActorCritic) -> Measurements:
         policy, critic = actor_critic.policy, actor_critic.critic
         for parameter in actor_critic.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         packed = self._packed(self._sizes.micro_rows)
         score = self._scores(policy, packed)
-        found: Figures = {}
+        found: Measurements = {}
         if critic is not None and critic.shares_states:
             value = self._critic_pass(actor_critic, packed)[1]
             return self._pass("policy/train", lambda: policy.states(packed), lambda s: score(s) + value(s))
@@ -248,7 +254,7 @@ class _Passes:
         self, actor_critic: ActorCritic, packed: PackedRows
     ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
         critic: Any = actor_critic.critic
-        taus = torch.zeros(self._args.num_quantiles) if critic.head.kind == "iqn" else None
+        taus = critic.head.sample_taus(torch.Generator())
 
         def states() -> Tensor:
             if critic.backbone is not None:
@@ -260,17 +266,27 @@ class _Passes:
 
     def _scores(self, policy: Policy, packed: PackedRows) -> Callable[[Tensor], Tensor]:
         responses = torch.zeros(packed.input_ids.size(0), self._sizes.response, dtype=torch.long)
-        how: dict[str, Any] = {"temperature": self._args.temperature, "chunk_size": self._args.logprob_chunk_size}
-        return lambda states: policy.score(states, packed, responses, **how).logprobs.sum()
+
+        def score(states: Tensor) -> Tensor:
+            scored = policy.outputs_from_states(
+                states,
+                packed,
+                responses,
+                temperature=self._args.temperature,
+                chunk_size=self._args.logprob_chunk_size,
+            )
+            return scored.logprobs.sum()
+
+        return score
 
     def _packed(self, rows: int) -> PackedRows:
-        """Rows whose prompts and responses are as long as they may be."""
+        """Rows with prompts and responses of maximal length."""
         ids = torch.zeros(rows, self._sizes.query + self._sizes.response - 1, dtype=torch.long)
         picked = torch.zeros(rows * self._sizes.response, dtype=torch.long)
         return PackedRows(ids, picked, picked, picked)
 
-    def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Figures:
-        """One pass, with its backward pass where gradients are on."""
+    def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Measurements:
+        """Measures one pass, with its backward pass if gradients are enabled."""
         self._begin()
         head: list[float] = []
         with self._autocast():

@@ -1,25 +1,25 @@
-"""The memory of each phase of a PPO step, by cause: the arithmetic over what `fake_passes` measures.
+"""Peak memory of each phase of a PPO step, by cause: the arithmetic on what `measure` returns.
 
-Counts tensors. Left out: what a device and its kernels take for themselves.
+Counts tensors only, not what a device and its kernels need for themselves.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.estimate_memory.fake_models import Figures, Models
+from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import Sizes, measure
-from alpaca_ppo.estimate_memory.sharding import Sharding, Shares
+from alpaca_ppo.estimate_memory.sharding import DeviceMemory, Sharding
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache", "logits")
 PHASES = ("load", "prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
-"""The rollout is the four from `prefill`, which reads the prompts, to `log-probs`; the update is the last two."""
+"""The rollout is `prefill` (of the prompts) to `log-probs`; the update is `backward` and `optimizer step`."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is in memory at once, in bytes."""
+class PhaseMemory:
+    """What is in memory at one moment of a phase, in bytes by cause."""
 
     phase: str
     weights: float = 0.0
@@ -31,12 +31,12 @@ class Moment:
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """Sum over the causes, in bytes."""
         return float(sum(getattr(self, cause) for cause in CAUSES))
 
 
 def sizes_of(args: PPOConfig, processes: int) -> Sizes:
-    """Rows and tokens of the passes of one of `processes`, where every row is as long as it may be."""
+    """Batch sizes and lengths of one process's passes, if every row has full length."""
     prompts = math.ceil(args.rollout_batch_size / processes)
     micro_batches = micro_batches_of(args, processes)
     return Sizes(
@@ -50,125 +50,115 @@ def sizes_of(args: PPOConfig, processes: int) -> Sizes:
 
 
 def micro_batches_of(args: PPOConfig, processes: int) -> int:
-    """Micro-batches of an optimizer step."""
+    """Micro-batches per optimizer step and process."""
     return math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes))
 
 
-def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[Moment]:
-    """The highest moment of each phase, in the order of PHASES, in bytes of one process's device.
+def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[PhaseMemory]:
+    """The peak of each phase on one device, in the order of PHASES.
 
     Raises:
-        ValueError: what `fake_passes.measure` raises.
+        ValueError: whatever `measure` raises.
     """
-    figures = measure(models, args, sizes_of(args, sharding.processes), zero=sharding.stage > 0)
-    return spread(figures, args, sharding)
+    measured = measure(models, args, sizes_of(args, sharding.processes), zero=sharding.stage > 0)
+    return peak_by_phase(measured, args, sharding)
 
 
-def spread(figures: Figures, args: PPOConfig, sharding: Sharding) -> list[Moment]:
-    """The highest moment of each phase, of figures that were measured for `sharding.processes`."""
-    moments = list(_Step(figures, args, sharding).moments())
+def peak_by_phase(measured: Measurements, args: PPOConfig, sharding: Sharding) -> list[PhaseMemory]:
+    """The peak of each phase, from what `measure` returned for `sharding.processes`."""
+    moments = list(_Step(measured, args, sharding).moments())
     return [max((m for m in moments if m.phase == phase), key=lambda m: m.total) for phase in PHASES]
 
 
 class _Step:
-    def __init__(self, figures: Figures, args: PPOConfig, sharding: Sharding) -> None:
-        self._figures, self._args, self._sharding = figures, args, sharding
-        self._shares = Shares(figures, args, sharding)
-        self._weights = self._shares.weights
+    def __init__(self, measured: Measurements, args: PPOConfig, sharding: Sharding) -> None:
+        self._measured, self._args, self._sharding = measured, args, sharding
+        self._device = DeviceMemory(measured, args, sharding)
+        self._weights = self._device.weights
 
-    def moments(self) -> Iterator[Moment]:
-        """The phases of a step, in their order, each with its bytes by cause."""
-        shares = self._shares
-        yield Moment("load", weights=self._weights, optimizer=shares.master, gradients=self._loaded_gradients)
+    def moments(self) -> Iterator[PhaseMemory]:
+        """The moments of a step that can be a phase's peak, in order of time."""
+        device = self._device
+        yield PhaseMemory("load", weights=self._weights, optimizer=device.master, gradients=self._loaded_gradients)
         yield from self._rollout()
         yield from self._score()
         yield from self._evaluation()
         yield from self._backward()
-        gradients, optimizer = shares.at_step()
-        yield Moment("optimizer step", weights=self._weights, gradients=gradients, optimizer=optimizer)
+        gradients, optimizer = device.during_step()
+        yield PhaseMemory("optimizer step", weights=self._weights, gradients=gradients, optimizer=optimizer)
 
     @property
     def _loaded_gradients(self) -> float:
-        # DDP's buckets are made in the first backward pass.
-        return self._shares.standing_gradients if self._sharding.stage else 0.0
+        # DDP allocates its buckets in the first backward pass.
+        return self._device.gradient_buffers if self._sharding.stage else 0.0
 
-    def _held(self, extra_weights: float = 0.0) -> dict[str, float]:
-        """What lies there while nothing trains, by cause."""
-        shares = self._shares
-        weights = self._weights + extra_weights
-        return {"weights": weights, "gradients": shares.standing_gradients, "optimizer": shares.optimizer}
+    def _held(self, phase: str, extra_weights: float = 0.0) -> PhaseMemory:
+        """What is in memory during `phase` without its passes."""
+        device, weights = self._device, self._weights + extra_weights
+        return PhaseMemory(phase, weights=weights, gradients=device.gradient_buffers, optimizer=device.optimizer)
 
-    def _rollout(self) -> Iterator[Moment]:
-        figures, cast = self._figures, self._figures["policy/cast"]
-        held = self._held(self._shares.gathered("policy", sampling=True) + cast)
-        unpacked = figures["policy/unpacked"]
-        yield Moment("prefill", **held, activations=figures["policy/prefill"] - cast + unpacked)
-        cache = figures["policy/kv_cache"]
-        step = max(figures["policy/decode"], figures["policy/kv_layer"])
-        yield Moment("sampling", **held, kv_cache=cache, activations=step + unpacked)
-        yield Moment("sampling", **held, kv_cache=cache, logits=figures["policy/choose"])
+    def _rollout(self) -> Iterator[PhaseMemory]:
+        measured, cast = self._measured, self._measured["policy/cast"]
+        held = self._held("prefill", self._device.gathered("policy", sampling=True) + cast)
+        unpacked = measured["policy/unpacked"]
+        yield replace(held, activations=measured["policy/prefill"] - cast + unpacked)
+        cached = replace(held, phase="sampling", kv_cache=measured["policy/kv_cache"])
+        step = max(measured["policy/decode"], measured["policy/kv_layer"])
+        yield replace(cached, activations=step + unpacked)
+        yield replace(cached, logits=measured["policy/choose"])
 
-    def _score(self) -> Iterator[Moment]:
-        for name, figure in self._figures.items():
+    def _score(self) -> Iterator[PhaseMemory]:
+        for name, size in self._measured.items():
             if name.endswith("/score"):
-                # Without a reward model the policy's figure is 0: it scores nothing.
-                gathered = self._shares.gathered(name.split("/")[0]) if figure else 0.0
-                yield Moment("score", **self._held(gathered), activations=figure)
+                # policy/score is 0 unless there is a reward adapter on the policy's base.
+                gathered = self._device.gathered(name.split("/")[0]) if size else 0.0
+                yield replace(self._held("score", gathered), activations=size)
 
-    def _evaluation(self) -> Iterator[Moment]:
+    def _evaluation(self) -> Iterator[PhaseMemory]:
         casts = 0.0
         for name in ("policy", "critic", "reference"):
-            if f"{name}/eval.backbone" not in self._figures:
+            if f"{name}/eval.backbone" not in self._measured:
                 continue
-            own = self._figures.get(f"{name}/cast", 0.0)
-            # Autocast lets go of the actor's and the critic's copies before the reference's pass.
+            own = self._measured.get(f"{name}/cast", 0.0)
+            # Autocast drops its copies of policy and critic before the reference's pass.
             casts = 0.0 if name == "reference" else casts
-            held = self._held(casts + own + self._visiting(name))
-            yield from self._pass("log-probs", f"{name}/eval", held, less=own)
+            held = self._held("log-probs", casts + own + self._only_during(name))
+            yield from self._pass(f"{name}/eval", held, less=own)
             casts += own
 
-    def _visiting(self, name: str) -> float:
-        """Weights that are there for the pass of `name` alone."""
-        shares, reference = self._shares, self._figures["reference/weights"]
+    def _only_during(self, name: str) -> float:
+        """Bytes of weights that are on the device only during the pass of `name`."""
+        device, reference = self._device, self._measured["reference/weights"]
         if self._sharding.stage == 3:
-            # DeepSpeed keeps what the policy's pass has gathered; the critic's comes and goes by layers.
-            return shares.gathered("policy") + (shares.gathered("reference") if name == "reference" else 0.0)
-        return reference if name == "reference" and shares.reference_on_host else 0.0
+            # DeepSpeed keeps the policy's gathered weights; those of the critic are gathered and released by layer.
+            return device.gathered("policy") + (device.gathered("reference") if name == "reference" else 0.0)
+        return reference if name == "reference" and device.reference_on_host else 0.0
 
-    def _backward(self) -> Iterator[Moment]:
-        figures, shares = self._figures, self._shares
+    def _backward(self) -> Iterator[PhaseMemory]:
+        measured, device = self._measured, self._device
         single = micro_batches_of(self._args, self._sharding.processes) == 1
-        passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in figures]
+        passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in measured]
         for place, name in enumerate(passes):
-            gradients = shares.around(passes, place, single=single)
-            held = self._held(shares.gathered(self._running(name), training=True))
-            # Where gradients come as activations go, one end or the other is the highest.
-            tail = figures[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
-            yield Moment("backward", **held | {"gradients": gradients.after}, activations=tail)
+            gradients = device.gradients_around(passes, place, single=single)
+            held = self._held("backward", device.gathered(self._running(name), training=True))
+            # Gradients are allocated while activations are freed, so the peak is at one end of the pass or the other.
+            tail = measured[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
+            yield replace(held, gradients=gradients.after, activations=tail)
             yield from self._pass(
-                "backward",
-                f"{name}/train",
-                held | {"gradients": gradients.before},
-                backbone_gradients=gradients.during,
+                f"{name}/train", replace(held, gradients=gradients.before), backbone_gradients=gradients.during
             )
 
     def _running(self, name: str) -> str:
-        """The model whose weights the pass `name` reads: a critic that is an adapter has its head alone."""
+        """The model whose weights the pass `name` reads: a critic without a backbone of its own reads the policy's."""
         own_backbone = name == "critic" and self._args.critic_layout == "separate"
         return "critic" if own_backbone else "policy"
 
     def _pass(
-        self,
-        phase: str,
-        name: str,
-        held: dict[str, float],
-        *,
-        less: float = 0.0,
-        backbone_gradients: float | None = None,
-    ) -> Iterator[Moment]:
-        """The moments of a pass; `less` is what it counts that `held` counts as weights."""
-        unpacked = self._figures["policy/unpacked"]
-        backbone, saved, head = (self._figures[f"{name}.{part}"] for part in ("backbone", "saved", "head"))
-        in_decoder = held if backbone_gradients is None else held | {"gradients": backbone_gradients}
-        yield Moment(phase, **in_decoder, activations=backbone - less + unpacked)
-        yield Moment(phase, **held, activations=saved - less, logits=head - saved)
+        self, name: str, held: PhaseMemory, *, less: float = 0.0, backbone_gradients: float | None = None
+    ) -> Iterator[PhaseMemory]:
+        """The moments of a pass; `less` are bytes that both it and the weights in `held` count."""
+        unpacked = self._measured["policy/unpacked"]
+        backbone, saved, head = (self._measured[f"{name}.{part}"] for part in ("backbone", "saved", "head"))
+        in_decoder = held if backbone_gradients is None else replace(held, gradients=backbone_gradients)
+        yield replace(in_decoder, activations=backbone - less + unpacked)
+        yield replace(held, activations=saved - less, logits=head - saved)

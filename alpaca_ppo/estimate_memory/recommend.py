@@ -1,179 +1,156 @@
-"""The cheapest change of a run's settings that fits a device: single changes in order of what they cost the user, then
-several together.
+"""Changes of a run's settings that save memory, with the peak after each one and after all of them.
+
+Which single changes to combine is left to the user.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.sharding import Sharding
 
-PASS_SETTINGS = (
-    "gradient_checkpointing",
-    "step_per_device_batch_size",
-    "rollout_per_device_batch_size",
-    "logprob_chunk_size",
-)
-"""What changes the passes alone: weights, gradients and the optimizer's state stay as they are."""
+Change = dict[str, Any]
+"""New values of options: fields of PPOConfig, `use_peft`, `zero_stage`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the memory of a run, beside its models."""
+    """What decides the memory of a run besides its models."""
 
     args: PPOConfig
     lora: LoraArguments
     sharding: Sharding
     starts_from_adapter: bool = False
-    """Whether the policy is an adapter that training goes on from."""
+    """Whether the policy is an adapter that is trained further."""
 
     @property
     def has_adapters(self) -> bool:
         """Whether the policy's base is frozen."""
         return self.lora.use_peft or self.starts_from_adapter
 
+    def after(self, change: Change) -> "Settings":
+        """These settings with `change` applied."""
+        fields = {name: value for name, value in change.items() if name not in ("use_peft", "zero_stage")}
+        return replace(
+            self,
+            args=replace(self.args, **fields),
+            lora=LoraArguments(use_peft=True) if "use_peft" in change else self.lora,
+            sharding=self.sharding.at(change.get("zero_stage", self.sharding.stage)),
+        )
 
-Option = tuple[str, Settings]
-"""A change as one would write it in the run's YAML file, and the settings with it."""
+
+PeakOf = Callable[[Settings], float]
+"""Peak memory of settings, in bytes; raises ValueError for settings that a run would refuse."""
 
 
-def fitting_changes(settings: Settings, fits: Callable[[Settings], bool]) -> tuple[list[str], Settings] | None:
-    """The changes to `settings` after which they fit, and the settings with them; None where none are enough.
+def single_changes(settings: Settings, peak_of: PeakOf, limit: float) -> list[dict[str, Any]]:
+    """The peak after each single change, the least intrusive first.
 
-    Where no single change fits, changes are added in order of their cost until the whole fits; then those that are not
-    needed go again, the dearest first, and each is made as mild as it can be.
+    A change with several strengths (halvings of a batch size) is listed once: at the weakest strength that fits, or at
+    full strength if none does.
 
-    `fits` raises a ValueError for settings that a run would refuse together.
+    Returns:
+        For each change its text (`change`), the `peak` in bytes and whether it `fits` into `limit` bytes. Changes that
+        a run would refuse are left out.
     """
-    for kind in _KINDS:
-        for label, changed in kind(settings):
-            if _accepted(changed, fits):
-                return [label], changed
-    chosen: list[int | None] = []
-    for kind in _KINDS:
-        options = list(kind(_apply(settings, chosen)[1]))
-        # One that the run refuses would have it refuse all that follow.
-        verdicts = ((index, _accepted(options[index][1], fits)) for index in reversed(range(len(options))))
-        index, enough = next((found for found in verdicts if found[1] is not None), (None, False))
-        chosen.append(index)
-        if enough:
-            return _apply(settings, _milder(settings, chosen, fits))
-    return None
+    found = []
+    for strengths in changes(settings):
+        change, peak = _weakest_that_fits(settings, strengths, peak_of, limit)
+        if peak is not None:
+            found.append({"change": _text(change), "peak": peak, "fits": peak <= limit})
+    return found
 
 
-def _accepted(settings: Settings, fits: Callable[[Settings], bool]) -> bool | None:
-    """Whether `settings` fit; None where a run would refuse them."""
+def _weakest_that_fits(
+    settings: Settings, strengths: list[Change], peak_of: PeakOf, limit: float
+) -> tuple[Change, float | None]:
+    """The weakest change that fits, or else the strongest one, with its peak; None if a run would refuse them all."""
+    found: tuple[Change, float | None] = {}, None
+    for change in reversed(strengths):
+        peak = _peak_or_none(settings.after(change), peak_of)
+        if peak is None:
+            continue
+        if found[1] is None or peak <= limit:
+            found = change, peak
+        if peak > limit:
+            # A weaker change saves even less.
+            break
+    return found
+
+
+def all_changes(settings: Settings, peak_of: PeakOf, limit: float) -> dict[str, Any]:
+    """All changes together, each at full strength, without those that a run would refuse after the earlier ones.
+
+    Returns:
+        The text of each option to change (`changes`), the `peak` in bytes and whether it `fits` into `limit` bytes.
+    """
+    together: Change = {}
+    peak = peak_of(settings)
+    for i in range(len(changes(settings))):
+        # Which changes are left depends on those made before.
+        for change in reversed(changes(settings)[i]):
+            changed = settings.after(change)
+            if (found := _peak_or_none(changed, peak_of)) is not None:
+                together, settings, peak = together | change, changed, found
+                break
+    texts = [_text({name: value}) for name, value in together.items()]
+    return {"changes": texts, "peak": peak, "fits": peak <= limit}
+
+
+def _peak_or_none(settings: Settings, peak_of: PeakOf) -> float | None:
     try:
-        return fits(settings)
+        return peak_of(settings)
     except ValueError:
         return None
 
 
-def _apply(settings: Settings, chosen: Sequence[int | None]) -> tuple[list[str], Settings]:
-    """The labels of the chosen option of each kind (None = none of it), and the settings after all of them."""
-    labels = []
-    for kind, index in zip(_KINDS, chosen, strict=False):
-        options = list(kind(settings))
-        if index is not None and options:
-            label, settings = options[min(index, len(options) - 1)]
-            labels.append(label)
-    return labels, settings
+def _text(change: Change) -> str:
+    return ", ".join(
+        f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in change.items()
+    )
 
 
-def _milder(settings: Settings, chosen: list[int | None], fits: Callable[[Settings], bool]) -> Sequence[int | None]:
-    for place in reversed(range(len(chosen))):
-        strongest = chosen[place]
-        for milder in (None, *range(strongest or 0)):
-            tried = [*chosen[:place], milder, *chosen[place + 1 :]]
-            if strongest is not None and _accepted(_apply(settings, tried)[1], fits):
-                chosen = tried
-                break
-    return chosen
+def changes(settings: Settings) -> list[list[Change]]:
+    """The changes that save memory, the least intrusive first; each as a list of strengths, the weakest first.
+
+    The list always has the same length: a change that is of no use has no strengths.
+    """
+    args, sharding, adapters = settings.args, settings.sharding, settings.has_adapters
+    copied, in_float32 = args.reference.startswith("copy"), args.dtype == "float32"
+    own_backbone = args.uses_critic and args.critic_layout == "separate"
+    reference: list[Change] = []
+    if adapters and copied:
+        reference = [{"reference": "adapter_off"}]
+    elif not adapters and args.reference in ("auto", "copy") and not args.use_cpu:
+        reference = [{"reference": "copy_offloaded"}]
+    lora: Change = {} if adapters else {"use_peft": True}
+    if lora and copied:
+        # With LoRA the base without the adapter is the reference; a copy of it is not needed.
+        lora["reference"] = "adapter_off"
+    # On a base in bfloat16, autocast would only add copies of the adapters.
+    half: Change = {"dtype": "bfloat16", **({"bf16": False} if args.bf16 else {})}
+    layouts = ["adapter", "shared"] if adapters else ["shared"]
+    # What a run refuses together with 4 bits.
+    needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
+    last_stage = 0 if sharding.processes == 1 else 2 if args.load_in_4bit else 3
+    return [
+        [] if args.gradient_checkpointing else [{"gradient_checkpointing": True}],
+        _halvings("step_per_device_batch_size", args.step_per_device_batch_size),
+        _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, args.num_return_sequences),
+        _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
+        reference,
+        [{"bf16": True}] if in_float32 and not args.bf16 else [],
+        ([lora] if lora else []) + ([lora | half] if in_float32 else []),
+        [{"critic_layout": name} for name in layouts] if own_backbone and not args.init_value_with_reward else [],
+        [{"load_in_4bit": True}] if adapters and not (args.load_in_4bit or needs_whole_weights) else [],
+        [{"zero_stage": stage} for stage in range(sharding.stage + 1, last_stage + 1)],
+    ]
 
 
-def _checkpointing(settings: Settings) -> Iterator[Option]:
-    if not settings.args.gradient_checkpointing:
-        yield "gradient_checkpointing: true", _with(settings, gradient_checkpointing=True)
-
-
-def _halved(name: str, least: Callable[[PPOConfig], int] = lambda args: 1) -> Callable[[Settings], Iterator[Option]]:
-    def options(settings: Settings) -> Iterator[Option]:
-        value = getattr(settings.args, name) // 2
-        while value >= least(settings.args):
-            yield f"{name}: {value}", _with(settings, **{name: value})
-            value //= 2
-
-    return options
-
-
-def _reference(settings: Settings) -> Iterator[Option]:
-    choice = settings.args.reference
-    if settings.has_adapters:
-        if choice.startswith("copy"):
-            yield "reference: adapter_off", _with(settings, reference="adapter_off")
-    elif choice in ("auto", "copy") and not settings.args.use_cpu:
-        yield "reference: copy_offloaded", _with(settings, reference="copy_offloaded")
-
-
-def _bf16(settings: Settings) -> Iterator[Option]:
-    if not settings.args.bf16 and settings.args.dtype == "float32":
-        yield "bf16: true", _with(settings, bf16=True)
-
-
-def _adapters(settings: Settings) -> Iterator[Option]:
-    labels = []
-    if not settings.has_adapters:
-        labels.append("use_peft: true")
-        settings = replace(settings, lora=LoraArguments(use_peft=True))
-        # With LoRA a copy of the base is idle, also where `_reference` has just asked for it.
-        for label, without_copy in _reference(settings):
-            labels.append(label)
-            settings = without_copy
-        yield ", ".join(labels), settings
-    if settings.args.dtype == "float32":
-        yield ", ".join([*labels, "dtype: bfloat16"]), _with(settings, dtype="bfloat16")
-
-
-def _layout(settings: Settings) -> Iterator[Option]:
-    if (
-        not settings.args.uses_critic
-        or settings.args.critic_layout != "separate"
-        or settings.args.init_value_with_reward
-    ):
-        return
-    for layout in ("adapter", "shared") if settings.has_adapters else ("shared",):
-        yield f"critic_layout: {layout}", _with(settings, critic_layout=layout)
-
-
-def _four_bit(settings: Settings) -> Iterator[Option]:
-    args = settings.args
-    copied = args.reference.startswith("copy") or (args.uses_critic and args.critic_layout == "separate")
-    refused = copied or args.merge_on_save or args.use_cpu or settings.sharding.stage == 3
-    if settings.has_adapters and not (refused or args.load_in_4bit):
-        yield "load_in_4bit: true", _with(settings, load_in_4bit=True)
-
-
-def _zero(settings: Settings) -> Iterator[Option]:
-    if settings.sharding.processes > 1:
-        # Weights of 4 bits cannot be divided.
-        for stage in range(settings.sharding.stage + 1, 3 if settings.args.load_in_4bit else 4):
-            yield f"ZeRO stage {stage}", replace(settings, sharding=settings.sharding.at(stage))
-
-
-def _with(settings: Settings, **values: object) -> Settings:
-    return replace(settings, args=replace(settings.args, **values))  # type: ignore[arg-type]
-
-
-_KINDS: tuple[Callable[[Settings], Iterator[Option]], ...] = (
-    _checkpointing,
-    _halved("step_per_device_batch_size"),
-    _halved("rollout_per_device_batch_size", lambda args: args.num_return_sequences),
-    _halved("logprob_chunk_size", lambda args: 128),
-    _reference,
-    _bf16,
-    _adapters,
-    _layout,
-    _four_bit,
-    _zero,
-)
+def _halvings(name: str, value: int, least: int = 1) -> list[Change]:
+    found: list[Change] = []
+    while (value := value // 2) >= least:
+        found.append({name: value})
+    return found

@@ -1,36 +1,35 @@
-"""What lies on one process's device beside the passes: weights, gradients and the optimizer's state, whole or shared
-out by DDP or DeepSpeed ZeRO.
+"""Weights, gradients and optimizer state on one device: complete, replicated by DDP or sharded by DeepSpeed ZeRO.
 
-The arithmetic follows DeepSpeed 0.19.8 as `zero` drives it. Left out: padding of its flat buffers.
+The arithmetic follows DeepSpeed 0.19.8 as `distributed.deepspeed_engine` uses it, without the padding of its buffers.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.estimate_memory.fake_models import Figures
+from alpaca_ppo.estimate_memory.fake_models import Measurements
 
 _MAX_LIVE = 10**9
-"""Parameters that ZeRO 3 keeps gathered at most, for the passes to come (`stage3_max_live_parameters`)."""
+"""Parameters that ZeRO 3 keeps gathered at most (`stage3_max_live_parameters`)."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a run is spread: `processes`, and the ZeRO `stage` (0: whole copies, under DDP where there are several)."""
+    """How a run is distributed over `processes` by ZeRO `stage` 1 to 3, or (0) replicated by DDP."""
 
     processes: int = 1
     stage: int = 0
     reduce_bucket: int | None = None
-    """Elements of the buffer in which ZeRO reduces gradients; None = what `auto` stands for, hidden size squared."""
+    """Elements of the buffer in which ZeRO reduces gradients; None = "auto", the hidden size squared."""
     buckets: int = 1
-    """Such buffers that ZeRO 1 and 2 have: 2 with `overlap_comm`."""
+    """Number of these buffers in ZeRO 1 and 2: 2 with `overlap_comm`."""
     offload_optimizer: bool = False
-    """Whether the optimizer's state lies in host memory."""
+    """Whether the optimizer state is in host memory."""
     offload_weights: bool = False
-    """Whether the shares of the weights do, under ZeRO 3."""
+    """Whether the shards of the weights are in host memory, under ZeRO 3."""
 
     def at(self, stage: int) -> "Sharding":
-        """The same with another stage: of a file of its own, its buffers and what it offloads."""
+        """The same with another ZeRO stage, with that stage's default number of buffers."""
         if stage == self.stage:
             return self
         buckets = self.buckets if self.reduce_bucket else 2 if stage == 2 else 1
@@ -39,8 +38,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Bytes of gradients around one backward pass: `before` it and while its head runs, `during` the decoder's part,
-    and at its end (`after`), when its activations are gone.
+    """Bytes of gradients around one backward pass.
+
+    Attributes:
+        before: before it, and while it goes through the head.
+        during: while it goes through the decoder.
+        after: at its end, when its activations have been freed.
     """
 
     before: float
@@ -48,142 +51,149 @@ class Gradients:
     after: float
 
 
-class Shares:
-    """Bytes by cause of one process, beside its passes.
+class DeviceMemory:
+    """Bytes on one process's device, by cause, without the passes.
 
     Args:
-        figures: what `fake_passes.measure` says, for the precision that the engine has.
+        measured: what `measure` returned, with `zero` as in `sharding`.
         args: of the run.
-        sharding: how the run is spread.
+        sharding: how the run is distributed.
     """
 
-    def __init__(self, figures: Figures, args: PPOConfig, sharding: Sharding) -> None:
-        self._figures, self._args, self._sharding = figures, args, sharding
-        self._stage, self._count = sharding.stage, sharding.processes
-        # On a CPU, host memory is the device's.
+    def __init__(self, measured: Measurements, args: PPOConfig, sharding: Sharding) -> None:
+        self._measured, self._args, self._sharding = measured, args, sharding
+        self._stage, self._processes = sharding.stage, sharding.processes
+        # On a CPU, host memory is device memory.
         self._state_on_host = sharding.offload_optimizer and self._stage > 0 and not args.use_cpu
         self.reference_on_host = args.reference == "copy_offloaded" and not args.use_cpu
-        """Whether a copied reference is on the device for its own pass alone."""
+        """Whether a copied reference is on the device only during its own pass."""
         self._weights_on_host = sharding.offload_weights and self._stage == 3 and not args.use_cpu
-        self._gradients = {name: figures[f"{name}/gradients"] for name in ("policy", "critic")}
-        # In float32, whatever the precision of the weights.
-        self._elements = {name: figures[f"{name}/elements"] for name in ("policy", "critic")}
-        self._share = sum(self._gradients.values()) / (self._count if self._stage else 1)
+        self._gradients = {name: measured[f"{name}/gradients"] for name in ("policy", "critic")}
+        # Optimizer state is in float32, whatever the precision of the weights.
+        self._elements = {name: measured[f"{name}/elements"] for name in ("policy", "critic")}
+        self._gradient_share = sum(self._gradients.values()) / (self._processes if self._stage else 1)
 
     @property
     def weights(self) -> float:
-        """Of all models, between passes."""
-        whole = self._whole_weights
+        """Bytes of the weights of all models, between passes."""
+        total = self._total_weights
         if self._stage < 3:
-            return whole
-        return 0.0 if self._weights_on_host else whole / self._count
+            return total
+        return 0.0 if self._weights_on_host else total / self._processes
 
     @property
-    def _whole_weights(self) -> float:
-        figures = self._figures
+    def _total_weights(self) -> float:
+        measured = self._measured
         names = ["policy", "critic", *([] if self.reference_on_host else ["reference"])]
-        names += [name.split("/")[0] for name in figures if name.startswith("reward") and name.endswith("/weights")]
-        return sum(figures[f"{name}/weights"] for name in names)
+        names += [name.split("/")[0] for name in measured if name.startswith("reward") and name.endswith("/weights")]
+        return sum(measured[f"{name}/weights"] for name in names)
 
     @property
     def offloaded(self) -> float:
-        """What DeepSpeed keeps in host memory instead."""
-        state = 12 * sum(self._elements.values()) / self._count + self._share if self._state_on_host else 0.0
-        return state + (self._whole_weights / self._count if self._weights_on_host else 0.0)
+        """Bytes that DeepSpeed keeps in host memory instead."""
+        state = (
+            12 * sum(self._elements.values()) / self._processes + self._gradient_share if self._state_on_host else 0.0
+        )
+        return state + (self._total_weights / self._processes if self._weights_on_host else 0.0)
 
     @property
-    def standing_gradients(self) -> float:
-        """What lies there also while nothing trains: DDP's buckets, copies of all gradients; the buffers of ZeRO 3."""
+    def gradient_buffers(self) -> float:
+        """Bytes of gradient buffers that are also allocated during rollouts: DDP's buckets, ZeRO 3's buffers."""
         if self._stage == 3:
-            return self._bucket_bytes + (0.0 if self._state_on_host else self._share)
-        return self._share if self._stage == 0 and self._count > 1 else 0.0
+            return self._bucket_bytes + (0.0 if self._state_on_host else self._gradient_share)
+        return self._gradient_share if self._stage == 0 and self._processes > 1 else 0.0
 
     @property
     def master(self) -> float:
-        """DeepSpeed's own float32 copy of this process's part of the weights, which the optimizer steps."""
+        """Bytes of DeepSpeed's float32 master copy of this process's part of the weights."""
         if not self._stage or self._state_on_host:
             return 0.0
-        return 4 * sum(self._elements.values()) / self._count
+        return 4 * sum(self._elements.values()) / self._processes
 
     @property
     def optimizer(self) -> float:
-        """AdamW's two numbers for each weight that trains, and the master copy."""
+        """Bytes of AdamW's two moments of each trained weight, and of the master copy."""
         if self._state_on_host:
             return 0.0
-        return self.master + 8 * sum(self._elements.values()) / (self._count if self._stage else 1)
+        return self.master + 8 * sum(self._elements.values()) / (self._processes if self._stage else 1)
 
     @property
     def _bucket_bytes(self) -> float:
-        figures, sharding = self._figures, self._sharding
-        elements = sharding.reduce_bucket or figures["policy/hidden"] ** 2
+        measured, sharding = self._measured, self._sharding
+        elements = sharding.reduce_bucket or measured["policy/hidden"] ** 2
         if not sum(self._elements.values()):
             return 0.0
         width = sum(self._gradients.values()) / sum(self._elements.values())
         return elements * width * (1 if self._stage == 3 else sharding.buckets)
 
     def gathered(self, name: str, *, sampling: bool = False, training: bool = False) -> float:
-        """Whole weights beside the shares while the model `name` runs, under ZeRO 3, at most: DeepSpeed keeps them for
-        the passes to come, once it has seen their order.
+        """Maximum bytes of gathered weights beside the shards while the model `name` runs, under ZeRO 3.
+
+        DeepSpeed keeps gathered weights for later passes once it has recorded the order of the modules.
         """
         if self._stage < 3:
             return 0.0
-        whole = self._figures[f"{name}/weights"]
+        gathered = self._measured[f"{name}/weights"]
         if sampling and self._args.ds3_gather_for_generation:
-            return whole
-        # Two passes of one base differ in their adapters: DeepSpeed sees no order in that.
-        changing = training and self._args.uses_critic and self._args.critic_layout == "adapter"
-        if sampling or changing:
-            # Layer by layer, and what lies outside them.
-            whole = self._figures["policy/outside"] + self._figures["policy/layer"]
+            return gathered
+        # Passes of one base with different adapters have no common order that DeepSpeed could record.
+        unordered = training and self._args.uses_critic and self._args.critic_layout == "adapter"
+        if sampling or unordered:
+            # One layer at a time, and the weights outside the layers.
+            gathered = self._measured["policy/outside"] + self._measured["policy/layer"]
         half = self._args.bf16 or self._args.dtype == "bfloat16"
-        return min(whole, _MAX_LIVE * (2.0 if half else 4.0))
+        return min(gathered, _MAX_LIVE * (2.0 if half else 4.0))
 
-    def around(self, passes: list[str], place: int, *, single: bool) -> Gradients:
-        """The gradients around the pass at `place` of `passes`, those of a micro-batch, which may be the `single` one
-        of an optimizer step; the last one makes also what no other does.
+    def gradients_around(self, passes: list[str], place: int, *, single: bool) -> Gradients:
+        """The gradients around one of the backward passes of a micro-batch.
+
+        Args:
+            passes: of a micro-batch, in order: "critic" and "policy", or "policy" alone, which then has all gradients.
+            place: index of the pass.
+            single: whether the micro-batch is the only one of its optimizer step.
         """
-        made = self._made_by(passes)
-        all_of_them, own = sum(made.values()), made[passes[place]]
-        before = sum(made[name] for name in passes[:place]) if single else all_of_them
+        by_pass = self._gradients_of(passes)
+        total, own = sum(by_pass.values()), by_pass[passes[place]]
+        before = sum(by_pass[name] for name in passes[:place]) if single else total
         after = before + own if single else before
         if self._stage == 0:
-            standing = self.standing_gradients
+            standing = self.gradient_buffers
             return Gradients(standing + before, standing + before, standing + after)
         if self._stage == 3:
-            return Gradients(*[self.standing_gradients] * 3)
+            return Gradients(*[self.gradient_buffers] * 3)
         if self._stage == 1:
-            # Gradients stay whole until the last pass is made, and are shared out then.
+            # Gradients stay complete until the last pass, and are sharded then.
             last = place == len(passes) - 1
-            shared_out = (0.0 if self._state_on_host else self._share) + self._bucket_bytes if last else 0.0
-            return Gradients(before, before, after + shared_out)
-        return self._in_stage_2(made, passes, place, single=single)
+            shards = (0.0 if self._state_on_host else self._gradient_share) + self._bucket_bytes if last else 0.0
+            return Gradients(before, before, after + shards)
+        return self._in_stage_2(by_pass, passes, place, single=single)
 
-    def _made_by(self, passes: list[str]) -> dict[str, float]:
+    def _gradients_of(self, passes: list[str]) -> dict[str, float]:
         if "critic" in passes:
             return dict(self._gradients)
         return {"policy": sum(self._gradients.values())}
 
-    def _in_stage_2(self, made: Mapping[str, float], passes: list[str], place: int, *, single: bool) -> Gradients:
+    def _in_stage_2(self, by_pass: Mapping[str, float], passes: list[str], place: int, *, single: bool) -> Gradients:
         if self._state_on_host:
             return Gradients(*[self._bucket_bytes] * 3)
-        # Each pass has a buffer for all of this process's part, and zeros for what other passes make.
-        idle = [(sum(made.values()) - made[name]) / self._count for name in passes]
-        before = 0.0 if single and place == 0 else self._share + idle[0]
-        during = before + self._share + self._bucket_bytes
+        # Each pass allocates a buffer for this process's whole part, with zeros for the gradients of other passes.
+        idle = [(sum(by_pass.values()) - by_pass[name]) / self._processes for name in passes]
+        before = 0.0 if single and place == 0 else self._gradient_share + idle[0]
+        during = before + self._gradient_share + self._bucket_bytes
         return Gradients(before + self._bucket_bytes, during, during + idle[place])
 
-    def at_step(self) -> tuple[float, float]:
-        """Gradients and the optimizer's bytes while it steps the larger group of weights, its workspace among them."""
+    def during_step(self) -> tuple[float, float]:
+        """Bytes of gradients, and of optimizer state and workspace, while the larger group of weights is updated."""
         if self._state_on_host:
-            return self.standing_gradients, 0.0
+            return self.gradient_buffers, 0.0
         if self._stage:
-            part = 4 * max(self._elements.values()) / self._count
-            # The gradients once more, in float32; AdamW's workspace is two such copies, one on an accelerator.
+            part = 4 * max(self._elements.values()) / self._processes
+            # A float32 copy of the gradients; AdamW's workspace is two such copies on a CPU, one on an accelerator.
             buffers = self._bucket_bytes if self._stage == 3 else 0.0
-            return self._share + buffers + part, self.optimizer + part * (2 if self._args.use_cpu else 1)
+            return self._gradient_share + buffers + part, self.optimizer + part * (2 if self._args.use_cpu else 1)
         if self._args.use_cpu:
-            workspace = 2 * self._figures["policy/largest"]
+            workspace = 2 * self._measured["policy/largest"]
         else:
-            # On an accelerator all weights of a group are stepped at once, over a copy of the second moments.
+            # On an accelerator all weights of a group are updated at once, with a copy of the second moments.
             workspace = max(self._gradients.values())
-        return self._share + self.standing_gradients, self.optimizer + workspace
+        return self._gradient_share + self.gradient_buffers, self.optimizer + workspace

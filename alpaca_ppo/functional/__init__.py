@@ -1,15 +1,17 @@
-"""The mathematics of PPO as pure functions of tensors.
+"""The mathematics of PPO as pure functions of tensors, and the decorators that register estimators and losses.
 
-They import torch and nothing else of the package. Masks are bool, True = counts; what stands under False reaches
-neither a value nor a gradient. Half-precision inputs are computed and returned in float32, float64 in float64. No
-function modifies its inputs or talks to other processes.
+The modules import torch, the standard library and `alpaca_ppo.registry` alone. Masks are bool, True = counts; entries
+where the mask is False, NaN included, affect neither results nor gradients. Half-precision inputs are computed and
+returned in float32, float64 inputs in float64. No function modifies its inputs or communicates with other processes.
 """
 
 from alpaca_ppo.functional.advantages import (
     GROUP_ESTIMATORS,
+    AdvantageInputs,
     Advantages,
     gae,
     group_advantages,
+    register_adv_estimator,
     reinforce_plus_plus,
     remax,
 )
@@ -22,7 +24,7 @@ from alpaca_ppo.functional.distributional import (
     quantile_huber_loss,
     quantile_midpoints,
 )
-from alpaca_ppo.functional.kl import KL_ESTIMATORS, kl_penalty
+from alpaca_ppo.functional.kl import kl_penalty, register_kl_estimator
 from alpaca_ppo.functional.logprobs import ChunkedLogprobs, chunked_logprobs, entropy_from_logits, token_logprobs
 from alpaca_ppo.functional.masked import (
     LOSS_AGG_MODES,
@@ -37,6 +39,7 @@ from alpaca_ppo.functional.policy_losses import (
     ROLLOUT_CORRECTION_LEVELS,
     gspo_policy_loss,
     policy_loss,
+    register_policy_loss,
     rollout_correction_weights,
 )
 from alpaca_ppo.functional.shaping import ShapedRewards, last_token_index, response_lengths, shape_rewards
@@ -44,9 +47,9 @@ from alpaca_ppo.functional.value_losses import value_loss
 
 __all__ = [
     "GROUP_ESTIMATORS",
-    "KL_ESTIMATORS",
     "LOSS_AGG_MODES",
     "ROLLOUT_CORRECTION_LEVELS",
+    "AdvantageInputs",
     "Advantages",
     "ChunkedLogprobs",
     "Loss",
@@ -70,6 +73,9 @@ __all__ = [
     "policy_loss",
     "quantile_huber_loss",
     "quantile_midpoints",
+    "register_adv_estimator",
+    "register_kl_estimator",
+    "register_policy_loss",
     "reinforce_plus_plus",
     "remax",
     "response_lengths",

@@ -1,16 +1,20 @@
-"""Advantages from rewards: with a critic (`gae`), and without one from a group of responses to the same prompt
-(`group_advantages`), from the batch (`reinforce_plus_plus`) or from the greedy response (`remax`).
+"""Advantages from rewards: with a critic (`gae`), or without one from a group of responses to the same prompt
+(`group_advantages`), from the whole batch (`reinforce_plus_plus`) or from the greedy response (`remax`).
 
-Generating the groups and the greedy responses is left out. Whitening is the caller's, except in the two estimators
-that are defined by it, whose functions must therefore see the whole rollout batch.
+`register_adv_estimator` adds an estimator that a configuration can name. Whitening is left to the caller, except in the
+two estimators whose definition contains it; those two must see the whole rollout batch. Sampling the groups and the
+greedy responses happens elsewhere.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.masked import at_least_float32, masked_whiten, zero_outside
+from alpaca_ppo.registry import ADV_ESTIMATORS
 
 GROUP_ESTIMATORS: tuple[str, ...] = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
 
@@ -21,40 +25,92 @@ class Advantages(NamedTuple):
     """What the policy and the critic learn from, each (B, R) and 0 outside the response mask."""
 
     advantages: Tensor
-    """Whitened by `reinforce_plus_plus` alone."""
+    """Weights of the policy's log-probabilities in its loss."""
     returns: Tensor
     """Targets of the critic where there is one; returns-to-go otherwise."""
 
 
-def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float) -> Advantages:
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What a registered estimator gets of one step's rollouts of all ranks, on the CPU: B responses of R tokens."""
+
+    rewards: Tensor
+    """(B, R) float32: shaped rewards (score and KL penalty), 0 outside the mask."""
+    values: Tensor | None
+    """(B, R) float32: the critic's value of the state before each token, 0 outside the mask; None without a critic."""
+    response_mask: Tensor
+    """(B, R) bool, True = a token the policy chose."""
+    scores: Tensor | None = None
+    """(B,) float32: the reward of each response before the KL penalty; (B, R) where the reward is given per token."""
+    prompt_ids: Tensor | None = None
+    """(B,) int64: the index of the prompt in its dataset, equal for responses to the same prompt."""
+    baseline_scores: Tensor | None = None
+    """(B,) float32: the score of the greedy response to the same prompt; only with `needs_greedy_baseline`."""
+
+
+AdvEstimator = Callable[[AdvantageInputs, Any], Advantages]
+"""From the rollouts and the run's configuration (`PPOConfig`) to advantages and returns."""
+
+
+def register_adv_estimator(
+    name: str,
+    *,
+    needs_critic: bool = False,
+    needs_group: bool = False,
+    needs_greedy_baseline: bool = False,
+    uses_gamma: bool = False,
+) -> Callable[[AdvEstimator], AdvEstimator]:
+    """A decorator that adds the advantage estimator `name`, a function of `AdvantageInputs` and the run's `PPOConfig`.
+
+    Args:
+        name: the value of `adv_estimator` that selects it.
+        needs_critic: a critic is trained on the returns, and `values` are given.
+        needs_group: responses to the same prompt are compared, so `num_return_sequences` must be at least 2.
+        needs_greedy_baseline: a greedy response to each prompt is sampled and scored for `baseline_scores`.
+        uses_gamma: reads `gamma`; without it and without a critic, a `gamma` other than 1 is refused.
+
+    Raises:
+        ValueError: when the name is taken, or holds a space, comma or colon.
+    """
+    return ADV_ESTIMATORS.register(
+        name,
+        needs_critic=needs_critic,
+        needs_group=needs_group,
+        needs_greedy_baseline=needs_greedy_baseline,
+        uses_gamma=uses_gamma,
+    )
+
+
+def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float | Tensor) -> Advantages:
     """Generalized advantage estimates and returns = advantages + values (arXiv:1506.02438, equation 16).
 
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
 
-    where t+1 is the next True column of the row, so a hole in the mask (a token that the policy did not choose) costs
-    no discount, and V and A after the last one are 0: a response is an episode that ends. lam = 0 is TD(0); lam =
-    gamma = 1 is the return-to-go less V.
+    where t+1 is the next True column of the row, so a hole in the mask (a token that the policy did not choose) is not
+    discounted, and V and A after the last True column are 0: a response is an episode that ends. lam = 0 is TD(0);
+    lam = gamma = 1 is the return-to-go minus V.
 
     Args:
         rewards: (B, R), the reward for the action at t.
         values: (B, R), the critic's value of the state before the action at t.
         response_mask: (B, R) bool, True = a token the policy chose.
-        gamma: discount a token, in [0, 1].
-        lam: trace decay a token, in [0, 1].
+        gamma: discount per token, in [0, 1].
+        lam: trace decay per token, in [0, 1]: one number, or (B,) with one for each row.
 
     Raises:
-        ValueError: when gamma or lam is outside [0, 1], and when shapes differ.
+        ValueError: when gamma or lam is outside [0, 1], when shapes differ, and when a tensor `lam` is not (B,).
     """
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} is {value}; it must be in [0, 1]")
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma is {gamma}; it must be in [0, 1]")
+    _check_lam(lam, rows=rewards.size(0))
     rewards, values = zero_outside(rewards, response_mask), zero_outside(values, response_mask)
     next_value = next_advantage = (rewards + values).new_zeros(rewards.size(0))
+    decay = gamma * (lam.to(next_advantage) if isinstance(lam, Tensor) else lam)
     columns: list[Tensor] = []
     for t in reversed(range(rewards.size(1))):
         chosen = response_mask[:, t]
-        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * next_advantage
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + decay * next_advantage
         next_value = torch.where(chosen, values[:, t], next_value)
         next_advantage = torch.where(chosen, advantage, next_advantage)
         columns.append(advantage)
@@ -63,8 +119,8 @@ def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float,
 
 
 def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *, estimator: str) -> Tensor:
-    """Advantages (B, R), the same on every masked token of a response and 0 elsewhere, from its score s and those of
-    the n responses of its group:
+    """Advantages (B, R), equal on all masked tokens of a response and 0 elsewhere, from its score s and the scores of
+    the n responses in its group:
 
     - `grpo`: (s - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300);
     - `grpo_no_std`: s - mean (Dr. GRPO, arXiv:2503.20783);
@@ -72,20 +128,20 @@ def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *
     - `opo`: s - the group's mean weighted by response length (arXiv:2505.23585);
     - `reinforce_plus_plus_baseline`: s - mean, then whitened over all tokens of the batch (arXiv:2501.03262).
 
-    A response that is alone in its group has nothing to be compared with: its baseline is 0 and, for `grpo`, its std
-    1. A row whose mask is empty is no member of its group, whatever its score.
+    A response that is alone in its group has baseline 0 and, for `grpo`, std 1. A row with an empty mask does not
+    count in its group.
 
     Args:
-        scores: (B,), of whole responses.
-        group_ids: (B,) int, equal where two responses belong together; any values in any order.
+        scores: (B,), one for each response.
+        group_ids: (B,) int, equal within a group; any values in any order.
         response_mask: (B, R) bool, True = a token the policy chose.
         estimator: one of the above.
 
     Raises:
-        ValueError: for an unknown estimator, and when scores or group_ids are not one a row.
+        ValueError: for an unknown estimator, and when scores or group_ids do not have one entry for each row.
     """
     if estimator not in GROUP_ESTIMATORS:
-        raise ValueError(f"group estimator is {estimator!r}; it must be one of {', '.join(GROUP_ESTIMATORS)}")
+        raise ValueError(f"the group estimator is {estimator!r}; it must be one of {', '.join(GROUP_ESTIMATORS)}")
     _check_one_per_row("scores", scores, response_mask)
     _check_one_per_row("group_ids", group_ids, response_mask)
     lengths = response_mask.sum(dim=1)
@@ -94,8 +150,8 @@ def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *
     _, group = torch.unique(group_ids, return_inverse=True)
     size = _group_sum(member.to(scores.dtype), group)
     alone = size < 2
-    # Counted from the group's least score, equal scores are exactly 0 and not the rounding error of their mean, which
-    # a division by their std would turn into an advantage.
+    # Relative to the group's lowest score, equal scores are exactly 0. The rounding error of their mean would become an
+    # advantage when it is divided by their std.
     scores = zero_outside(scores - torch.where(alone, 0.0, _group_min(scores.detach(), member, group)), member)
     weights = (lengths if estimator == "opo" else member).to(scores.dtype)
     baseline = _group_sum(weights * scores, group) / _group_sum(weights, group).clamp_min(1)
@@ -104,7 +160,7 @@ def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *
         advantages = advantages * size / (size - 1).clamp_min(1)
     elif estimator == "grpo":
         variance = _group_sum(advantages.square(), group) / (size - 1).clamp_min(1)
-        # The square root of an exact 0 has no finite gradient.
+        # The gradient of the square root at 0 is infinite.
         std = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
         advantages = advantages / (torch.where(alone, 1.0, std) + STD_EPSILON)
     per_token = advantages.unsqueeze(1).expand(response_mask.shape)
@@ -114,17 +170,16 @@ def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *
 
 
 def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Advantages:
-    """Returns-to-go, and as advantages the same whitened over all tokens of the batch (REINFORCE++,
-    arXiv:2501.03262).
+    """Returns-to-go, whitened over all tokens of the batch to give the advantages (REINFORCE++, arXiv:2501.03262).
 
         G_t = r_t + gamma * G_{t+1}
 
     where t+1 is the next True column of the row, as in `gae`.
 
     Args:
-        rewards: (B, R), the reward for the action at t, any penalty of KL included.
+        rewards: (B, R), the reward for the action at t, including any KL penalty.
         response_mask: (B, R) bool, True = a token the policy chose.
-        gamma: discount a token, in [0, 1].
+        gamma: discount per token, in [0, 1].
 
     Raises:
         ValueError: when gamma is outside [0, 1], and when shapes differ.
@@ -134,7 +189,7 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
 
 
 def remax(rewards: Tensor, baseline_scores: Tensor, response_mask: Tensor) -> Advantages:
-    """Undiscounted returns-to-go, and as advantages the same less the score of the greedy response to the same prompt
+    """Undiscounted returns-to-go, minus the score of the greedy response to the same prompt to give the advantages
     (ReMax, arXiv:2310.10505).
 
     Args:
@@ -143,7 +198,8 @@ def remax(rewards: Tensor, baseline_scores: Tensor, response_mask: Tensor) -> Ad
         response_mask: (B, R) bool, True = a token the policy chose.
 
     Raises:
-        ValueError: when baseline_scores are not one a row, and when rewards and mask differ in shape.
+        ValueError: when baseline_scores does not have one entry for each row, and when rewards and mask differ in
+            shape.
     """
     _check_one_per_row("baseline_scores", baseline_scores, response_mask)
     returns = _returns_to_go(rewards, response_mask, gamma=1.0)
@@ -152,17 +208,17 @@ def remax(rewards: Tensor, baseline_scores: Tensor, response_mask: Tensor) -> Ad
 
 
 def _returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    # Where every value is 0 and lam is 1, the advantage is the return.
+    # With all values 0 and lam 1, the advantage is the return.
     return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0).advantages
 
 
 def _group_sum(values: Tensor, group: Tensor) -> Tensor:
-    """(B,): for each row, the sum of `values` over its group. There are at most B groups."""
+    """(B,): for each row, the sum of `values` over its group."""
     return torch.zeros_like(values).index_add(0, group, values)[group]
 
 
 def _group_min(values: Tensor, member: Tensor, group: Tensor) -> Tensor:
-    """(B,): for each row, the least of `values` over the members of its group; infinity without any."""
+    """(B,): for each row, the smallest of `values` over the members of its group; infinity where it has none."""
     infinity = torch.full_like(values, torch.inf)
     return infinity.scatter_reduce(0, group, torch.where(member, values, infinity), "amin")[group]
 
@@ -170,6 +226,19 @@ def _group_min(values: Tensor, member: Tensor, group: Tensor) -> Tensor:
 def _check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
     if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
         raise ValueError(
-            f"{name} have shape {tuple(values.shape)} but response_mask has {tuple(response_mask.shape)}; "
+            f"{name} has shape {tuple(values.shape)} but response_mask has {tuple(response_mask.shape)}; "
             "pass a mask (B, R) and one entry for each of its rows"
         )
+
+
+def _check_lam(lam: float | Tensor, *, rows: int) -> None:
+    if not isinstance(lam, Tensor):
+        if not 0.0 <= lam <= 1.0:
+            raise ValueError(f"lam is {lam}; it must be in [0, 1]")
+        return
+    if lam.shape != (rows,):
+        raise ValueError(f"lam has shape {tuple(lam.shape)}; pass a float, or one value for each of the {rows} rows")
+    outside = ~((lam >= 0) & (lam <= 1))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"lam is {float(lam[row])} in row {row}; it must be in [0, 1]")

@@ -1,8 +1,9 @@
-"""Losses of critics that learn the law of the return, and the values read from such a law: its mean or a lower tail.
+"""Losses of critics that learn the distribution of the return, and the values read from it: the mean, or the mean of a
+lower tail.
 
-A law is either categorical (probabilities of fixed atoms, C51) or a row of quantiles (QR-DQN, IQN). Left out are the
-networks, IQN's cosine embedding among them, and the drawing of its taus: a loss takes the taus that were drawn. No
-loss clips against old values as `value_loss` may; the cross-entropy and the Huber loss bound the gradient themselves.
+A distribution is either categorical (probabilities of fixed atoms, C51) or a row of quantiles (QR-DQN, IQN). The
+networks, and the sampling of IQN's taus, are in `models.critic_heads`. These losses do not clip against old values as
+`value_loss` does: the gradients of the cross-entropy and of the Huber loss are bounded.
 """
 
 import torch
@@ -19,7 +20,7 @@ def c51_atoms(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The support of a categorical law: `num_atoms` evenly spaced returns from v_min to v_max, both included.
+    """The support of a categorical distribution: `num_atoms` evenly spaced returns from v_min to v_max inclusive.
 
     Returns:
         (num_atoms,), ascending.
@@ -28,18 +29,19 @@ def c51_atoms(
         ValueError: for fewer than two atoms, and when v_min is not below v_max.
     """
     if num_atoms < 2:
-        raise ValueError(f"num_atoms is {num_atoms}; a support needs at least 2, one at v_min and one at v_max")
+        raise ValueError(f"num_atoms is {num_atoms}; it must be at least 2, one atom at v_min and one at v_max")
     if not v_min < v_max:
-        raise ValueError(f"v_min ({v_min}) must be below v_max ({v_max}); together they should enclose the returns")
+        raise ValueError(f"v_min ({v_min}) must be below v_max ({v_max}); the returns should lie between them")
     return torch.linspace(v_min, v_max, num_atoms, dtype=dtype, device=device)
 
 
 def c51_project(returns: Tensor, atoms: Tensor) -> Tensor:
-    """The categorical law on `atoms` that stands for each return (arXiv:1707.06887, equation 7, with the whole return
-    in place of the Bellman update of each atom).
+    """The categorical distribution on `atoms` that represents each return (arXiv:1707.06887, equation 7, with the whole
+    return in place of the Bellman update of each atom).
 
-    A return is clamped to the first and the last atom; its mass of 1 is split between the two neighbouring atoms in
-    proportion to the closeness to each, so the law's mean is the clamped return. The atoms' distances may differ.
+    A return is clamped to [first atom, last atom]. Its mass of 1 is split between the two neighbouring atoms by
+    distance, the nearer atom getting more, so the mean of the distribution is the clamped return. The atoms need not be
+    evenly spaced.
 
     Args:
         returns: (...), any shape.
@@ -49,15 +51,15 @@ def c51_project(returns: Tensor, atoms: Tensor) -> Tensor:
         (..., num_atoms), rows that sum to 1.
 
     Raises:
-        ValueError: when `atoms` is not a vector of at least two.
+        ValueError: when `atoms` is not a vector of at least two entries.
     """
     if atoms.dim() != 1 or atoms.numel() < 2:
-        raise ValueError(f"atoms have shape {tuple(atoms.shape)}; pass a vector of at least two, as c51_atoms makes it")
+        raise ValueError(f"atoms has shape {tuple(atoms.shape)}; pass a vector of at least two, such as c51_atoms()")
     returns, atoms = at_least_float32(returns), at_least_float32(atoms)
     dtype = torch.promote_types(returns.dtype, atoms.dtype)
     atoms = atoms.to(dtype).contiguous()
     returns = returns.to(dtype).clamp(atoms[0], atoms[-1]).contiguous()
-    # A return on the first atom has index 0 and no lower neighbour, a NaN the index past the end: both are moved in.
+    # A return on the first atom has index 0 and no lower neighbour, a NaN the index past the end: clamp both.
     upper = torch.searchsorted(atoms, returns).clamp(1, atoms.numel() - 1)
     lower = upper - 1
     share = (returns - atoms[lower]) / (atoms[upper] - atoms[lower])
@@ -76,25 +78,25 @@ def c51_loss(
     loss_agg_mode: str = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """The cross-entropy, in nats, of the predicted categorical law against each projected return
+    """The cross-entropy, in nats, between each projected return and the predicted categorical distribution
     (arXiv:1707.06887, algorithm 1):
 
         loss = aggregate(-sum_i c51_project(R)_i * log softmax(logits)_i)
 
     Args:
-        logits: (B, R, num_atoms), over `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`; the gradient flows here.
+        logits: (B, R, num_atoms), over `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`; they receive the gradient.
         returns: (B, R), targets, not whitened.
         response_mask: (B, R) bool, True = a token the policy chose.
-        v_min: the lowest atom; returns below count as it.
-        v_max: the highest atom; returns above count as it.
+        v_min: the lowest atom; returns below are clamped to it.
+        v_max: the highest atom; returns above are clamped to it.
         loss_agg_mode: see `aggregate_loss`.
         denominator: see `aggregate_loss`.
 
     Returns:
-        The loss, and the stats `edge_mass` (probability that the prediction gives to the first and last atom together:
-        much of it says that the support is too narrow), `outside_support` (share of returns that were clamped),
-        `error` (mean squared error of the law's mean to the unclamped return) and `vpred` (mean of the law's mean),
-        over the masked tokens of this call; 0 without any.
+        The loss, and the stats `edge_mass` (predicted probability of the first and last atom together; if it is large,
+        the support may be too narrow), `outside_support` (fraction of returns that were clamped), `error` (mean squared
+        difference of predicted mean and unclamped return) and `vpred` (average of the predicted means) over the masked
+        tokens of this call; 0 where there are none.
 
     Raises:
         ValueError: for fewer than two atoms, when v_min is not below v_max, for an unknown mode, and for shapes that
@@ -119,14 +121,14 @@ def c51_loss(
 def quantile_midpoints(
     num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
-    """The probabilities tau_i = (i + 1/2) / K for i = 0 .. K - 1, where K quantiles stand for equal masses
-    (arXiv:1710.10044, lemma 2).
+    """The levels tau_i = (i + 1/2) / K, i = 0 .. K - 1, at which K quantiles of equal mass approximate a distribution
+    best (arXiv:1710.10044, lemma 2).
 
     Returns:
         (num_quantiles,), ascending, between 0 and 1.
 
     Raises:
-        ValueError: for less than one quantile.
+        ValueError: for fewer than one quantile.
     """
     if num_quantiles < 1:
         raise ValueError(f"num_quantiles is {num_quantiles}; it must be at least 1")
@@ -143,39 +145,39 @@ def quantile_huber_loss(
     loss_agg_mode: str = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """The quantile regression loss with a quadratic zone of half-width kappa (arXiv:1710.10044, equation 10). With
-    d = R - quantile_i, and the mean over i:
+    """The quantile Huber loss: quantile regression with a quadratic zone of half-width kappa (arXiv:1710.10044,
+    equation 10). With d = R - quantile_i, and the mean over i:
 
         loss = aggregate(mean(|tau_i - 1(d < 0)| * huber(d)))
         huber(d) = 0.5 * d^2 where |d| <= kappa, kappa * (|d| - 0.5 * kappa) elsewhere
 
-    The mean over the quantiles, where the paper has a sum, keeps the scale apart from K. As there, and unlike
-    arXiv:1806.06923, equation 3, the Huber loss is not divided by kappa. In the quadratic zone the minimum is an
-    expectile: a kappa that is not small against the spread of the returns draws the quantiles towards the mean.
+    The paper sums over the quantiles; the mean makes the scale of the loss independent of K. As in that paper, and
+    unlike arXiv:1806.06923, equation 3, the Huber loss is not divided by kappa. In the quadratic zone the minimum is an
+    expectile: unless kappa is small compared with the spread of the returns, the quantiles are biased towards the mean.
 
     Args:
-        quantiles: (B, R, K), of the return at `taus`; the gradient flows here.
+        quantiles: (B, R, K), predicted quantiles of the return at the levels `taus`; they receive the gradient.
         returns: (B, R), targets, not whitened.
-        taus: (K,) or (B, R, K) probabilities: `quantile_midpoints`, or drawn uniformly for IQN; detached here.
+        taus: (K,) or (B, R, K), levels in (0, 1): `quantile_midpoints`, or uniform samples for IQN; detached here.
         response_mask: (B, R) bool, True = a token the policy chose.
         kappa: in units of the return.
         loss_agg_mode: see `aggregate_loss`.
         denominator: see `aggregate_loss`.
 
     Returns:
-        The loss, and the stats `error` (mean squared error of the mean quantile to the return) and `vpred` (mean of the
-        quantiles; for drawn taus an estimate of the mean of the law), over the masked tokens of this call; 0 without
-        any.
+        The loss, and the stats `error` (mean squared difference of the mean quantile and the return) and `vpred` (mean
+        of the quantiles; for sampled taus an estimate of the mean of the distribution) over the masked tokens of this
+        call; 0 where there are none.
 
     Raises:
         ValueError: when kappa is not positive, for an unknown mode, and for shapes that differ.
     """
     if not kappa > 0:
-        raise ValueError(f"kappa is {kappa}; it must be positive, a small one comes close to plain quantile regression")
+        raise ValueError(f"kappa is {kappa}; it must be positive (a small one approaches plain quantile regression)")
     if taus.shape not in (quantiles.shape, quantiles.shape[-1:]):
         raise ValueError(
-            f"taus have shape {tuple(taus.shape)} but quantiles {tuple(quantiles.shape)}; "
-            "pass one tau for each quantile, (K,) or (B, R, K)"
+            f"taus has shape {tuple(taus.shape)} but quantiles has {tuple(quantiles.shape)}; "
+            "pass one level for each quantile, (K,) or (B, R, K)"
         )
     returns = zero_outside(returns, response_mask).detach()
     quantiles = _zero_rows_outside(quantiles, response_mask, "quantiles")
@@ -184,7 +186,7 @@ def quantile_huber_loss(
     differences = returns.unsqueeze(-1) - quantiles
     distances = differences.abs()
     inside = distances.clamp(max=kappa)
-    # Both branches of Huber's loss at once: 0.5 * d^2 where inside = |d|, kappa * (|d| - 0.5 * kappa) elsewhere.
+    # Both branches of the Huber loss in one: 0.5 * d^2 where inside = |d|, kappa * (|d| - 0.5 * kappa) elsewhere.
     huber = inside * (distances - 0.5 * inside)
     weights = (taus.detach().to(differences) - (differences < 0).to(differences)).abs()
     losses = (weights * huber).mean(dim=-1)
@@ -197,19 +199,20 @@ def quantile_huber_loss(
 
 
 def cvar_from_quantiles(quantiles: Tensor, *, alpha: float) -> Tensor:
-    """The mean of the lower `alpha` tail (CVaR) of the law that K quantiles at `quantile_midpoints` stand for; the
-    mean of the law for alpha = 1.
+    """The mean of the lower `alpha` tail (CVaR) of the distribution that K quantiles at `quantile_midpoints` represent;
+    for alpha = 1 the mean of the distribution.
 
-    Each quantile carries the mass 1/K; the one at the tail's boundary counts with what of its mass belongs to the tail:
+    Each quantile has the mass 1/K. The one at the boundary of the tail counts with the part of its mass inside the
+    tail:
 
         cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
 
-    They are sorted first: nothing in the loss keeps learned quantiles in order, and of crossing ones the first are not
-    the lowest. Sorting brings a crossing curve closer to the true one (arXiv:0704.3649).
+    The quantiles are sorted first, because the loss does not keep learned quantiles in order. Sorting a quantile curve
+    that crosses brings it closer to the true one (arXiv:0704.3649).
 
     Args:
         quantiles: (..., K), in any order.
-        alpha: the tail's probability, in (0, 1].
+        alpha: the probability of the tail, in (0, 1].
 
     Returns:
         (...), in units of the return.
@@ -220,23 +223,23 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float) -> Tensor:
     _check_alpha(alpha)
     ordered = at_least_float32(quantiles).sort(dim=-1).values
     tail = alpha * ordered.size(-1)
-    # Counted in quantiles, not in masses, so that alpha = 1 gives every quantile exactly the same weight.
+    # In units of quantiles rather than mass, so that alpha = 1 gives every quantile exactly the same weight.
     counts = (tail - torch.arange(ordered.size(-1), dtype=ordered.dtype, device=ordered.device)).clamp(0, 1)
     return (ordered * counts).sum(dim=-1) / tail
 
 
 def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float) -> Tensor:
-    """The mean of the lower `alpha` tail (CVaR) of a categorical law; the mean of the law for alpha = 1.
+    """The mean of the lower `alpha` tail (CVaR) of a categorical distribution; for alpha = 1 its mean.
 
-    The atom at the tail's boundary counts with what of its mass belongs to the tail, so the result is continuous in
-    alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
+    The atom at the boundary of the tail counts with the part of its mass inside the tail, so the result is continuous
+    in alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
 
         cvar = sum_i min(p_i, max(0, alpha - (p_0 + ... + p_(i-1)))) * atom_i / alpha
 
     Args:
         probs: (..., num_atoms), rows that sum to 1.
         atoms: (num_atoms,), ascending.
-        alpha: the tail's probability, in (0, 1].
+        alpha: the probability of the tail, in (0, 1].
 
     Returns:
         (...), in units of the return.
@@ -246,7 +249,9 @@ def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float) -> Tens
     """
     _check_alpha(alpha)
     if atoms.shape != probs.shape[-1:]:
-        raise ValueError(f"atoms have shape {tuple(atoms.shape)} but probs {tuple(probs.shape)}; pass an atom for each")
+        raise ValueError(
+            f"atoms has shape {tuple(atoms.shape)} but probs has {tuple(probs.shape)}; pass an atom for each entry"
+        )
     probs = at_least_float32(probs)
     below = torch.nn.functional.pad(probs[..., :-1].cumsum(dim=-1), (1, 0))
     tail = torch.minimum(probs, (alpha - below).clamp_min(0))
@@ -255,14 +260,14 @@ def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float) -> Tens
 
 def _check_alpha(alpha: float) -> None:
     if not 0 < alpha <= 1:
-        raise ValueError(f"alpha is {alpha}; the probability of the lower tail must be in (0, 1], 1 gives the mean")
+        raise ValueError(f"alpha is {alpha}; the tail's probability must be in (0, 1], where 1 gives the mean")
 
 
 def _zero_rows_outside(values: Tensor, mask: Tensor, name: str) -> Tensor:
     """`zero_outside` for (B, R, N) values and a (B, R) mask."""
     if values.shape[:-1] != mask.shape:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)} but {name} have {tuple(values.shape)}; "
+            f"mask has shape {tuple(mask.shape)} but {name} has {tuple(values.shape)}; "
             f"pass {name} with one more dimension than the mask"
         )
     return zero_outside(values, mask.unsqueeze(-1).expand_as(values))

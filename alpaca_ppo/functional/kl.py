@@ -1,32 +1,49 @@
-"""Per-token estimates of KL(policy || reference) from the log-probabilities of the sampled token alone.
+"""Per-token estimates of KL(policy || reference) from the log-probabilities of the sampled tokens.
 
-The estimators are those of http://joschu.net/blog/kl-approx.html. The exact KL over the vocabulary is left out: it
-would need both models' logits at once.
+The built-in estimators are those of http://joschu.net/blog/kl-approx.html; `register_kl_estimator` adds others. The
+exact KL over the vocabulary is left out: it would need the logits of both models at once.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.masked import at_least_float32
-
-KL_ESTIMATORS: tuple[str, ...] = ("k1", "abs", "k2", "k3", "k1_clamped", "k1+", "k3+")
+from alpaca_ppo.registry import KL_ESTIMATORS
 
 LOG_RATIO_LIMIT = 20.0
 """Nats: log-ratios are clamped to +- this before `exp`, which keeps float32 finite."""
 
 K3_LIMIT = 10.0
 
+KLEstimator = Callable[[Tensor], Tensor]
+"""From logprobs - ref_logprobs, any shape, in float32 or float64, to the estimate of each entry in nats."""
+
+
+def register_kl_estimator(name: str) -> Callable[[KLEstimator], KLEstimator]:
+    """A decorator that adds a KL estimator under `name`, for the penalty in the reward and for the one in the loss.
+
+    The decorated function takes `logprobs - ref_logprobs` (any shape, nats) and returns the estimate of each entry. For
+    use in the loss (`kl_loss_type`) it must be differentiable.
+
+    Raises:
+        ValueError: when the name is taken, or holds a space, comma or colon.
+    """
+    return KL_ESTIMATORS.register(name)
+
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """The estimate of each token's KL, in nats. With d = logprobs - ref_logprobs:
+    """The KL estimate of each token, in nats. With d = logprobs - ref_logprobs:
 
-    - `k1` = d: unbiased, either sign; d > 0 means the policy likes the token more than the reference does;
-    - `abs` = |d|; `k2` = d^2 / 2: its expected gradient is the KL's;
+    - `k1` = d: unbiased, of either sign; positive where the policy likes the token more than the reference does;
+    - `abs` = |d|; `k2` = d^2 / 2, whose expected gradient is that of the KL;
     - `k3` = exp(-d) - 1 + d: unbiased and never negative; -d is clamped to +-20 and the result to at most 10;
-    - `k1_clamped` = max(d, 0): AlpacaFarm's, which is biased upward, for reproducing it;
-    - `k1+`, `k3+`: the value of k1 or k3 with the gradient of k2 (straight-through).
+    - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward; for reproducing AlpacaFarm;
+    - `k1+`, `k3+`: the value of k1 or k3 with the gradient of k2 (straight-through);
+    - any name that `register_kl_estimator` added.
 
-    There is no mask here: where padding may hold NaN, pass both arguments through `zero_outside` first.
+    The function takes no mask. Where padding may hold NaN, pass both arguments through `zero_outside` first.
 
     Args:
         logprobs: any shape, log-probabilities of the sampled tokens under the policy, in nats.
@@ -34,27 +51,57 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
         estimator: one of the above.
 
     Raises:
-        ValueError: for an unknown estimator.
+        ValueError: for an unknown estimator, and for one that does not return a tensor of the shape of its input.
     """
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"KL estimator is {estimator!r}; it must be one of {', '.join(KL_ESTIMATORS)}")
+    estimate = KL_ESTIMATORS.get(estimator)
     difference = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
-    value = _estimate(difference, estimator.removesuffix("+"))
-    if estimator.endswith("+"):
-        with_gradient = _estimate(difference, "k2")
-        return with_gradient - with_gradient.detach() + value.detach()
+    value = estimate(difference)
+    if not isinstance(value, Tensor) or value.shape != difference.shape:
+        returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"the KL estimator {estimator!r} returned {returned}; it must return a tensor of the shape of its input, "
+            f"{tuple(difference.shape)}"
+        )
     return value
 
 
-def _estimate(difference: Tensor, estimator: str) -> Tensor:
-    if estimator == "k1":
-        return difference
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k1_clamped":
-        return difference.clamp_min(0)
+@KL_ESTIMATORS.implement("k1")
+def _k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+@KL_ESTIMATORS.implement("abs")
+def _abs(difference: Tensor) -> Tensor:
+    return difference.abs()
+
+
+@KL_ESTIMATORS.implement("k2")
+def _k2(difference: Tensor) -> Tensor:
+    return difference.square() / 2
+
+
+@KL_ESTIMATORS.implement("k3")
+def _k3(difference: Tensor) -> Tensor:
     negated = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # expm1 keeps the digits that exp(x) - 1 loses where policy and reference nearly agree.
     return (torch.expm1(negated) - negated).clamp_max(K3_LIMIT)
+
+
+@KL_ESTIMATORS.implement("k1_clamped")
+def _k1_clamped(difference: Tensor) -> Tensor:
+    return difference.clamp_min(0)
+
+
+@KL_ESTIMATORS.implement("k1+")
+def _k1_with_k2_gradient(difference: Tensor) -> Tensor:
+    return _with_k2_gradient(difference, difference)
+
+
+@KL_ESTIMATORS.implement("k3+")
+def _k3_with_k2_gradient(difference: Tensor) -> Tensor:
+    return _with_k2_gradient(_k3(difference), difference)
+
+
+def _with_k2_gradient(value: Tensor, difference: Tensor) -> Tensor:
+    k2: Tensor = _k2(difference)
+    return k2 - k2.detach() + value.detach()

@@ -1,9 +1,10 @@
-"""Log-probabilities of chosen tokens and entropies, from logits or, a chunk of tokens at a time, from hidden states.
+"""Log-probabilities of given tokens, and entropies: from logits, or from hidden states, a chunk of tokens at a time.
 
 Softmax arithmetic is float32 for half-precision inputs. `torch.nn.functional.linear_cross_entropy`, chunked since torch
-2.13, is left out: it has no entropies, no temperature and no function of the logits, returns bfloat16 log-probabilities
-for bfloat16 inputs (0.1 nats off), and is not clearly faster or smaller. Forward and backward of 4,096 tokens, a
-vocabulary of 131,072, hidden size 64, chunks of 256, float32, two CPU cores (tests/benchmarks/chunked_logprobs.py):
+2.13, is not used: it has no entropies, no temperature and no transform of the logits, it returns bfloat16
+log-probabilities for bfloat16 inputs (0.1 nats off), and it is not clearly faster or smaller. Forward and backward pass
+of 4,096 tokens, vocabulary 131,072, hidden size 64, chunks of 256, float32, two CPU cores
+(tests/benchmarks/chunked_logprobs.py):
 
     log-probabilities alone: plain 8,106 MiB, 48 s; chunked here 170 MiB, 22 s; linear_cross_entropy 132 MiB, 18 s
     with entropies: plain 12,258 MiB, 85 s; chunked here 259 MiB, 20 s
@@ -20,19 +21,19 @@ from torch.autograd.function import once_differentiable
 from alpaca_ppo.functional.masked import at_least_float32
 
 LogitTransform = Callable[[Tensor], Tensor]
-"""An elementwise function of raw logits, differentiable by torch."""
+"""An elementwise, differentiable function of raw logits."""
 
 LOWEST_LOGPROB = -1e4
-"""exp of it is 0 in float64 too; stands in for -inf, whose product with a probability of 0 is NaN."""
+"""Replaces -inf, whose product with a probability of 0 would be NaN; its exp is 0 in float64 too."""
 
 
 class ChunkedLogprobs(NamedTuple):
-    """What `chunked_logprobs` returns; both in float32, or float64 for float64 inputs."""
+    """The result of `chunked_logprobs`, in float32, or float64 for float64 inputs."""
 
     logprobs: Tensor
     """Shape of the labels, nats."""
     entropies: Tensor | None
-    """Shape of the labels, nats; None where they were not asked for."""
+    """Shape of the labels, nats; None with `with_entropy=False`."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -42,7 +43,7 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) 
     Args:
         logits: (..., V), any floating dtype.
         labels: (...), int64 in [0, V).
-        temperature: divides the logits; use one value for policy, old, reference and sampled log-probabilities.
+        temperature: divides the logits; use the same value for the policy, the old policy, the reference and sampling.
 
     Raises:
         ValueError: when the temperature is not positive or the shapes do not agree.
@@ -54,10 +55,9 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits), in nats and in float32 or wider, over the last dimension of `logits` (..., V).
+    """Entropy of softmax(logits) over the last dimension of `logits` (..., V), in nats and in float32 or wider.
 
-    The logits are taken as they are: divide them by the temperature first. A logit of -inf is a token that cannot
-    occur, and adds 0.
+    Divide the logits by the temperature first. A logit of -inf, a token that cannot occur, contributes 0.
     """
     logprobs = at_least_float32(logits).log_softmax(dim=-1).clamp_min(LOWEST_LOGPROB)
     return -(logprobs.exp() * logprobs).sum(dim=-1)
@@ -74,24 +74,25 @@ def chunked_logprobs(
     with_entropy: bool = True,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """What `token_logprobs` and `entropy_from_logits` give for logits = hidden @ lm_head_weight.T + bias, in the
-    memory of one chunk of logits.
+    """`token_logprobs` and `entropy_from_logits` of logits = hidden @ lm_head_weight.T + bias, with the logits of only
+    one chunk of tokens in memory.
 
-    Forward and backward hold two float32 (chunk_size, V) tensors at a time, and what `logit_transform` saves: the
-    backward pass computes each chunk's logits again, and adds its share of the weight's gradient in place (in
-    float32, where the weight is narrower). Under autocast the product is made in autocast's dtype, as the model's own
-    head would make it. Gradients flow to hidden, weight and bias, once: there is no second derivative.
+    The forward and the backward pass hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform`
+    saves. The backward pass recomputes the logits of each chunk and accumulates the gradient of the weight in place (in
+    float32, if the weight's dtype is narrower). Under autocast the matrix product uses autocast's dtype, as the model's
+    own head does. Gradients flow to hidden, weight and bias; there is no second derivative.
 
     Args:
-        hidden: (..., H), the states that chose the labels. No token at all is allowed, and stays attached to the graph.
+        hidden: (..., H), the states that the labels are predicted from. Zero tokens are allowed; the result is then
+            still attached to the graph.
         lm_head_weight: (V, H).
         labels: (...), int64 in [0, V).
         temperature: divides the logits.
-        chunk_size: tokens a chunk.
+        chunk_size: tokens per chunk.
         bias: (V,), added to the logits.
         with_entropy: compute entropies too.
-        logit_transform: elementwise, on the raw logits in float32 or wider before the temperature (Gemma's final
-            soft-capping); tensors it closes over get no gradient.
+        logit_transform: an elementwise function of the raw logits in float32 or wider, applied before the temperature
+            (Gemma's final soft-capping). Tensors that it closes over get no gradient.
 
     Raises:
         ValueError: when temperature or chunk_size is not positive or the shapes do not agree.
@@ -116,7 +117,7 @@ class _Settings(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Per-token results of the forward pass that spare the backward pass its reductions; all (N,)."""
+    """Per-token results of the forward pass, all (N,), so that the backward pass need not recompute them."""
 
     labels: Tensor
     normalizers: Tensor
@@ -138,7 +139,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 )
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, entropies)
         ctx.settings = settings
-        # An output that no loss uses hands None to the backward pass, which then spares that part.
+        # The gradient of an output that no loss uses is then None, and the backward pass can skip that part.
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -162,7 +163,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 part = _Saved(*(tensor[chunk] for tensor in saved))
                 grad_logits = _grad_logits(states, *head, part, grad_logprobs[chunk], grad_entropies[chunk], settings)
                 _add_chunk(grads, chunk, grad_logits, states, head[0])
-                # Freed here, or it would stand beside the next chunk's tensors.
+                # Otherwise it would stay in memory beside the tensors of the next chunk.
                 del grad_logits
         cast = [None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True)]
         return (*cast, None, None)
@@ -229,7 +230,7 @@ def _head(weight: Tensor, bias: Tensor | None, settings: _Settings) -> tuple[Ten
 
 
 def _add_chunk(grads: list[Tensor | None], chunk: slice, grad_logits: Tensor, states: Tensor, weight: Tensor) -> None:
-    """Adds a chunk's share to the gradients of hidden states, weight and bias, in place; None is not wanted."""
+    """Adds a chunk's part to the gradients of hidden states, weight and bias, in place; None = no gradient needed."""
     grad_hidden, grad_weight, grad_bias = grads
     if grad_bias is not None:
         grad_bias += grad_logits.sum(dim=0)
@@ -247,7 +248,7 @@ def _chunks(tokens: int, chunk_size: int) -> list[slice]:
 
 
 def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Autocast's dtype where autocast would act on the product, else the wider of the two."""
+    """Autocast's dtype where autocast would apply to the product, else the wider dtype of the two."""
     promoted = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and promoted != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)

@@ -1,8 +1,8 @@
 """Means, variances and loss sums over the True entries of a mask.
 
-Every function removes what stands under False with `torch.where` before any arithmetic, so a NaN there changes
-neither a value nor a gradient. Nothing here knows about processes: the caller passes the whole optimizer step's count
-as `denominator` where one is needed.
+Every function selects the True entries with `torch.where` before any arithmetic, so a NaN elsewhere changes neither a
+result nor a gradient. Nothing here communicates between processes: where a sum must be divided by a count over the
+whole optimizer step, the caller passes that count as `denominator`.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -19,10 +19,10 @@ WHITEN_EPSILON = 1e-8
 
 
 class Loss(NamedTuple):
-    """A scalar loss with its graph, and detached scalar figures about it."""
+    """A scalar loss and detached statistics."""
 
     loss: Tensor
-    """Scalar."""
+    """Scalar, attached to the graph."""
     stats: dict[str, Tensor]
     """Detached scalars, over the masked tokens of this call."""
 
@@ -33,19 +33,19 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is True and 0 elsewhere, in float32 or wider; the gradient outside is 0 too, whatever
-    stands there.
+    """`values` where `mask` is True and 0 elsewhere, in float32 or wider. The gradient elsewhere is 0 too, even of a
+    NaN.
 
     Args:
         values: any shape and dtype.
         mask: bool of the same shape, True = counts.
 
     Raises:
-        ValueError: when the two shapes differ; broadcasting a mask would make its count wrong.
+        ValueError: when the two shapes differ. A mask that is broadcast would give wrong counts.
     """
     if values.shape != mask.shape:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)} but values have {tuple(values.shape)}; "
+            f"mask has shape {tuple(mask.shape)} but values has {tuple(values.shape)}; "
             "pass a mask with one entry for each value"
         )
     values = at_least_float32(values)
@@ -53,7 +53,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 where nothing is masked in.
+    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 where no entry is True.
 
     Args:
         values: any shape.
@@ -64,17 +64,17 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None 
         ValueError: when the two shapes differ.
     """
     dims = tuple(range(values.dim())) if dim is None else dim
-    # A count of 0 becomes 1: the sum is 0 there, and 0 / 0 would poison an average over micro-batches.
+    # A count of 0 becomes 1: the sum is 0 there, and the NaN of 0 / 0 would spread to an average over micro-batches.
     return zero_outside(values, mask).sum(dim=dims) / mask.sum(dim=dims).clamp_min(1)
 
 
 def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """The variance of `values` where `mask` is True: a scalar, 0 for fewer than two entries.
+    """The variance of `values` where `mask` is True, a scalar; 0 for fewer than two entries.
 
     Args:
         values: any shape.
         mask: bool of the same shape, True = counts.
-        unbiased: divide by the masked count less one (Bessel's correction) rather than by the count.
+        unbiased: divide by the number of True entries minus one (Bessel's correction) instead of by that number.
 
     Raises:
         ValueError: when the two shapes differ.
@@ -84,18 +84,18 @@ def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor
 
 
 def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:
-    """`(values - mean) * rsqrt(var + 1e-8)` where `mask` is True, 0 elsewhere; mean and unbiased variance are over
-    the mask.
+    """`(values - mean) * rsqrt(var + 1e-8)` where `mask` is True, 0 elsewhere. Mean and unbiased variance are those of
+    the True entries.
 
     Args:
         values: any shape.
         mask: bool of the same shape, True = counts.
-        keep_mean: add the mean back, so that only the scale changes.
+        keep_mean: add the mean back: only the scale changes.
 
     Raises:
         ValueError: when the two shapes differ.
     """
-    # Zeroed before the product: 0 * NaN in its backward would reach the mean and, through it, every entry.
+    # Zeroed before the product: 0 * NaN in its backward pass would reach the mean and, through it, every entry.
     values = zero_outside(values, mask)
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
@@ -103,7 +103,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> T
 
 
 def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tensor | float | None = None) -> Tensor:
-    """A scalar from per-token losses:
+    """The scalar loss of per-token losses:
 
     - `token-mean`: sum over tokens / tokens;
     - `seq-mean-token-sum`: sum over tokens / sequences;
@@ -111,16 +111,16 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     - `seq-mean-token-sum-norm`: sum over tokens / padded length R (Dr. GRPO, arXiv:2503.20783, without its division
       by sequences).
 
-    Rows whose mask is empty are no sequences. An all-empty mask gives 0, still attached to the graph of `losses`.
+    Rows with an empty mask do not count as sequences. If all rows are empty, the result is 0, still attached to the
+    graph of `losses`.
 
     Args:
-        losses: (B, R), nats or squared value units.
+        losses: (B, R), in any unit.
         mask: (B, R) bool, True = counts.
         mode: one of the above.
-        denominator: tokens (`token-mean`) or sequences (`seq-mean-*`) of the whole optimizer-step batch, instead of
-            this call's own count; the results of the batch's parts then add up to the result of the whole.
-            `seq-mean-token-sum-norm` does not use it: its divisor is the padded length, and parts padded to the same
-            length add up as they are.
+        denominator: the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the whole optimizer-step batch,
+            which replaces the count of this call: the results of the batch's parts then add up to the result of the
+            whole. `seq-mean-token-sum-norm` ignores it, because it divides by the padded length.
 
     Raises:
         ValueError: for an unknown mode, and when the two shapes differ.

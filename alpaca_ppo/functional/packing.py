@@ -1,38 +1,36 @@
-"""Rows of prompt and response, left-aligned and trimmed: what a causal model needs neither mask nor positions for."""
+"""Prompts and responses as a causal model reads them: positions that do not count padding, and rows that are moved to
+the left and trimmed.
+
+Which rows go together into a batch is decided elsewhere (`ppo.minibatches`).
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens from 0, 0 on padding: `attention_mask` (B, T), 1 = real, gives (B, T)."""
-    return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)
+from alpaca_ppo.functional.shaping import response_lengths
 
 
 class PackedRows(NamedTuple):
-    """Rows moved to column 0 and trimmed to the longest one: what a causal model needs neither mask nor positions
-    for.
-    """
+    """Rows of prompt and response that start at column 0, as wide as the longest of them."""
 
     input_ids: Tensor
     """(B, L) int64; L = longest prompt + response - 1 of these rows (the last response token predicts nothing)."""
     rows: Tensor
-    """(N,) int64: row of each of the N tokens under response_mask."""
+    """(N,) int64: the row of each of the N tokens under response_mask."""
     states: Tensor
-    """(N,) int64: column of the hidden state that chose the token, prompt length - 1 + t."""
+    """(N,) int64: the column of the hidden state that chose the token, prompt length - 1 + t."""
     actions: Tensor
-    """(N,) int64: column t of the token in `responses`."""
+    """(N,) int64: the column t of the token in `responses`."""
 
 
 def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, response_mask: Tensor) -> PackedRows:
-    """Left-aligns prompt + response of each row and drops the columns that no row needs.
+    """Prompt + response of each row, left-aligned, without the columns that no row needs.
 
-    A causal model's output at a real token does not depend on what stands to its right, so left-aligned rows need no
-    attention mask, and positions count from 0 by themselves: results cannot depend on padding. Holes in
-    `response_mask` (tokens that the policy did not choose) stay in the sequence; what follows the last masked token
-    goes.
+    The output of a causal model at a real token does not depend on the tokens to its right. Left-aligned rows therefore
+    need neither an attention mask nor position ids, and the results cannot depend on padding. Holes in `response_mask`
+    (tokens that the policy did not choose) stay in the sequence; the columns after the last masked token are dropped.
 
     Args:
         queries: (B, Q) int64, left-padded.
@@ -41,7 +39,7 @@ def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, resp
         response_mask: (B, R) bool, True = a token the policy chose.
 
     Raises:
-        ValueError: when a row's prompt is empty: its first response token would have no state.
+        ValueError: when the prompt of a row is empty: no hidden state would predict its first response token.
     """
     prompt_lengths = query_attn_masks.long().sum(dim=1)
     if bool((prompt_lengths == 0).any()):
@@ -49,10 +47,9 @@ def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, resp
             f"query_attn_masks has no real token in row {int((prompt_lengths == 0).nonzero()[0])}; a prompt needs at "
             f"least one token"
         )
-    columns = torch.arange(responses.size(1), device=responses.device)
-    response_lengths = torch.where(response_mask, columns + 1, 0).amax(dim=1)
-    # A row without response (a dummy that keeps ranks in step) costs one column, not its prompt.
-    kept = torch.where(response_lengths > 0, prompt_lengths + response_lengths - 1, 1)
+    lengths = response_lengths(response_mask)
+    # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
+    kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
     width = int(kept.max())
     both = torch.cat([queries, responses], dim=1)
     source = torch.arange(width, device=queries.device) + (queries.size(1) - prompt_lengths).unsqueeze(1)
@@ -60,3 +57,8 @@ def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, resp
     input_ids = both.gather(1, source.clamp_max(both.size(1) - 1)).where(inside, 0)
     rows, actions = response_mask.nonzero(as_tuple=True)
     return PackedRows(input_ids, rows, prompt_lengths[rows] - 1 + actions, actions)
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions that count real tokens from 0, and 0 on padding: `attention_mask` (B, T), 1 = real, gives (B, T)."""
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)

@@ -1,14 +1,45 @@
-"""Clipped surrogate losses for the policy, and the weights that correct them for another sampler. The KL and entropy
-terms are added by the caller.
+"""Clipped surrogate losses of the policy, and importance weights for a sampler whose probabilities differ slightly.
+
+`register_policy_loss` adds a loss that a configuration can name. The caller adds the KL and entropy terms.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.masked import Loss, aggregate_loss, masked_mean, zero_outside
+from alpaca_ppo.registry import POLICY_LOSSES
 
 ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = ("token", "sequence")
+
+PolicyLoss = Callable[..., Loss]
+"""A loss as `register_policy_loss` describes it."""
+
+
+def register_policy_loss(
+    name: str, *, dual_clip: bool = False, loss_agg_mode: str | None = None
+) -> Callable[[PolicyLoss], PolicyLoss]:
+    """A decorator that adds the policy loss `name`, a function
+
+        loss(logprobs, old_logprobs, advantages, response_mask, *, args, weights, denominator) -> Loss
+
+    of four (B, R) tensors and, by keyword, the run's `PPOConfig`, `weights` ((B, R) importance weights of the tokens,
+    or None) and `denominator` (see `aggregate_loss`). It returns this micro-batch's part of the optimizer step's loss,
+    `aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator)` of its per-token losses. Its
+    statistics are logged as `ppo/policy/<name>`: those that end in `_min` or `_max` as extremes, others as means over
+    tokens.
+
+    Args:
+        name: the value of `policy_loss` that selects it.
+        dual_clip: reads `clip_ratio_c`; other losses refuse that option.
+        loss_agg_mode: the only `loss_agg_mode` that the loss allows; None = all of them.
+
+    Raises:
+        ValueError: when the name is taken, or holds a space, comma or colon.
+    """
+    return POLICY_LOSSES.register(name, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
 
 
 def policy_loss(
@@ -33,22 +64,22 @@ def policy_loss(
         loss = min(loss, -A * clip_ratio_c)     where A < 0, with dual clip
 
     Args:
-        logprobs: (B, R), of the policy that is trained, in nats; the gradient flows here.
-        old_logprobs: (B, R), of the policy that the advantages belong to.
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        old_logprobs: (B, R), of the policy that the advantages were computed for.
         advantages: (B, R).
         response_mask: (B, R) bool, True = a token the policy chose.
         cliprange_low: how far the ratio may fall below 1.
         cliprange_high: how far it may rise above 1.
-        clip_ratio_c: bound of the ratio where the advantage is negative, more than 1; None = no dual clip.
+        clip_ratio_c: upper bound of the ratio where the advantage is negative, above 1; None = no dual clip.
         loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R) factor of each token's loss, as importance weights are; detached here.
+        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
         denominator: see `aggregate_loss`.
 
     Returns:
-        The loss, and the stats `clipfrac` (share of tokens whose clipped term is the larger), `clipfrac_lower` (share
-        that dual clip bounds), `approx_kl_k1` and `approx_kl_k3` (KL(old || new) a token, in nats), `ratio_mean`,
-        `ratio_min` and `ratio_max`. Shares and means are over the masked tokens of this call; without any they are 0,
-        and `ratio_min` and `ratio_max` are 1.
+        The loss, and the stats `clipfrac` (fraction of tokens whose clipped term is the larger), `clipfrac_lower`
+        (fraction of tokens that dual clip bounds), `approx_kl_k1` and `approx_kl_k3` (KL(old || new) per token, in
+        nats), `ratio_mean`, `ratio_min` and `ratio_max`. Fractions and means are over the masked tokens of this call.
+        Where there are none, they are 0, and `ratio_min` and `ratio_max` are 1.
 
     Raises:
         ValueError: for a negative clip range, cliprange_low > 1, clip_ratio_c <= 1, an unknown mode, and shapes that
@@ -89,33 +120,33 @@ def gspo_policy_loss(
     weights: Tensor | None = None,
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """The clipped loss of the sequence's ratio, in its form for advantages of tokens (GSPO-token, arXiv:2507.18071,
+    """The clipped loss with one ratio per sequence, in its form for per-token advantages (GSPO-token, arXiv:2507.18071,
     equations 13 and 14).
 
-    With s = exp(clamp(mean of logprobs - old_logprobs over the row's masked tokens, -20, 20)), the same number on all
-    tokens of a row, and A the advantage:
+    With s = exp(clamp(mean of logprobs - old_logprobs over the row's masked tokens, -20, 20)), the same for all tokens
+    of a row, and A the advantage:
 
         loss = max(-A * s, -A * clip(s, 1 - cliprange_low, 1 + cliprange_high))
 
-    The gradient is straight-through: that of s with respect to its own token's log-probability is taken to be s. Where
-    the advantages of a row are equal, the row's gradient is the exact one. The geometric mean keeps s close to 1, so
-    the clip ranges are far smaller than in `policy_loss` (the paper: 3e-4 and 4e-4).
+    The gradient is straight-through: on each token, the gradient of s with respect to that token's log-probability is
+    taken to be s. If the advantages of a row are equal, its gradient is exact. The geometric mean keeps s close to 1,
+    so the clip ranges are far smaller than in `policy_loss` (in the paper: 3e-4 and 4e-4).
 
     Args:
-        logprobs: (B, R), of the policy that is trained, in nats; the gradient flows here.
-        old_logprobs: (B, R), of the policy that the advantages belong to.
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        old_logprobs: (B, R), of the policy that the advantages were computed for.
         advantages: (B, R).
         response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_low: how far the sequence's ratio may fall below 1.
+        cliprange_low: how far the ratio of a sequence may fall below 1.
         cliprange_high: how far it may rise above 1.
         loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R) factor of each token's loss, as importance weights are; detached here.
+        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
         denominator: see `aggregate_loss`.
 
     Returns:
-        The loss, and the stats of `policy_loss`. Of these, `ratio_mean`, `ratio_min` and `ratio_max` are of s, the
-        mean over tokens; `clipfrac_lower` is 0, because there is no dual clip; `approx_kl_*` are of the tokens' own
-        log-ratios, comparable with `policy_loss`.
+        The loss, and the stats of `policy_loss`. `ratio_mean` (over tokens), `ratio_min` and `ratio_max` describe s.
+        `clipfrac_lower` is 0, because there is no dual clip. `approx_kl_k1` and `approx_kl_k3` use the log-ratios of
+        single tokens, as in `policy_loss`.
 
     Raises:
         ValueError: for a negative clip range, cliprange_low > 1, an unknown mode, and shapes that differ.
@@ -149,23 +180,23 @@ def rollout_correction_weights(
     threshold: float,
     normalize: bool = False,
 ) -> Tensor:
-    """Truncated importance weights (Ionides, 2008), (B, R), detached and 0 outside the mask, for responses to whose
-    tokens the sampler gave slightly other probabilities than the trainer does:
+    """Truncated importance weights (Ionides, 2008), (B, R), detached and 0 outside the mask, for a sampler whose
+    log-probabilities differ slightly from those of the trainer:
 
         weight = min(exp(clamp(log ratio, -20, 20)), threshold)
 
-    where the log ratio is old - rollout of the token (`token`), or its sum over the row's masked tokens (`sequence`),
-    which gives all tokens of a row one weight.
+    where the log ratio is old_logprobs - rollout_logprobs of the token (`token`), or the sum of these over the row's
+    masked tokens (`sequence`), which gives all tokens of a row the same weight.
 
     Args:
-        old_logprobs: (B, R), of the trainer's own forward pass, in nats.
-        rollout_logprobs: (B, R), of the sampler.
+        old_logprobs: (B, R), from the trainer's forward pass, in nats.
+        rollout_logprobs: (B, R), from the sampler.
         response_mask: (B, R) bool, True = a token the policy chose.
         level: `token` or `sequence`.
-        threshold: the largest weight, before any normalisation; positive, infinity does not truncate.
+        threshold: the largest weight, before normalisation; positive, infinity for no truncation.
         normalize: divide by the mean weight over the masked tokens (`token`) or over the rows that have any
-            (`sequence`), so that the weights keep the size of the loss. The mean is over this call: pass the whole
-            optimizer-step batch.
+            (`sequence`), so that the scale of the loss does not change. The mean is over this call: pass the global
+            batch.
 
     Raises:
         ValueError: for an unknown level, a threshold that is not positive, and shapes that differ.
@@ -173,14 +204,14 @@ def rollout_correction_weights(
     if level not in ROLLOUT_CORRECTION_LEVELS:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(ROLLOUT_CORRECTION_LEVELS)}")
     if not threshold > 0:
-        raise ValueError(f"threshold is {threshold}; it must be positive, because weights are cut to at most that")
+        raise ValueError(f"threshold is {threshold}; it must be positive, because it is the largest weight")
     log_ratio = zero_outside(old_logprobs, response_mask) - zero_outside(rollout_logprobs, response_mask)
     counted = response_mask
     if level == "sequence":
         log_ratio, counted = log_ratio.sum(dim=1, keepdim=True), response_mask.any(dim=1, keepdim=True)
     weights = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp_max(threshold)
     if normalize:
-        # The mean is 0 only where nothing is counted, and then nothing is kept below.
+        # The mean is 0 only where no token counts; all weights are 0 then.
         weights = weights / masked_mean(weights, counted)
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 
@@ -188,7 +219,7 @@ def rollout_correction_weights(
 def _ratio_stats(log_ratio: Tensor, ratio: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     anywhere = response_mask.any()
     one, infinity = ratio.new_ones(()), ratio.new_full((1,), torch.inf)
-    # The appended infinity gives batches without a row something to reduce.
+    # The appended infinity keeps the reductions defined for a batch without rows.
     smallest = torch.cat([torch.where(response_mask, ratio, infinity).flatten(), infinity]).amin()
     largest = torch.cat([torch.where(response_mask, ratio, -infinity).flatten(), -infinity]).amax()
     return {
@@ -202,8 +233,8 @@ def _ratio_stats(log_ratio: Tensor, ratio: Tensor, response_mask: Tensor) -> dic
 
 def _check_clip_ranges(cliprange_low: float, cliprange_high: float, clip_ratio_c: float | None) -> None:
     if not 0 <= cliprange_low <= 1:
-        raise ValueError(f"cliprange_low is {cliprange_low}; it must be in [0, 1], because a ratio cannot fall below 0")
+        raise ValueError(f"cliprange_low is {cliprange_low}; it must be in [0, 1], because a ratio is never negative")
     if not cliprange_high >= 0:
         raise ValueError(f"cliprange_high is {cliprange_high}; it must not be negative")
     if clip_ratio_c is not None and not clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; dual clip needs more than 1, None switches it off")
+        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; it must be above 1, or None for no dual clip")

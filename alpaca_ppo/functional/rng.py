@@ -1,7 +1,10 @@
-"""Random numbers as a pure function of who asks: (seed, step, prompt, sample, position).
+"""Random numbers that depend on integer keys alone, never on how often or in which order they are asked for.
 
-A counter-based generator, SplitMix64, in int64 tensor operations, which wrap around alike on every device. There is no
-state, so neither the batch a row is in, nor the rank, nor the order of generation can change a token.
+Two kinds: `stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, prompt,
+sample, position); `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such as the order
+of the prompts. The former use a counter-based generator, SplitMix64, in int64 tensor operations, which wrap around in
+the same way on every device. It has no state, so neither the batch that a row is in, nor the rank, nor the order of
+generation can change a token.
 """
 
 import torch
@@ -11,37 +14,17 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def _signed(value: int) -> int:
-    """The int64 with the same low 64 bits as `value`."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # int64's own shift copies the sign bit in from the left.
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _next(state: Tensor, counter: Tensor | int) -> Tensor:
-    """The output number `counter` (from 0) of SplitMix64 started at `state`; both int64, broadcast."""
-    golden = _signed(_GOLDEN)
-    x = state + (_signed((counter + 1) * golden) if isinstance(counter, int) else (counter + 1) * golden)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MULTIPLIERS[0])
-    x = (x ^ _shift_right(x, 27)) * _signed(_MULTIPLIERS[1])
-    return x ^ _shift_right(x, 31)
-
-
 def stream_keys(*, seed: int, step: int, prompt_ids: Tensor, num_return_sequences: int) -> Tensor:
     """The key of each response's stream of random numbers, (B * num_return_sequences,) int64, prompt-major.
 
-    Each coordinate selects one output of the generator that the coordinates before it started, so that no two
-    tuples share a key by construction, and neighbouring ones are unrelated.
+    Each coordinate selects one output of a generator that the coordinates before it seeded, so neighbouring tuples
+    get unrelated keys.
 
     Args:
-        seed: of the run; any integer.
-        step: of the rollout.
+        seed: the run's seed; any integer.
+        step: the step of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
-        num_return_sequences: samples a prompt.
+        num_return_sequences: samples of each prompt.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), its output function.
     """
@@ -52,16 +35,18 @@ def stream_keys(*, seed: int, step: int, prompt_ids: Tensor, num_return_sequence
 
 
 def uniforms(keys: Tensor, position: int) -> Tensor:
-    """The number of each stream at response position `position`, in (0, 1), never an end; keys (N,) to (N,) float64."""
-    # The upper 52 bits and a half: the finest grid whose midpoints float64 holds exactly.
+    """The random number of each stream at response position `position`: keys (N,) give (N,) float64 in the open
+    interval (0, 1).
+    """
+    # The upper 52 bits plus a half: the finest grid whose midpoints float64 holds exactly.
     return (_shift_right(_next(keys, position), 12).double() + 0.5) * 2.0**-52
 
 
 def seeded_generator(*key: int) -> torch.Generator:
-    """A generator on the CPU whose numbers are a function of the integers in `key` alone."""
+    """A generator on the CPU, seeded by the integers in `key` alone."""
     state = 0
     for part in key:
-        # A linear mix modulo a Mersenne prime keeps (0, 1) and (1, 0) apart, which a sum would not.
+        # A linear mix modulo a Mersenne prime gives (0, 1) and (1, 0) different seeds; a sum would not.
         state = (state * 1_000_003 + part + 1) % (2**61 - 1)
     return torch.Generator().manual_seed(state)
 
@@ -69,3 +54,23 @@ def seeded_generator(*key: int) -> torch.Generator:
 def seeded_permutation(size: int, *key: int) -> Tensor:
     """A permutation of range(size) that is a function of the integers in `key` alone; (size,) int64 on the CPU."""
     return torch.randperm(size, generator=seeded_generator(*key))
+
+
+def _next(state: Tensor, counter: Tensor | int) -> Tensor:
+    """Output number `counter` (from 0) of SplitMix64 started at `state`; both int64, broadcast."""
+    golden = _signed(_GOLDEN)
+    x = state + (_signed((counter + 1) * golden) if isinstance(counter, int) else (counter + 1) * golden)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MULTIPLIERS[0])
+    x = (x ^ _shift_right(x, 27)) * _signed(_MULTIPLIERS[1])
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # The shift of int64 is arithmetic: it fills the upper bits with the sign.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same low 64 bits as `value`."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

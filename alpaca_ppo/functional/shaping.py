@@ -1,4 +1,4 @@
-"""Where a response ends, and per-token rewards from a score and a KL penalty."""
+"""Where a response ends, and per-token rewards made of a score and a KL penalty."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class ShapedRewards(NamedTuple):
 
 
 def response_lengths(response_mask: Tensor) -> Tensor:
-    """Columns up to and including the last True of each row, holes counted; `response_mask` (B, R) bool; returns (B,)
+    """The number of columns up to and including the last True of each row: `response_mask` (B, R) bool gives (B,)
     int64, 0 for an empty row.
     """
     columns = torch.arange(1, response_mask.size(1) + 1, device=response_mask.device)
@@ -29,7 +29,7 @@ def response_lengths(response_mask: Tensor) -> Tensor:
 
 
 def last_token_index(response_mask: Tensor) -> Tensor:
-    """Column of the last True of each row; `response_mask` (B, R) bool, True = a token the policy chose; returns (B,)
+    """The column of the last True of each row: `response_mask` (B, R) bool, True = a token the policy chose, gives (B,)
     int64, -1 for an empty row.
     """
     return response_lengths(response_mask) - 1
@@ -44,35 +44,36 @@ def shape_rewards(
     kl_coef: float,
     kl_estimator: str = "k1",
 ) -> ShapedRewards:
-    """`-kl_coef * kl` on every masked token, plus the score on the last masked one (the stop token, where there is
-    one).
+    """`-kl_coef * kl` on every masked token, plus the score on the last one (the stop token, if the response has one).
 
-    This is the reward of arXiv:1909.08593, equation 2, with the sequence's KL spread over its tokens.
+    This is the reward of arXiv:1909.08593, equation 2, with the KL of the sequence distributed over its tokens.
 
     Args:
-        scores: (B,), one for a response; or (B, R), added token by token.
-        logprobs: (B, R), log-probabilities under the policy that sampled, in nats.
+        scores: (B,), one for each response; or (B, R), one for each token.
+        logprobs: (B, R), log-probabilities under the policy that sampled the tokens, in nats.
         ref_logprobs: (B, R), the same under the reference.
         response_mask: (B, R) bool, True = a token the policy chose.
         kl_coef: reward units per nat.
         kl_estimator: see `kl_penalty`.
 
     Raises:
-        ValueError: when a row's mask is empty (named), when shapes do not agree, and for an unknown estimator.
+        ValueError: when the mask of a row is empty, when shapes differ, and for an unknown estimator.
     """
     last = last_token_index(response_mask)
     empty = (last < 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"response_mask has no token in rows {empty} of {len(last)}, so their scores have no place; "
-            "every response needs at least one token, its stop token included"
+            f"response_mask has no token in rows {empty} of {len(last)}, so there is no token to put their scores on; "
+            "every response needs at least one token, such as its stop token"
         )
     if scores.shape not in (last.shape, response_mask.shape):
         raise ValueError(
-            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score a response, "
-            f"or {tuple(response_mask.shape)}, one a token"
+            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score for each response, "
+            f"or {tuple(response_mask.shape)}, one for each token"
         )
     kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)
+    # A registered estimator may give something else than 0 for equal log-probabilities.
+    kl = zero_outside(kl, response_mask)
     non_score_rewards = -kl_coef * kl
     token_scores = at_least_float32(scores)
     if scores.dim() == 1:
@@ -82,5 +83,5 @@ def shape_rewards(
 
 
 def sequence_scores(rewards: Tensor) -> Tensor:
-    """(B,): one number for each response of `rewards` (B,) or, token by token, (B, R)."""
+    """(B,): the reward of each response, where `rewards` is (B,), or (B, R) with one for each token."""
     return rewards if rewards.dim() == 1 else rewards.sum(dim=1)

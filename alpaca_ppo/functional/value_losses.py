@@ -1,4 +1,4 @@
-"""The regression loss of a scalar critic. Distributional critics are not here."""
+"""The regression loss of a scalar critic. The losses of distributional critics are in `distributional`."""
 
 import torch
 from torch import Tensor
@@ -16,30 +16,32 @@ def value_loss(
     loss_agg_mode: str = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """Half the squared error to the returns, the larger of the raw and the clipped prediction's:
+    """Half the squared error to the returns, with the larger of the errors of the raw and the clipped prediction:
 
         loss = 0.5 * aggregate(max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2))
 
-    The clipped form is that of OpenAI Baselines' PPO2; no paper motivates it, and None leaves the plain squared error.
+    Clipping follows PPO2 of OpenAI Baselines and has no paper behind it; None leaves the plain squared error.
 
     Args:
-        vpreds: (B, R), the critic's predictions; the gradient flows here.
-        old_values: (B, R), its predictions when the rollout was made.
+        vpreds: (B, R), the critic's predictions, which receive the gradient.
+        old_values: (B, R), its predictions at the time of the rollout.
         returns: (B, R), targets, not whitened.
         response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_value: c, how far a prediction may move from the old one with effect; None = no clipping.
+        cliprange_value: c, how far a prediction can move from the old one before the clipped error stops changing;
+            None = no clipping.
         loss_agg_mode: see `aggregate_loss`.
         denominator: see `aggregate_loss`.
 
     Returns:
-        The loss, and the stats `clipfrac` (share of tokens whose clipped error is the larger), `error` (mean squared
-        error before clipping) and `vpred` (mean prediction), over the masked tokens of this call; 0 without any.
+        The loss, and the stats `clipfrac` (fraction of tokens whose clipped error is the larger), `error` (mean squared
+        error before clipping) and `vpred` (mean prediction) over the masked tokens of this call; 0 where there are
+        none.
 
     Raises:
         ValueError: when cliprange_value is not positive, for an unknown mode, and for shapes that differ.
     """
     if cliprange_value is not None and not cliprange_value > 0:
-        raise ValueError(f"cliprange_value is {cliprange_value}; it must be positive, None switches value clipping off")
+        raise ValueError(f"cliprange_value is {cliprange_value}; it must be positive, or None for no clipping")
     vpreds = zero_outside(vpreds, response_mask)
     old_values = zero_outside(old_values, response_mask).detach()
     returns = zero_outside(returns, response_mask).detach()

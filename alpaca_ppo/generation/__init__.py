@@ -1,11 +1,20 @@
-"""The sampler: prompts to responses, with the log-prob of every chosen token.
+"""The sampler: from prompts to responses, with the log-prob of every chosen token.
 
-A KV-cache decode loop of our own, the randomness of its tokens, and what stops a response. It knows nothing of
-rewards, of processes or of configuration objects.
+`generate` is its entry point. The package has its own decode loop over a key-value cache and its own choice of tokens;
+rewards, other processes and the configuration object are unknown here.
 """
 
+from alpaca_ppo.generation.backends import register_generation_backend
 from alpaca_ppo.generation.generate import generate
 from alpaca_ppo.generation.responses import Generation
+from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.stopping_criteria import resolve_stop_tokens, resolve_truncate_tokens
 
-__all__ = ["Generation", "generate", "resolve_stop_tokens", "resolve_truncate_tokens"]
+__all__ = [
+    "Generation",
+    "SamplingParams",
+    "generate",
+    "register_generation_backend",
+    "resolve_stop_tokens",
+    "resolve_truncate_tokens",
+]

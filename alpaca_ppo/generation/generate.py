@@ -1,18 +1,17 @@
-"""`generate`: the one entry to the sampler. It checks what it is given, and leaves the model as it found it."""
+"""`generate`, the entry point of the sampler: it checks its arguments and restores the model's modes afterwards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.functional.rng import stream_keys
-from alpaca_ppo.generation.decode import decode
-from alpaca_ppo.generation.hf_generate import decode_with_generate
-from alpaca_ppo.generation.responses import Choosing, Generation, ResponseBuffer
-from alpaca_ppo.generation.stopping_criteria import StopRule
+from alpaca_ppo.generation.backends import run_backend
+from alpaca_ppo.generation.responses import Generation
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
 @torch.no_grad()
@@ -34,99 +33,96 @@ def generate(
     num_return_sequences: int = 1,
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
-    backend: Literal["decode", "generate"] = "decode",
+    backend: str = "decode",
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
 ) -> Generation:
-    """Responses to `queries`, on the model's device, with the log-prob of each chosen token.
+    """Returns responses to `queries`, on the model's device, with the log-prob of each chosen token.
 
-    A response does not depend on padding, on the other rows or on their order, as far as the model's arithmetic does
-    not: the random number of a token is a function of (seed, step, prompt id, sample index, position) alone. The
-    model's own generation config is not looked at. The model runs in eval mode, without gradients, and is left in the
-    mode it was in, also by an exception.
+    The random number behind a token is a function of (seed, step, prompt id, sample index, position) only. A response
+    therefore does not depend on padding, on the other rows or on their order, except through rounding inside the model.
+    The model's own generation config is ignored. The model runs in eval mode without gradients; its modes are restored
+    afterwards, also after an exception.
 
     Args:
-        model: a causal language model of transformers, not wrapped (of a PEFT model: `get_base_model()`).
+        model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
         queries: (B, Q) int64, left-padded.
-        query_attn_masks: (B, Q), 1 = real. Columns that are padding in every row cost nothing.
-        max_new_tokens: R, tokens of a response at most, and the width of the result.
-        pad_token_id: what follows a response's end; may equal a stop token.
-        stop_token_ids: end a response wherever they come.
-        seed: of the run.
-        step: of the rollout.
+        query_attn_masks: (B, Q), 1 = a real token. Columns that are padding in every row are dropped first.
+        max_new_tokens: R, the most tokens of a response, and the width of the result.
+        pad_token_id: fills the columns after a response's end; may equal a stop token.
+        stop_token_ids: end a response at any position.
+        seed: seed of the run.
+        step: step of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
-        temperature: divides the logits, for the choice and for the log-probs.
-        do_sample: True samples the softmax; False takes the most likely token.
-        top_k: sample only among the k most likely tokens. For evaluation: log-probs stay those of the full softmax.
-        top_p: likewise, only among the most likely ones that together reach this probability.
-        num_return_sequences: samples a prompt, n.
-        truncate_token_ids: end a response where at least `truncate_after` of its tokens stand before them.
-        truncate_after: tokens.
-        backend: "decode", the loop of this package, or "generate", `model.generate`, for models whose cache rows cannot
-            leave.
-        any_rank: tells whether its argument is True on any rank. Given where the model's parameters lie in parts on
-            several ranks (ZeRO 3): ranks then make the same number of passes.
-        before_token: called before each position's tokens are chosen; what it raises ends the sampling.
+        temperature: divides the logits, for the choice of a token and for its log-prob.
+        do_sample: True samples from the softmax; False takes the most likely token.
+        top_k: sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax.
+        top_p: sample only from the most likely tokens that together reach this probability. For evaluation too.
+        num_return_sequences: n, responses per prompt.
+        truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
+        truncate_after: see `truncate_token_ids`; in tokens.
+        backend: "decode" is this package's own loop; "generate" runs `model.generate`, for models whose cache does not
+            support dropping rows; others are added by `register_generation_backend`.
+        any_rank: returns whether its argument is True on any rank. Pass it if the model's parameters are sharded over
+            ranks (ZeRO 3); all ranks then make the same number of forward passes.
+        before_token: called before the tokens of each position are chosen; an exception in it ends the sampling.
 
     Raises:
-        ValueError: when an argument is out of its range, a prompt is empty or not left-padded, rows cannot leave the
-            model's cache, or the model's logits are not finite.
+        ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
+            support dropping rows, or the model's logits are not finite.
     """
-    _check_arguments(max_new_tokens, num_return_sequences, temperature, top_k, top_p, backend)
-    queries, mask = _trimmed(queries, query_attn_masks)
-    queries, mask = queries.to(model.device), mask.to(model.device)
-    samples: dict[str, Any] = {"prompt_ids": prompt_ids.to(model.device), "num_return_sequences": num_return_sequences}
-    responses = ResponseBuffer(
-        stream_keys(seed=seed, step=step, **samples),
+    params = SamplingParams(
         max_new_tokens=max_new_tokens,
+        temperature=temperature,
         pad_token_id=pad_token_id,
-        choosing=Choosing(temperature, do_sample, top_k, top_p),
-        stop_rule=_stop_rule(model, stop_token_ids, truncate_token_ids, truncate_after),
-        logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
-        before_token=before_token,
+        stop_token_ids=tuple(stop_token_ids),
+        truncate_token_ids=tuple(truncate_token_ids),
+        truncate_after=truncate_after,
+        num_return_sequences=num_return_sequences,
+        do_sample=do_sample,
+        top_k=top_k,
+        top_p=top_p,
+        backend=backend,
+        seed=seed,
+        step=step,
     )
-    grow = decode if backend == "decode" else decode_with_generate
-    size = {"num_return_sequences": num_return_sequences, "max_new_tokens": max_new_tokens}
+    _check_params(params)
+    queries, mask = _trim(queries, query_attn_masks)
+    queries, mask = queries.to(model.device), mask.to(model.device)
     with _eval_mode(model):
-        grow(model, queries, mask, **size, responses=responses, any_rank=any_rank)
-    return _checked(responses.finish())
+        generation = run_backend(
+            model,
+            queries,
+            mask,
+            sampling_params=params,
+            prompt_ids=prompt_ids.to(model.device),
+            any_rank=any_rank,
+            before_token=before_token,
+        )
+    return _check_finite(generation)
 
 
-def _stop_rule(
-    model: PreTrainedModel, stop_token_ids: Sequence[int], truncate_token_ids: Sequence[int], truncate_after: int
-) -> StopRule:
-    return StopRule(
-        stop_token_ids, truncate_token_ids=truncate_token_ids, truncate_after=truncate_after, device=model.device
-    )
+def _check_params(params: SamplingParams) -> None:
+    if params.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens ({params.max_new_tokens}) must be at least 1")
+    if params.num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences ({params.num_return_sequences}) must be at least 1")
+    if not params.temperature > 0:
+        raise ValueError(
+            f"temperature ({params.temperature}) must be positive; for greedy decoding use do_sample=False"
+        )
+    if params.top_k is not None and params.top_k < 1:
+        raise ValueError(f"top_k ({params.top_k}) must be at least 1; None keeps the whole vocabulary")
+    if params.top_p is not None and not 0 < params.top_p <= 1:
+        raise ValueError(f"top_p ({params.top_p}) must be in (0, 1]; None keeps the whole vocabulary")
+    GENERATION_BACKENDS.check(params.backend)
 
 
-def _check_arguments(
-    max_new_tokens: int,
-    num_return_sequences: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    backend: str,
-) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
-    if num_return_sequences < 1:
-        raise ValueError(f"num_return_sequences ({num_return_sequences}) must be at least 1")
-    if not temperature > 0:
-        raise ValueError(f"temperature ({temperature}) must be positive; do_sample=False takes the most likely token")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k ({top_k}) must be at least 1; None keeps the whole vocabulary")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p ({top_p}) must be in (0, 1]; None keeps the whole vocabulary")
-    if backend not in ("decode", "generate"):
-        raise ValueError(f"generation_backend ({backend!r}) must be 'decode' or 'generate'")
-
-
-def _trimmed(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts and mask (int64) without the columns that are padding in every row."""
+def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns prompts and mask (int64) without the columns that are padding in every row."""
     mask = query_attn_masks.long()
     if mask.size(0) == 0:
-        raise ValueError("queries has no row; there is nothing to sample")
+        raise ValueError("queries has no rows, so there is nothing to sample; pass at least one prompt")
     lengths = mask.sum(dim=1)
     if bool((lengths == 0).any()):
         row = int((lengths == 0).nonzero()[0])
@@ -135,13 +131,13 @@ def _trimmed(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]
     left_padded = torch.arange(mask.size(1), device=mask.device) >= mask.size(1) - lengths.unsqueeze(1)
     if not torch.equal(left_padded, mask.bool()):
         row = int((left_padded != mask.bool()).any(dim=1).nonzero()[0])
-        raise ValueError(f"query_attn_masks has padding right of a token in row {row}; queries must be left-padded")
+        raise ValueError(f"query_attn_masks has padding after a token in row {row}; queries must be left-padded")
     return queries[:, -width:], mask[:, -width:]
 
 
 @contextmanager
 def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Eval mode for every module of `model`, then the mode each of them had."""
+    """Puts every module of `model` into eval mode, and restores each module's own mode at the end."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -151,12 +147,12 @@ def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def _checked(generation: Generation) -> Generation:
+def _check_finite(generation: Generation) -> Generation:
     finite = generation.logprobs.isfinite()
     if not bool(finite.all()):
         row, position = (~finite).nonzero()[0].tolist()
         raise ValueError(
-            f"the model's logits are not finite at response position {position} of row {row}; its weights have "
-            f"diverged, or its half precision overflows: look at the last update, or load it in float32"
+            f"the model's logits are not finite at response position {position} of row {row}: its weights have "
+            f"diverged, or half precision overflows; look at the last update, or load the model in float32"
         )
     return generation

@@ -1,7 +1,8 @@
-"""Generation by `model.generate`, for models whose cache rows cannot leave: slower, with the same tokens.
+"""Sampling with transformers' `model.generate`, for models whose cache does not support dropping rows.
 
-`generate` only runs the model here. A logits processor makes our own choice from the logits and leaves `generate` that
-one token to take; everything that the model's generation config could do to the logits is switched off.
+It gives the same tokens as the decode loop, more slowly. `model.generate` only runs the model: a logits processor lets
+the `ResponseBuffer` choose each token and masks all others. Every option of the model's generation config that changes
+logits is switched off.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,23 +33,24 @@ def decode_with_generate(
     responses: ResponseBuffer,
     any_rank: Callable[[bool], bool] | None = None,
 ) -> None:
-    """Grows `responses` as `decode.decode` does; logits reach it in float32, as `generate` hands them out."""
+    """Extends `responses` as `decode.decode` does, from float32 logits, which `model.generate` converts to."""
     plain = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True)
-    runner: Any = model  # A type checker sees no `generate` here: models inherit it beside PreTrainedModel.
+    # PreTrainedModel itself has no `generate`; models inherit it from GenerationMixin.
+    runner: Any = model
     with _generation_config(model, plain):
         runner.generate(
             queries.repeat_interleave(num_return_sequences, dim=0),
             attention_mask=attention_mask.repeat_interleave(num_return_sequences, dim=0),
             generation_config=plain,
-            logits_processor=LogitsProcessorList([_OurChoice(responses, queries.size(1))]),
-            stopping_criteria=StoppingCriteriaList([_OurStops(responses)]),
+            logits_processor=LogitsProcessorList([_ChooseFromBuffer(responses, queries.size(1))]),
+            stopping_criteria=StoppingCriteriaList([_StopFromBuffer(responses)]),
             synced_gpus=any_rank is not None,
         )
 
 
 @contextmanager
 def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    # generate() fills whatever the given config leaves at None from the model's own, so that one has to be plain too.
+    # generate() fills fields that are None from the model's own config, so that one must be replaced too.
     own = model.generation_config
     model.generation_config = config
     try:
@@ -57,7 +59,9 @@ def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iter
         model.generation_config = own
 
 
-class _OurChoice(LogitsProcessor):
+class _ChooseFromBuffer(LogitsProcessor):
+    """Lets the buffer choose the next token, and leaves only that token possible."""
+
     def __init__(self, responses: ResponseBuffer, prompt_width: int) -> None:
         self._responses, self._prompt_width = responses, prompt_width
 
@@ -69,7 +73,9 @@ class _OurChoice(LogitsProcessor):
         return scores.fill_(float("-inf")).scatter_(1, tokens.unsqueeze(1), 0.0)
 
 
-class _OurStops(StoppingCriteria):
+class _StopFromBuffer(StoppingCriteria):
+    """Reports the rows that have stopped in the buffer."""
+
     def __init__(self, responses: ResponseBuffer) -> None:
         self._responses = responses
 

@@ -1,20 +1,54 @@
-"""How responses are sampled."""
+"""How responses are sampled. The field names are the keywords of `generation.generate`; prompts are not included."""
 
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from alpaca_ppo.functional.rng import stream_keys
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are sampled; the names are those of `generation.generate`."""
+    """The settings of one call of the sampler. `generate` checks the values; nothing is checked here."""
 
     max_new_tokens: int
+    """R: the most tokens of a response, and the width of the result."""
     temperature: float
+    """Divides the logits, for the choice of a token and for its log-prob; > 0."""
     pad_token_id: int
+    """Fills the columns after a response's end; may equal a stop token."""
     stop_token_ids: tuple[int, ...]
+    """Tokens that end a response at any position."""
     truncate_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response once at least `truncate_after` of its tokens precede them."""
     truncate_after: int = 0
+    """Tokens before `truncate_token_ids` take effect."""
     num_return_sequences: int = 1
+    """n: responses per prompt."""
     do_sample: bool = True
+    """True samples from the softmax; False takes the most likely token (greedy decoding)."""
     top_k: int | None = None
+    """Sample only from the k most likely tokens; None keeps all. For evaluation: log-probs stay those of the full
+    softmax."""
     top_p: float | None = None
+    """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
+    evaluation, like `top_k`."""
     backend: str = "decode"
+    """Name of the generation backend."""
+    seed: int = 0
+    """Seed of the run."""
+    step: int = 0
+    """Step of the rollout; with `seed`, prompt id, sample index and position, it determines a token's random number."""
+
+    def random_keys(self, prompt_ids: Tensor) -> Tensor:
+        """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
+
+        `functional.rng.uniforms(keys, t)` returns the numbers that choose the tokens at position t, so that another
+        sampler can draw the same tokens.
+
+        Args:
+            prompt_ids: (P,) int64, index of each prompt in its dataset.
+        """
+        return stream_keys(
+            seed=self.seed, step=self.step, prompt_ids=prompt_ids, num_return_sequences=self.num_return_sequences
+        )

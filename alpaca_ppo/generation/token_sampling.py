@@ -1,7 +1,7 @@
-"""One token from one row of logits: inverse distribution function, greedy choice, and the log-prob of what was chosen.
+"""Choosing one token per row of logits, by inverse-CDF sampling or greedily, with the log-prob of the chosen token.
 
-The log-prob is always that of the full softmax at the temperature. top_k and top_p narrow the choice, for evaluation
-only.
+The log-prob is always that of the full softmax at the temperature; top_k and top_p restrict the choice only, and are
+meant for evaluation.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_BLOCK = 256
+_BLOCK_SIZE = 256
 
 
 class Choice(NamedTuple):
@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     tokens: Tensor
     """(N,) int64."""
     logprobs: Tensor
-    """(N,) nats, float32; float64 where the logits are."""
+    """(N,) float32 (float64 for float64 logits), in nats."""
 
 
 def choose_tokens(
@@ -30,18 +30,18 @@ def choose_tokens(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Choice:
-    """The token of each row at its uniform number, or the most likely one, and its log-prob at `temperature`.
+    """Returns a token for each row, drawn by its uniform number or the most likely one, and its log-prob.
 
-    A token is chosen with the probability that the softmax of `logits / temperature` gives it, renormalised over what
-    top_k and then top_p leave (ties at the k-th place all stay). A token of probability zero is never chosen. A row
-    with a NaN among its logits gets the log-prob NaN.
+    A token is drawn with its probability under softmax(logits / temperature), renormalized over the tokens that top_k
+    and then top_p keep (all tokens tied at the k-th place are kept). A token of probability zero is never drawn. If a
+    row of logits contains a NaN, its log-prob is NaN.
 
     Args:
-        logits: (N, V); computed in float32, or float64 where they are.
+        logits: (N, V), unchanged; computed in float32, or in float64 for float64 logits.
         uniforms: (N,) float64 in (0, 1); None takes the most likely token.
         temperature: divides the logits; > 0.
-        top_k: only the k most likely tokens.
-        top_p: only the most likely tokens that together reach this probability; in (0, 1].
+        top_k: keep only the k most likely tokens.
+        top_p: keep only the most likely tokens that together reach this probability, in (0, 1].
     """
     scores = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
@@ -51,46 +51,48 @@ def choose_tokens(
     elif top_k is None and top_p is None:
         tokens = blocks.inverse_cdf(uniforms)
     else:
-        tokens = _Blocks(_narrow(weights, top_k, top_p)).inverse_cdf(uniforms)
+        tokens = _Blocks(_filter_top_k_top_p(weights, top_k, top_p)).inverse_cdf(uniforms)
     chosen = weights.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return Choice(tokens, (chosen.double().log() - blocks.total().log()).to(weights.dtype))
 
 
 class _Blocks:
-    """Rows of non-negative weights (N, V) in runs of _BLOCK, and the float64 sum of each run.
+    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, and the float64 sum of each block.
 
-    Over 128k tokens a running sum in float32 gives a quarter of them no mass at all, and one in float64 writes four
-    times what it reads. In two levels, over the runs and then within one of them, it costs a single reading.
+    With a single cumulative sum over 128k tokens, float32 leaves a quarter of the tokens without any mass, and float64
+    writes four times the bytes that it reads. Two levels, over the blocks and then within one block, read the weights
+    once.
     """
 
     def __init__(self, weights: Tensor) -> None:
-        self._runs = F.pad(weights, (0, -weights.size(1) % _BLOCK)).unflatten(1, (-1, _BLOCK))
-        self._sums = self._runs.sum(dim=-1, dtype=torch.float64)
+        self._blocks = F.pad(weights, (0, -weights.size(1) % _BLOCK_SIZE)).unflatten(1, (-1, _BLOCK_SIZE))
+        self._sums = self._blocks.sum(dim=-1, dtype=torch.float64)
 
     def total(self) -> Tensor:
-        """The sum of each row; (N,) float64."""
+        """Returns the sum of each row, (N,) float64."""
         return self._sums.sum(dim=-1)
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
-        """The index at which each row's running sum first exceeds `uniforms` (N,) of its total; (N,) int64."""
-        run, rest = _first_exceeding(self._sums, uniforms * self.total())
-        inside = self._runs[torch.arange(len(run), device=run.device), run].double()
-        return run * _BLOCK + _first_exceeding(inside, rest)[0]
+        """Returns (N,) int64: the first index at which a row's cumulative sum exceeds `uniforms` (N,) of its total."""
+        block, rest = _first_exceeding(self._sums, uniforms * self.total())
+        within = self._blocks[torch.arange(len(block), device=block.device), block].double()
+        return block * _BLOCK_SIZE + _first_exceeding(within, rest)[0]
 
 
 def _first_exceeding(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index (N,) whose running sum exceeds `target` (N,), and how much of the target lies in that index."""
+    """Returns the first index (N,) whose cumulative sum exceeds `target` (N,), and `target` less the sum before it."""
     sums = masses.cumsum(dim=-1)
     total = sums[:, -1]
-    # Rounding may lift the target to the total, which no sum exceeds; just below it the last index with mass answers.
+    # Rounding may raise the target to the total, which no sum exceeds. Just below the total, the last index with mass
+    # is found.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = (sums > target.unsqueeze(1)).int().argmax(dim=-1)
     before = (sums - masses).gather(1, index.unsqueeze(1)).squeeze(1)
     return index, (target - before).clamp_min(0.0)
 
 
-def _narrow(weights: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """`weights` with zero for every token that top_k, then top_p, leave out."""
+def _filter_top_k_top_p(weights: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Returns `weights` with zero for every token that top_k, then top_p, exclude."""
     if top_k is not None and top_k < weights.size(1):
         kth = weights.topk(top_k, dim=-1).values[:, -1:]
         weights = weights.where(weights >= kth, 0.0)

@@ -1,32 +1,45 @@
-"""Policy, critic and reference: wrappers that give log-probabilities and values of responses, and how they are
-loaded.
-"""
+"""Policy, critic and reference: wrappers that compute log-probabilities and values of responses, and their loading."""
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs, Critic
-from alpaca_ppo.models.critic_heads import CriticHead, make_head
+from alpaca_ppo.models.critic_heads import (
+    C51Head,
+    CriticHead,
+    HeadLinear,
+    HeadOutputs,
+    IQNHead,
+    QuantileHead,
+    ScalarHead,
+    register_critic_head,
+)
 from alpaca_ppo.models.critic_io import is_critic_folder, load_critic, write_critic, write_critic_adapter
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_start
+from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
 
 __all__ = [
     "ActorCritic",
     "ActorCriticOutputs",
     "AdapterReference",
+    "C51Head",
     "CopiedReference",
     "Critic",
     "CriticHead",
+    "HeadLinear",
+    "HeadOutputs",
+    "IQNHead",
     "Policy",
+    "QuantileHead",
     "Reference",
+    "ScalarHead",
     "build_actor_critic",
     "disable_dropout",
     "frozen_copy",
-    "frozen_start",
+    "frozen_initial_policy",
     "is_critic_folder",
     "load_causal_lm",
     "load_critic",
     "load_sequence_classifier",
-    "make_head",
+    "register_critic_head",
     "write_critic",
     "write_critic_adapter",
 ]

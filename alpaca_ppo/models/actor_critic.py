@@ -1,4 +1,7 @@
-"""Policy and critic in one module, so that one wrapper (DDP, DeepSpeed) holds all that trains."""
+"""Policy and critic in one module, so that a single wrapper (DDP, DeepSpeed) covers everything that is trained.
+
+Critic heads are in `critic_heads`; the losses are in `ppo.losses`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,32 +13,38 @@ from torch import Tensor, nn
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
-from alpaca_ppo.models.policy import Policy, response_states, unpack
+from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
 
 
 class ActorCriticOutputs(NamedTuple):
-    """What one pass says of the response tokens, zero outside the response mask; None for what was not asked of it."""
+    """The outputs of one forward pass for the response tokens, zero outside the response mask.
+
+    A field is None if that part of the pass was not requested.
+    """
 
     logprobs: Tensor | None
-    """(B, R) in nats."""
+    """(B, R) float32 or wider, in nats."""
     entropies: Tensor | None
-    """(B, R) in nats."""
+    """(B, R) float32 or wider, in nats."""
     values: Tensor | None
-    """(B, R) value of the state before the token, in reward units: what GAE reads."""
+    """(B, R) value of the state before the token, in reward units; used by GAE."""
     value_means: Tensor | None
-    """(B, R) mean of the law that a distributional critic learns; differs from `values` where it has a risk level."""
+    """(B, R) mean of the return distribution that a distributional critic learns; it differs from `values` if the
+    critic has a risk level."""
     predictions: Tensor | None
-    """What the critic's loss takes: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles."""
+    """The input of the critic's loss: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles."""
 
 
 class Critic(nn.Module):
-    """A value head, with a backbone of its own, with an adapter of its own on the policy's base, or on the policy's
-    hidden states.
+    """A critic head and the source of the hidden states that it reads.
+
+    That is the critic's own backbone (layout `separate`), the policy's base model with the adapter `value` (`adapter`),
+    or the policy's hidden states (`shared`).
 
     Args:
-        head: the head.
-        backbone: of the critic alone; None = the policy's.
-        has_adapter: True reads the hidden states of the policy's base under the adapter `value`.
+        head: maps hidden states to values or to a return distribution.
+        backbone: the critic's own backbone; None uses the policy's.
+        has_adapter: True reads the hidden states of the policy's base model with the adapter `value`.
     """
 
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
@@ -47,17 +56,16 @@ class Critic(nn.Module):
 
     @property
     def shares_states(self) -> bool:
-        """Whether the head reads the very states from which the policy's logits come."""
+        """Whether the head reads the same hidden states as the language-model head."""
         return self.backbone is None and not self.has_adapter
 
 
 class ActorCritic(nn.Module):
-    """The policy that is trained and its critic.
+    """The policy in training and its critic.
 
     Args:
         policy: the wrapped causal language model.
-        critic: a head with a backbone of its own (layout `separate`), an adapter of its own on the policy's base
-            (`adapter`), or neither (`shared`: it reads the policy's states); None for estimators without a critic.
+        critic: its critic, in one of the three layouts; None for advantage estimators without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic | None) -> None:
@@ -78,15 +86,17 @@ class ActorCritic(nn.Module):
         with_critic: bool = True,
         value_taus: Tensor | None = None,
     ) -> ActorCriticOutputs:
-        """Log-probabilities, entropies and values (B, R) of `responses` (B, R) after `queries` (B, Q).
+        """Returns log-probabilities, entropies and values (B, R) of `responses`.
 
         Args:
-            queries: (B, Q) int64, left-padded, with `query_attn_masks` (B, Q), 1 = real.
-            responses: (B, R) int64, right-padded, with `response_mask` (B, R), True = chosen by the policy.
-            temperature: the logits are divided by it.
+            queries: (B, Q) int64, left-padded.
+            query_attn_masks: (B, Q), 1 = a real token.
+            responses: (B, R) int64, right-padded.
+            response_mask: (B, R) bool, True = chosen by the policy.
+            temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
-            with_policy: False runs the critic alone; no gradient reaches the policy then.
-            with_critic: False runs the policy alone, as where there is no critic.
+            with_policy: False runs only the critic; no gradient reaches the policy then.
+            with_critic: False runs only the policy.
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
         """
         packed = pack_rows(queries, query_attn_masks, responses, response_mask)
@@ -97,20 +107,22 @@ class ActorCritic(nn.Module):
                 states = self.policy.states(packed)
         if with_policy:
             assert states is not None
-            logprobs, entropies = self.policy.score(
+            logprobs, entropies = self.policy.outputs_from_states(
                 states, packed, responses, temperature=temperature, chunk_size=chunk_size
             )
         if self.critic is None or not with_critic:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if not shared:
             states = self._critic_states(packed)
-        values, means, predictions = (unpack(part, packed, responses) for part in self.critic.head(states, value_taus))
+        values, means, predictions = (
+            scatter_tokens(part, packed, responses) for part in self.critic.head(states, value_taus)
+        )
         return ActorCriticOutputs(
-            logprobs, entropies, values, None if self.critic.head.kind == "scalar" else means, predictions
+            logprobs, entropies, values, means if self.critic.head.distributional else None, predictions
         )
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """What trains for the critic alone: its head, its backbone or its adapter."""
+        """Returns the trainable parameters of the critic only: its head, and its backbone or adapter."""
         if self.critic is None:
             return []
         own = [p for p in self.critic.parameters() if p.requires_grad]
@@ -119,13 +131,13 @@ class ActorCritic(nn.Module):
         )
 
     def policy_parameters(self) -> list[nn.Parameter]:
-        """What trains for the policy, and for a critic that reads its hidden states."""
+        """Returns all other trainable parameters: the policy's, which a `shared` critic trains too."""
         critic = {id(p) for p in self.critic_parameters()}
         return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
 
     @contextmanager
     def critic_active(self) -> Iterator[None]:
-        """Inside, the base is the critic's, where the critic is an adapter on it."""
+        """Activates the critic's adapter on the base model; does nothing if the critic has no adapter."""
         if self.critic is None or not self.critic.has_adapter:
             yield
             return
@@ -139,12 +151,10 @@ class ActorCritic(nn.Module):
             return response_states(self.critic.backbone, packed)
         adapters = self.policy.adapters
         assert adapters is not None
-        if torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE and self.policy.recomputes:
-            raise ValueError(
-                "gradient_checkpointing would compute the critic's activations again with the policy's adapter; run "
-                "the critic's forward and backward pass inside critic_active(). A compute_loss of your own makes one "
-                "backward pass for both: use critic_layout: shared or separate, or recompute nothing: "
-                "gradient_checkpointing: false, and model.gradient_checkpointing_disable() where a model came with it"
-            )
+        # The caller may have made the adapter active for the backward pass too (`critic_active`).
+        outlived = torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE
         with self.critic_active():
-            return self.policy.states(packed)
+            if not outlived:
+                return self.policy.states(packed)
+            with adapters.recompute_with_active_adapter():
+                return self.policy.states(packed)

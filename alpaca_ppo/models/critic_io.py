@@ -1,10 +1,11 @@
-"""A critic as a folder: the backbone as transformers saves it, and its head beside it.
+"""A critic as a folder: the backbone as transformers saves it, and beside it the settings and weights of its head.
 
-For heads that a sequence classifier cannot hold, and for architectures without such a classifier. What writes a folder
-all or nothing is not here (`export`).
+This form is for heads that a sequence classifier cannot hold, and for architectures without such a classifier.
+`checkpoint.export` calls it and makes the writing atomic.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet, adapter_tensors
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.models.actor_critic import Critic
-from alpaca_ppo.models.critic_heads import CriticHead, make_head
+from alpaca_ppo.models.critic_heads import CriticHead, build_head
 from alpaca_ppo.models.policy import disable_dropout
+from alpaca_ppo.registry import CRITIC_HEADS
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
 
@@ -28,22 +30,25 @@ def is_critic_folder(name: str) -> bool:
 
 
 def write_critic(folder: Path, head: CriticHead, backbone: PreTrainedModel) -> None:
-    """Writes the head's kind, support and weights and `backbone` (the critic's own, or the policy's) into `folder`."""
+    """Writes `backbone` (the critic's own, or the policy's) and the kind, settings and weights of `head` into
+    `folder`.
+    """
     backbone.save_pretrained(folder)
     _write_head(folder, head)
 
 
 def write_critic_adapter(folder: Path, adapters: AdapterSet, name: str, head: CriticHead) -> None:
-    """Writes the adapter `name` of the policy's base and `head` into `folder`."""
+    """Writes the adapter `name` on the policy's base, and `head`, into `folder`."""
     config = adapters.config_of(name)
     config.inference_mode = True
     config.base_model_name_or_path = adapters.model.config.name_or_path
     tensors = adapter_tensors(adapters, name)
-    if head.kind == "scalar":
-        # What PEFT writes for a sequence classifier whose head was trained beside the adapter.
+    score = head.score_weight()
+    if score is not None:
+        # What PEFT writes for a sequence classifier whose `score` was trained together with the adapter.
         config.task_type = TaskType.SEQ_CLS
         config.modules_to_save = [*(config.modules_to_save or []), "score"]
-        tensors["base_model.model.score.weight"] = head.get_parameter("weight").detach().cpu()
+        tensors["base_model.model.score.weight"] = score.detach().cpu()
     else:
         _write_head(folder, head)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -52,33 +57,61 @@ def write_critic_adapter(folder: Path, adapters: AdapterSet, name: str, head: Cr
 
 def _write_head(folder: Path, head: CriticHead) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / HEAD_WEIGHTS)
-    settings = {**head.settings(), "hidden_size": head.hidden_size}
+    settings = {**head.spec(), "hidden_size": head.hidden_size}
     (folder / HEAD_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_code: bool = False) -> Critic:
-    """The critic that a run left in `folder` (`final/value`), in float32, dropout off; its head reads `risk_level`.
+    """The critic that a run saved in `folder` (`final/value`), in float32, dropout off.
 
     `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
 
+    Args:
+        folder: of the critic.
+        risk_level: what the head reads as the value: None the mean, alpha in (0, 1] the mean of the lower alpha tail.
+        trust_remote_code: run code that comes with the model.
+
     Raises:
-        ValueError: when `folder` holds no critic of this form.
+        ValueError: when `folder` does not hold a critic of this form, when its kind is not registered, and for a risk
+            level of a critic that has none.
     """
     if not is_critic_folder(folder):
         raise ValueError(
             f"{folder} has no {HEAD_SETTINGS}; a scalar critic is a sequence classifier, load it with "
             "AutoModelForSequenceClassification, or give it as value_model"
         )
-    settings = json.loads((Path(folder) / HEAD_SETTINGS).read_text(encoding="utf-8"))
-    if settings["kind"] != "scalar":
-        settings["risk_level"] = risk_level
-    head = make_head(**settings)
-    head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
-    how = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    head = _read_head(folder)
+    if risk_level is not None and not head.distributional:
+        raise ValueError(
+            f"risk_level is {risk_level}, but the {head.kind!r} critic of {folder} has no distribution to read it "
+            "from; leave it out"
+        )
+    head.risk_level = risk_level
     if is_adapter(folder):
-        base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
+        base_name = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+        base = _load(AutoModelForCausalLM, base_name, trust_remote_code)
         backbone: Any = PeftModel.from_pretrained(base, folder).merge_and_unload().base_model
     else:
-        backbone = AutoModel.from_pretrained(folder, **how)
+        backbone = _load(AutoModel, folder, trust_remote_code)
     disable_dropout(backbone)
     return Critic(head, backbone)
+
+
+def _read_head(folder: str) -> CriticHead:
+    settings = json.loads((Path(folder) / HEAD_SETTINGS).read_text(encoding="utf-8"))
+    kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
+    if kind not in CRITIC_HEADS.names:
+        raise ValueError(
+            f"{folder} holds a critic of the kind {kind!r}, which is not registered ({', '.join(CRITIC_HEADS.names)} "
+            "are); name the file that registers it in import_modules, or import it before"
+        )
+    head_class: type[CriticHead] = CRITIC_HEADS.get(kind)
+    head = build_head(partial(head_class.from_settings, settings), hidden_size, torch.float32)
+    head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
+    return head
+
+
+def _load(auto_class: Any, name: str, trust_remote_code: bool) -> Any:
+    return auto_class.from_pretrained(
+        name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+    )

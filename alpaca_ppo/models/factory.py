@@ -1,6 +1,10 @@
-"""The models that the trainer's constructor assembles: policy, critic and reference, from what the user gave."""
+"""The trainer's models, built from the arguments of its constructor and the configuration: policy, critic, reference.
+
+What each argument may be, and which of them exclude each other, is checked here; `loading` does the loading.
+"""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters import (
     AdapterSet,
-    attach,
+    add_policy_adapter,
     check_adapter_shapes,
     from_peft_model,
     is_adapter,
@@ -22,17 +26,18 @@ from alpaca_ppo.models import (
     ActorCritic,
     AdapterReference,
     CopiedReference,
+    CriticHead,
     Policy,
     build_actor_critic,
     disable_dropout,
     frozen_copy,
-    frozen_start,
+    frozen_initial_policy,
     is_critic_folder,
     load_causal_lm,
     load_critic,
     load_sequence_classifier,
-    make_head,
 )
+from alpaca_ppo.registry import CRITIC_HEADS
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -44,18 +49,6 @@ def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
     return None
 
 
-def head_settings(args: PPOConfig) -> dict[str, Any]:
-    """`kind` and further arguments of `models.make_head`."""
-    settings: dict[str, dict[str, Any]] = {
-        "scalar": {},
-        "c51": {"num_atoms": args.num_atoms, "v_min": float(args.c51_v_min), "v_max": float(args.c51_v_max)},
-        "quantile": {"num_quantiles": args.num_quantiles},
-        "iqn": {"num_quantiles": args.num_quantiles, "embedding_dim": args.iqn_embedding_dim},
-    }
-    risk = {} if args.critic == "scalar" else {"risk_level": args.risk_alpha}
-    return {"kind": args.critic, **settings[args.critic], **risk}
-
-
 def make_actor_critic(
     model: str | PreTrainedModel | PeftModel | ActorCritic,
     value_model: str | PreTrainedModel | None,
@@ -63,25 +56,30 @@ def make_actor_critic(
     peft_config: Any,
     args: PPOConfig,
 ) -> ActorCritic:
-    """Policy and critic as `args` says; `model` itself when it is an `ActorCritic`.
+    """The policy and critic that `args` describe; `model` itself if it is an `ActorCritic`.
 
     Raises:
-        ValueError: when the critic's starting point is given twice, has no place, or has another vocabulary; when an
-            `ActorCritic` is not what `args` describes; for adapters that this package cannot handle, and settings of
-            adapters or of loading without any.
+        ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
+            another vocabulary than the policy; when an `ActorCritic` differs from what `args` describe; for adapters
+            that this package cannot handle; and for options of adapters without adapters, or of loading for a model in
+            memory.
     """
     _check_adapters(model, peft_config, args)
     if isinstance(model, ActorCritic):
         if peft_config is not None:
-            raise ValueError("model is an ActorCritic, which brings its adapters; leave peft_config out")
-        return _checked(model, value_model, args)
+            raise ValueError("model is an ActorCritic, whose adapters are part of it; leave peft_config out")
+        _check_actor_critic(model, value_model, args)
+        return _prepared(model, args)
     if value_model is not None and not args.uses_critic:
         raise ValueError(
-            f"value_model is given, but adv_estimator {args.adv_estimator!r} has no critic; leave it out, or use gae"
+            f"value_model is given, but adv_estimator {args.adv_estimator!r} uses no critic; leave it out, or set "
+            "adv_estimator: gae"
         )
     if args.init_value_with_reward:
         if value_model is not None:
-            raise ValueError("value_model is given and init_value_with_reward is True; choose one start for the critic")
+            raise ValueError(
+                "value_model is given and init_value_with_reward is True; choose one starting point for the critic"
+            )
         value_model = first_reward_model(reward_funcs)
         if value_model is None:
             raise ValueError(
@@ -91,24 +89,41 @@ def make_actor_critic(
     language_model = policy.model if isinstance(policy, AdapterSet) else policy
     critic = None if value_model is None else _critic_start(value_model, language_model, args)
     with torch.random.fork_rng():
-        # A critic's head and adapter may start at random: alike on every rank and in every run of this seed.
+        # The critic's head and adapter may start from random weights, which must be the same on every rank.
         torch.manual_seed(args.seed)
         built = build_actor_critic(
             policy,
             critic_layout=args.critic_layout if args.uses_critic else None,
             value_model=critic,
-            head=head_settings(args),
+            head=partial(_new_head, args),
         )
+    return _prepared(built, args)
+
+
+def _new_head(args: PPOConfig, hidden_size: int) -> CriticHead:
+    head_class: type[CriticHead] = CRITIC_HEADS.get(args.critic)
+    return head_class.from_config(args, hidden_size)
+
+
+def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
+    """`built` with dropout off, its head configured and, if `args` ask for it, activation checkpointing on."""
     disable_dropout(built)
-    _checkpoint_activations(args, built)
+    backbones: list[Any] = [built.policy.model]
+    if built.critic is not None:
+        built.critic.head.configure(args)
+        backbones.append(built.critic.backbone)
+    for backbone in backbones:
+        if args.gradient_checkpointing and backbone is not None:
+            # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
+            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
 
 
 def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
-    """Checks, before anything is loaded, what `args` ask of adapters or of a model that is to be loaded."""
+    """Checks the options of `args` that need adapters or a model to load, before anything is loaded."""
     if args.load_in_4bit and not isinstance(model, str):
         raise ValueError(
-            f"load_in_4bit is True, but model is a {type(model).__name__} in memory, which stays as it is; give its "
+            f"load_in_4bit is True, but model is a {type(model).__name__} in memory, which is not quantised; give its "
             "folder or hub id, or leave load_in_4bit out"
         )
     has_adapters, base = peft_config is not None, model
@@ -124,7 +139,7 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
     if not has_adapters:
         raise ValueError(
             f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config "
-            "(--use_peft), or a whole reward model in reward_funcs"
+            "(--use_peft), or a full reward model in reward_funcs"
         )
     skeleton = _skeleton(base, args) if isinstance(base, str) else base
     if skeleton is not None:
@@ -132,20 +147,20 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
 
 
 def check_merge(args: PPOConfig, *, has_adapters: bool) -> None:
-    """Checks that there is something to merge where `args` ask for it.
+    """Checks that the policy has an adapter if `args.merge_on_save` asks to merge it.
 
     Raises:
-        ValueError: when the policy has no adapters.
+        ValueError: when it has none.
     """
     if args.merge_on_save and not has_adapters:
         raise ValueError(
-            "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave it "
-            "out: final/policy is a whole model"
+            "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave "
+            "merge_on_save out: final/policy is a full model"
         )
 
 
 def _skeleton(name: str, args: PPOConfig) -> Any:
-    """The model `name` without memory for its weights; None where there is no such model, as loading it will say."""
+    """The model `name` on the meta device; None where there is no such model, an error that loading it reports."""
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError):
@@ -155,113 +170,108 @@ def _skeleton(name: str, args: PPOConfig) -> Any:
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "load_in_4bit": args.load_in_4bit}
-    how["dtype"] = getattr(torch, args.dtype)
     if isinstance(model, str) and is_adapter(model):
         if peft_config is not None:
             raise ValueError(
                 f"model {model!r} is an adapter and peft_config asks for another: merge the first into its base and "
                 "save that (AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)), or "
-                "leave peft_config (--use_peft) out to train it on"
+                "leave peft_config (--use_peft) out to continue training this adapter"
             )
-        return load_adapters(load_causal_lm(str(read_policy_adapter(model).base_model_name_or_path), **how), model)
+        return load_adapters(_load(str(read_policy_adapter(model).base_model_name_or_path), args), model)
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
                 "model has an adapter and peft_config asks for another: merge the first "
-                "(model = model.merge_and_unload()), or leave peft_config out to train it on"
+                "(model = model.merge_and_unload()), or leave peft_config out to continue training this adapter"
             )
         return from_peft_model(model)
-    language_model = load_causal_lm(model, **how)
+    language_model = _load(model, args)
     if peft_config is not None:
-        return _attached(language_model, peft_config, args)
+        with torch.random.fork_rng():
+            torch.manual_seed(args.seed)
+            return add_policy_adapter(language_model, peft_config)
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
         raise ValueError(
             f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
-            "train: small updates would be rounded away. Use LoRA (peft_config, --use_peft), or dtype: float32 with "
-            "bf16: true"
+            "be trained, where small updates are lost to rounding. Use LoRA (peft_config, --use_peft), or dtype: "
+            "float32 with bf16: true"
         )
     return language_model
 
 
-def _attached(model: PreTrainedModel, peft_config: Any, args: PPOConfig) -> AdapterSet:
-    with torch.random.fork_rng():
-        torch.manual_seed(args.seed)
-        return attach(model, peft_config)
+def _load(model: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
+    return load_causal_lm(
+        model,
+        trust_remote_code=args.trust_remote_code,
+        dtype=getattr(torch, args.dtype),
+        load_in_4bit=args.load_in_4bit,
+    )
 
 
-def _checked(model: ActorCritic, value_model: Any, args: PPOConfig) -> ActorCritic:
+def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -> None:
+    """Checks that an `ActorCritic` that the user built is what `args` describe."""
     if value_model is not None or args.init_value_with_reward:
         raise ValueError(
-            "model is an ActorCritic, which brings its critic; leave value_model out and init_value_with_reward off"
+            "model is an ActorCritic, whose critic is part of it; leave value_model out and init_value_with_reward off"
         )
-    critic, layout = model.critic, args.critic_layout
+    critic = model.critic
     if (critic is not None) != args.uses_critic:
-        has = "has no critic" if critic is None else "has a critic"
         raise ValueError(
-            f"model is an ActorCritic that {has}, but adv_estimator is {args.adv_estimator!r}; "
-            "build it with build_actor_critic(critic_layout='separate' or 'shared' for gae, None for the others)"
+            f"model is an ActorCritic {'without' if critic is None else 'with'} a critic, but adv_estimator is "
+            f"{args.adv_estimator!r}; build it with build_actor_critic(critic_layout=...), a layout for an estimator "
+            "that uses a critic such as gae, None for the others"
         )
-    other = "" if critic is None else "separate" if critic.backbone else "adapter" if critic.has_adapter else "shared"
-    if critic is not None and other != layout:
+    if critic is None:
+        return
+    layout = "separate" if critic.backbone else "adapter" if critic.has_adapter else "shared"
+    if layout != args.critic_layout:
         raise ValueError(
-            f"model is an ActorCritic of the layout {other!r}, but critic_layout is {layout!r}; make them agree"
+            f"model is an ActorCritic of the layout {layout!r}, but critic_layout is {args.critic_layout!r}; set "
+            f"critic_layout: {layout}, or build it with the other layout"
         )
-    if critic is not None:
-        wanted = make_head(**head_settings(args), hidden_size=1)
-        if critic.head.settings() != wanted.settings():
-            raise ValueError(
-                f"model is an ActorCritic with the head {critic.head.settings()}, but args say {wanted.settings()}; "
-                "make critic and its fields agree"
-            )
-        critic.head.risk_level = wanted.risk_level
-    disable_dropout(model)
-    _checkpoint_activations(args, model)
-    return model
+    with torch.random.fork_rng():
+        wanted = _new_head(args, critic.head.hidden_size)
+    if critic.head.spec() != wanted.spec():
+        raise ValueError(
+            f"model is an ActorCritic with the head {critic.head.spec()}, but the configuration asks for "
+            f"{wanted.spec()}; set critic and its options to those of the model"
+        )
 
 
 def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
-    """The `Critic` or sequence classifier that the critic starts from, its weights its own."""
+    """The `Critic` or sequence classifier that the critic starts from; it shares no weights with another model."""
     start: Any
     if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
         name = value_model if isinstance(value_model, str) else type(value_model).__name__
         raise ValueError(
-            f"value_model {name!r} is an adapter, which a critic cannot start from; merge it into its base and "
-            "save that, or start anew"
+            f"value_model {name!r} is an adapter, which a critic cannot start from; merge it into its base and save "
+            "that, or leave value_model out"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
         start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
         config: Any = start.backbone.config
     else:
-        # The critic trains; a reward model that is the same object must not.
+        # The critic is trained; a reward model that is the same object must not change.
         own = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
         start = load_sequence_classifier(own, trust_remote_code=args.trust_remote_code)
         config = start.config
     if config.vocab_size != policy.config.vocab_size:
         raise ValueError(
-            f"the critic's vocabulary ({config.vocab_size}) is not the policy's ({policy.config.vocab_size}): a critic "
-            "reads the policy's tokens; start it from the policy (init_value_with_reward: false, no value_model)"
+            f"the critic's vocabulary ({config.vocab_size}) differs from the policy's ({policy.config.vocab_size}), "
+            "whose tokens it must read; start it from the policy (init_value_with_reward: false, no value_model)"
         )
     start.requires_grad_(True)
     return start
 
 
-def _checkpoint_activations(args: PPOConfig, built: ActorCritic) -> None:
-    backbones: list[Any] = [built.policy.model, built.critic and built.critic.backbone]
-    for backbone in backbones:
-        if args.gradient_checkpointing and backbone is not None:
-            # Newer transformers say activation_checkpointing_enable; 5.17, which must work too, has only this.
-            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def make_reference(
     actor_critic: ActorCritic, ref_model: str | PreTrainedModel | PeftModel | None, args: PPOConfig
 ) -> Any:
-    """The `models.Reference` that `args.reference` names, or None; a `ref_model` takes the place of `auto`.
+    """The `models.Reference` that `args.reference` names, or None; with `auto`, `ref_model` if it is given.
 
     Raises:
-        ValueError: when `ref_model` and `args.reference` are both given, the reference has another vocabulary, or
-            `adapter_off` meets a policy without adapters.
+        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary, and
+            for `adapter_off` with a policy without adapters.
     """
     policy, choice = actor_critic.policy, args.reference
     if ref_model is not None and choice != "auto":
@@ -270,20 +280,19 @@ def make_reference(
         return None
     source: Any = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
     if isinstance(source, PeftModel):
-        # The language model, with the adapter in its layers.
+        # The language model; the adapter stays in its layers.
         source = source.get_base_model()
     if source is not None:
-        how: dict[str, Any] = {"trust_remote_code": args.trust_remote_code, "dtype": policy.model.dtype}
-        other = load_causal_lm(source, **how)
+        other = load_causal_lm(source, trust_remote_code=args.trust_remote_code, dtype=policy.model.dtype)
         if other.config.vocab_size != policy.model.config.vocab_size:
             raise ValueError(
-                f"the reference's vocabulary ({other.config.vocab_size}) is not the policy's "
-                f"({policy.model.config.vocab_size}); the KL penalty compares token by token, so both must share a "
-                "tokenizer"
+                f"the reference's vocabulary ({other.config.vocab_size}) differs from the policy's "
+                f"({policy.model.config.vocab_size}); the KL penalty compares the two token by token, so choose a "
+                "reference with the policy's tokenizer"
             )
         return CopiedReference(Policy(other.eval()) if isinstance(source, str) else frozen_copy(other))
     if choice == "adapter_off" and policy.adapters is None:
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
     if policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
-    return CopiedReference(frozen_start(policy), offloaded=choice == "copy_offloaded")
+    return CopiedReference(frozen_initial_policy(policy), offloaded=choice == "copy_offloaded")

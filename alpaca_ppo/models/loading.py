@@ -1,8 +1,10 @@
-"""From a path, a hub id or a model in memory to an `ActorCritic`. Every load names its dtype and takes safetensors
-only.
+"""Loading of language models, classifiers and tokenizers, and the assembly of an `ActorCritic` from them.
+
+Models are loaded with an explicit dtype and from safetensors only. What a run loads is decided in `factory`; critics
+saved by a run are in `critic_io`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +20,9 @@ from transformers import (
 
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
-from alpaca_ppo.models.critic_heads import CriticHead, make_head
+from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.reference import without_adapters
+from alpaca_ppo.models.reference import copy_without_adapters
 
 
 def load_causal_lm(
@@ -30,23 +32,24 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     load_in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model `model` (loaded when a name), dropout off; one in memory keeps its dtype.
+    """Returns the causal language model `model`, with dropout off.
 
     Args:
-        model: a folder, a hub id, or the model.
+        model: a folder, a hub id, or a model in memory, which keeps its dtype.
         trust_remote_code: run code that comes with the model.
-        dtype: of the weights of a model that is loaded.
-        load_in_4bit: quantise a model that is loaded (NF4, arXiv:2305.14314).
+        dtype: of the weights, if the model is loaded.
+        load_in_4bit: quantize the weights, if the model is loaded (NF4, arXiv:2305.14314).
 
     Raises:
-        ValueError: when the folder lacks some of the model's weights, such as the language-model head; for 4 bits
+        ValueError: if the model does not exist or its folder lacks weights, such as the language-model head; for 4 bits
             without a CUDA device or bitsandbytes.
     """
     if isinstance(model, str):
-        how: dict[str, Any] = {"dtype": dtype}
-        if load_in_4bit:
-            how["quantization_config"] = _four_bit()
-        model = _load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, **how)
+        # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
+        quantization = {"quantization_config": _four_bit()} if load_in_4bit else {}
+        model = _load_complete(
+            AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **quantization
+        )
     disable_dropout(model)
     return model
 
@@ -55,16 +58,19 @@ def _four_bit() -> BitsAndBytesConfig:
     missing = [] if torch.cuda.is_available() else ["a CUDA device"]
     missing += [] if find_spec("bitsandbytes") else ["the package bitsandbytes"]
     if missing:
-        are = "is" if len(missing) == 1 else "are"
-        raise ValueError(f"load_in_4bit is True but {' and '.join(missing)} {are} missing; use dtype: bfloat16 instead")
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(
+            f"load_in_4bit is True but {' and '.join(missing)} {verb} missing; use dtype: bfloat16 instead"
+        )
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
 def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The sequence classifier `model` (loaded in float32 when a name), dropout off.
+    """Returns the sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32.
 
     Raises:
-        ValueError: when it has not exactly one label, no linear head named `score`, or a folder without its weights.
+        ValueError: if it does not exist or its folder lacks weights, it does not have exactly one label, or its head is
+            not a linear layer named `score`.
     """
     classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
@@ -72,31 +78,45 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     if classifier.config.num_labels != 1:
         raise ValueError(
             f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels "
-            f"{classifier.config.num_labels}; "
-            "a critic needs a sequence classifier with num_labels=1"
+            f"{classifier.config.num_labels}; a critic needs a sequence classifier with num_labels=1"
         )
     if not isinstance(dict(classifier.named_children()).get("score"), torch.nn.Linear):
         raise ValueError(
-            f"{type(classifier).__name__} keeps its head elsewhere than in a linear layer named `score`; "
-            "use a decoder-only AutoModelForSequenceClassification"
+            f"the head of {type(classifier).__name__} is not a linear layer named `score`; use a decoder-only "
+            "AutoModelForSequenceClassification"
         )
     disable_dropout(classifier)
     return classifier
 
 
-def _load_complete(auto_class: Any, name: str, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
-    settings = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True, **how}
+def _load_complete(
+    auto_class: Any,
+    name: str,
+    *,
+    trust_remote_code: bool,
+    dtype: torch.dtype = torch.float32,
+    **quantization: BitsAndBytesConfig,
+) -> PreTrainedModel:
+    """Loads the model `name`, and refuses one with missing weights, which transformers would initialize at random."""
     try:
-        model, info = auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **settings)
+        model, info = auto_class.from_pretrained(
+            name,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **quantization,
+        )
     except OSError as error:
         raise ValueError(
             f"no model can be loaded from {name!r} ({error}); check model_name_or_path, reference and "
-            "value_model_name_or_path: each an existing folder with safetensors weights, or a hub id within reach"
+            "value_model_name_or_path: each is an existing folder with safetensors weights, or a hub id that can be "
+            "downloaded"
         ) from error
     if info["missing_keys"]:
         raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}: it "
-            "was saved as another kind of model, and these would start at random"
+            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}, which "
+            "would be initialized at random: it was saved as another kind of model; use one that was saved as this kind"
         )
     loaded: PreTrainedModel = model
     return loaded
@@ -107,67 +127,70 @@ def build_actor_critic(
     *,
     critic_layout: str | None,
     value_model: PreTrainedModel | Critic | None = None,
-    head: Mapping[str, Any] | None = None,
+    head: Callable[[int], CriticHead] = ScalarHead,
 ) -> ActorCritic:
-    """Policy and critic for `critic_layout`.
+    """Returns the policy with a critic in the layout `critic_layout`.
 
     Args:
-        policy: the causal language model that will be trained, or a frozen one with adapters; not copied.
-        critic_layout: `separate` (a backbone of its own: `value_model`'s, else a copy of the policy's without
-            adapters), `adapter` (an adapter of its own on the policy's base), `shared` (a head on the policy's hidden
-            states), or None for no critic.
-        value_model: a sequence classifier with one label, a `Critic`, or None. Its weights become the critic's, not
-            copied: all of a Critic's; a classifier's backbone, and its `score` where the head is scalar.
-        head: `kind` and further arguments of `make_head`; a scalar head by default. New heads start at the value 0.
+        policy: the causal language model to train, or a frozen one with adapters; not copied.
+        critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
+            `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
+            None for no critic.
+        value_model: a sequence classifier with one label, a `Critic`, or None. The critic takes over its weights
+            without a copy: all of a `Critic`'s; of a classifier the backbone, and its `score` if the head can start
+            from it.
+        head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
 
     Raises:
-        ValueError: when a value model is given where its backbone has no place, or a critic with another head.
+        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
     """
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     dtype = wrapped.model.dtype
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
-            f"a value model is given, but {_no_place(critic_layout)}; leave it out, or use critic_layout: separate "
+            f"a value model is given, but {_why_unused(critic_layout)}; leave it out, or use critic_layout: separate "
             "with adv_estimator: gae"
         )
     if critic_layout is None:
         return ActorCritic(wrapped, None)
-    settings = dict(head or {"kind": "scalar"})
     hidden_size = wrapped.head.weight.size(1)
     if isinstance(value_model, Critic):
-        return ActorCritic(wrapped, _matching(value_model, make_head(**settings, hidden_size=1)))
+        return ActorCritic(wrapped, _matching(value_model, head(value_model.head.hidden_size)))
     if critic_layout == "adapter":
         if wrapped.adapters is None:
-            raise ValueError("critic_layout is 'adapter' but the policy has none; give peft_config, or use separate")
+            raise ValueError(
+                "critic_layout is 'adapter' but the policy has no adapters; pass peft_config, or use separate"
+            )
         if start := wrapped.adapters.starting_point:
             wrapped.adapters.copy(start, VALUE, trainable=True)
         else:
             wrapped.adapters.add(VALUE, wrapped.adapters.config_of(POLICY), trainable=True)
     if critic_layout != "separate":
-        head_alone = make_head(**settings, hidden_size=hidden_size, dtype=dtype)
+        head_alone = build_head(head, hidden_size, dtype)
         return ActorCritic(wrapped, Critic(head_alone, None, has_adapter=critic_layout == "adapter"))
-    backbone: Any = value_model.base_model if value_model is not None else without_adapters(wrapped).base_model
-    if value_model is not None:
-        weight = value_model.get_parameter("score.weight")
-        hidden_size = weight.size(1)
-        if settings["kind"] == "scalar":
-            settings["weight"] = weight
-    # All of this backbone trains, whatever the dtype of a frozen base.
+    if value_model is None:
+        backbone: Any = copy_without_adapters(wrapped).base_model
+        own_head = build_head(head, hidden_size, dtype)
+    else:
+        backbone, score = value_model.base_model, value_model.get_parameter("score.weight").detach()
+        own_head = build_head(head, score.size(1), dtype)
+        own_head.load_score_weight(score)
+    # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
     backbone = backbone.to(torch.promote_types(dtype, torch.float32))
-    return ActorCritic(wrapped, Critic(make_head(**settings, hidden_size=hidden_size, dtype=dtype), backbone))
+    return ActorCritic(wrapped, Critic(own_head, backbone))
 
 
-def _no_place(critic_layout: str | None) -> str:
+def _why_unused(critic_layout: str | None) -> str:
     if critic_layout is None:
         return "the adv_estimator needs no critic"
     return f"critic_layout is {critic_layout!r}, whose critic has no backbone of its own"
 
 
 def _matching(critic: Critic, wanted: CriticHead) -> Critic:
-    if critic.head.settings() != wanted.settings():
+    if critic.head.spec() != wanted.spec():
         raise ValueError(
-            f"the value model's head is {critic.head.settings()}, but the critic asked for is {wanted.settings()}; "
-            "set critic and its fields to those of the value model"
+            f"the value model's head is {critic.head.spec()}, but the critic asked for is {wanted.spec()}; "
+            "set critic and its options to those of the value model"
         )
     critic.head.risk_level = wanted.risk_level
     return critic
@@ -179,17 +202,22 @@ def load_processing_class(
     trust_remote_code: bool = False,
     field: str = "model_name_or_path",
 ) -> Any:
-    """The tokenizer that belongs to `model`, which `field` of the run names.
+    """Returns the tokenizer that was saved with `model`.
+
+    Args:
+        model: a folder, a hub id, or a model in memory that was loaded from one.
+        trust_remote_code: run code that comes with the tokenizer.
+        field: the option that names the model, for the error.
 
     Raises:
-        ValueError: when the model in memory does not say where it came from, or there is no tokenizer.
+        ValueError: if a model in memory has no `name_or_path`, or there is no tokenizer.
     """
     if isinstance(model, ActorCritic):
         model = model.policy.model
     name = model if isinstance(model, str) else model.config.name_or_path
     if not name:
         raise ValueError(
-            "processing_class is None and the model has no name to load a tokenizer from; pass "
+            "processing_class is None and the model has no name_or_path to load a tokenizer from; pass "
             "processing_class=tokenizer"
         )
     try:
@@ -197,5 +225,5 @@ def load_processing_class(
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no tokenizer can be loaded from {name!r} ({error}); check {field}: an existing folder with the "
-            "tokenizer's files, or a hub id within reach"
+            "tokenizer's files, or a hub id that can be downloaded"
         ) from error

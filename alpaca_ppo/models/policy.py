@@ -1,8 +1,8 @@
-"""A causal language model that scores responses: log-probabilities and entropies of the response tokens, nothing else.
+"""A causal language model that computes log-probabilities and entropies of response tokens.
 
-The forward pass runs the backbone on left-aligned rows (no mask, no position ids: see `batching.pack_rows`), picks
-the hidden states that chose response tokens, and only for those computes logits, a chunk at a time. Policy, old
-policy and reference all go through this one path. Sampling is not here (`alpaca_ppo.generation`).
+The forward pass runs the backbone on left-aligned rows without mask and position ids (see `packing.pack_rows`). Logits
+are computed only for the hidden states that predict response tokens, one chunk at a time. Policy, old policy and
+reference all use this one path. Sampling is in `alpaca_ppo.generation`.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,24 @@ from alpaca_ppo.functional.packing import PackedRows, pack_rows
 
 
 class PolicyOutputs(NamedTuple):
-    """What a policy says of the response tokens; zero outside the response mask."""
+    """Log-probabilities and entropies of response tokens; zero outside the response mask."""
 
     logprobs: Tensor
-    """(B, R) at least float32, in nats."""
+    """(B, R) float32 or wider, in nats."""
     entropies: Tensor
-    """(B, R) at least float32, in nats."""
+    """(B, R) float32 or wider, in nats: of the distribution that each token was drawn from."""
 
 
 class Policy(nn.Module):
-    """Wraps a `PreTrainedModel` with a language-model head; shares its parameters, changes none of them.
+    """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied.
 
     Args:
-        model: the language model; of an `AdapterSet`, its `model`.
-        adapters: the adapters in the model's layers, where it has any.
+        model: the language model; `AdapterSet.model` if it has adapters.
+        adapters: the adapters in the model's layers, if any.
 
     Raises:
-        ValueError: when the model has no output embeddings, or computes logits in a way that this class does not know.
+        ValueError: if the model has no output embeddings, or computes its logits in a way that this class does not
+            support.
     """
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
@@ -43,34 +44,34 @@ class Policy(nn.Module):
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
         self.model = model
-        # No module: its parameters are those of the model's own layers.
+        # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
         self._check_logits()
 
     @property
     def head(self) -> nn.Linear:
-        """The language-model head; its weight is (V, H)."""
+        """The language-model head, with a weight of (V, H)."""
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
 
     @property
-    def recomputes(self) -> bool:
-        """Whether activations are checkpointed: the backward pass runs parts of the model again.
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether activations are checkpointed, so that the backward pass recomputes them.
 
-        Asked of the layers: a model in memory may come with it, or get it later.
+        Read from the layers, because a model in memory may have it enabled before or after this wrapper is made.
         """
         return any(vars(module).get("gradient_checkpointing", False) for module in self.model.modules())
 
     def states(self, packed: PackedRows) -> Tensor:
-        """Hidden states (N, H) from which the N response tokens of `packed` were chosen."""
+        """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
         return response_states(self.model.base_model, packed)
 
-    def score(
+    def outputs_from_states(
         self, states: Tensor, packed: PackedRows, responses: Tensor, *, temperature: float, chunk_size: int
     ) -> PolicyOutputs:
-        """Log-probabilities and entropies (B, R) of `responses` from the hidden states of `states`."""
-        scale, transform = logit_rule(self.model.config)
+        """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`."""
+        scale, transform = logit_scaling(self.model.config)
         flat = chunked_logprobs(
             states,
             self.head.weight,
@@ -81,7 +82,9 @@ class Policy(nn.Module):
             logit_transform=transform,
         )
         assert flat.entropies is not None
-        return PolicyOutputs(unpack(flat.logprobs, packed, responses), unpack(flat.entropies, packed, responses))
+        return PolicyOutputs(
+            scatter_tokens(flat.logprobs, packed, responses), scatter_tokens(flat.entropies, packed, responses)
+        )
 
     def forward(
         self,
@@ -93,15 +96,24 @@ class Policy(nn.Module):
         temperature: float,
         chunk_size: int,
     ) -> PolicyOutputs:
-        """Log-probabilities and entropies (B, R) of `responses` (B, R) after `queries` (B, Q), under softmax(logits /
-        temperature).
+        """Returns log-probabilities and entropies (B, R) of `responses`, under softmax(logits / temperature).
+
+        Args:
+            queries: (B, Q) int64, left-padded.
+            query_attn_masks: (B, Q), 1 = a real token.
+            responses: (B, R) int64, right-padded.
+            response_mask: (B, R) bool, True = chosen by the policy.
+            temperature: divides the logits.
+            chunk_size: tokens whose logits are in memory at once.
         """
         packed = pack_rows(queries, query_attn_masks, responses, response_mask)
-        return self.score(self.states(packed), packed, responses, temperature=temperature, chunk_size=chunk_size)
+        return self.outputs_from_states(
+            self.states(packed), packed, responses, temperature=temperature, chunk_size=chunk_size
+        )
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """One tiny forward pass: our logits must be the model's own, whatever its architecture does after the head."""
+        """Compares our logits with the model's own on a tiny input; some architectures change logits after the head."""
         device = self.head.weight.device
         if device.type == "meta":
             return
@@ -109,27 +121,25 @@ class Policy(nn.Module):
         was_training = self.model.training
         self.model.eval()
         expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        scale, transform = logit_rule(self.model.config)
+        scale, transform = logit_scaling(self.model.config)
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logits = self.head(hidden)[0]
         logits = (transform(logits) if transform else logits).float() * scale
         self.model.train(was_training)
         if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
-                f"{type(self.model).__name__} (model_type {self.model.config.model_type!r}) does more to its logits "
-                f"than its head, "
-                f"soft-capping and scaling: they differ by {float((logits - expected).abs().max()):.3g} on a test "
-                f"input. "
-                "Subclass Policy and override `score`, or use another model"
+                f"the logits of {type(self.model).__name__} (model_type {self.model.config.model_type!r}) cannot be "
+                f"reproduced from its head with scaling and soft-capping: they differ by "
+                f"{float((logits - expected).abs().max()):.3g} on a test input; subclass Policy and override "
+                "outputs_from_states, or use another model"
             )
 
 
-def logit_rule(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None]:
-    """What an architecture does to its head's output: a factor, and an elementwise function (Gemma's soft-capping) or
-    None.
+def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None]:
+    """Returns what an architecture does to its head's output: a factor, and an elementwise function or None.
 
-    The configuration's fields are the only place where transformers says so; `Policy` checks the outcome against the
-    model's own logits.
+    The function is Gemma's soft-capping. Both are read from fields of the configuration, the only place where
+    transformers declares them; `Policy` checks the result against the model's own logits.
     """
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
@@ -137,26 +147,26 @@ def logit_rule(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None
 
 
 def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), elementwise (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Returns cap * tanh(logits / cap), elementwise (Gemma 2, arXiv:2408.00118, section 2)."""
     return cap * torch.tanh(logits / cap)
 
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
-    """Hidden states (N, H) of `backbone` at the N positions that chose the response tokens of `packed`."""
+    """Returns the hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
     hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state
     return hidden[packed.rows, packed.states]
 
 
-def unpack(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:
-    """(N, ...) numbers of response tokens at their places in a (B, R, ...) tensor of zeros."""
+def scatter_tokens(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:
+    """Returns (B, R, ...) zeros with the values `flat` (N, ...) of the N response tokens in their rows and columns."""
     return flat.new_zeros(*responses.shape, *flat.shape[1:]).index_put((packed.rows, packed.actions), flat)
 
 
 def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout probability to 0 in place, so that train mode computes the same numbers as eval mode.
 
-    Attention dropout lives in plain float attributes of the attention modules (`attention_dropout`, `resid_pdrop`,
-    `layerdrop`).
+    Besides `nn.Dropout` modules this covers float attributes such as `attention_dropout`, `resid_pdrop` and
+    `layerdrop`, which attention layers read directly.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,4 +1,8 @@
-"""The reference policy: a frozen copy, one that waits in host memory, or the trained model with its adapter off."""
+"""The reference policy of the KL penalty, without gradients.
+
+It is a frozen copy, which may stay in host memory between passes, or the trained model itself with another adapter or
+none. Which one a run uses is decided in `factory`.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -12,20 +16,20 @@ from alpaca_ppo.models.policy import Policy
 
 
 class Reference(Protocol):
-    """What lends a policy for a pass over the rollouts."""
+    """Provides the reference policy for a pass over the rollouts."""
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Inside, the reference policy, on `device`."""
+        """Yields the reference policy, on `device` inside the block."""
         ...
 
 
 class CopiedReference:
-    """A frozen copy.
+    """A separate frozen model.
 
     Args:
-        policy: the copy.
-        offloaded: True keeps it in host memory, and on the device only while it is present.
+        policy: the reference; its parameters are frozen here.
+        offloaded: True keeps it in host memory, and moves it to the device only inside `on_device`.
     """
 
     def __init__(self, policy: Policy, *, offloaded: bool = False) -> None:
@@ -33,7 +37,7 @@ class CopiedReference:
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Inside, the copy, on `device`."""
+        """Yields the frozen model, on `device` inside the block."""
         self.policy.to(device)
         try:
             yield self.policy
@@ -43,11 +47,11 @@ class CopiedReference:
 
 
 class AdapterReference:
-    """The policy's own model under another adapter, or without any: no second copy of the base.
+    """The policy's own base model with another adapter or none, so that there is no second copy of the base.
 
     Args:
-        policy: with adapters.
-        adapter: the adapter that is the reference; None = the base alone.
+        policy: the policy in training, with adapters.
+        adapter: the adapter of the reference; None uses the base model without adapters.
     """
 
     def __init__(self, policy: Policy, adapter: str | None) -> None:
@@ -56,24 +60,24 @@ class AdapterReference:
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Inside, the policy's module speaks for the reference."""
+        """Yields the policy itself, which computes as the reference inside the block."""
         with self.adapters.active(self.adapter):
             yield self.policy
 
 
 def frozen_copy(policy: PreTrainedModel) -> Policy:
-    """A reference policy: a copy that no optimizer and no later update of `policy` touches."""
+    """Returns a frozen copy of the language model `policy`, which later updates of it do not change."""
     return Policy(copy.deepcopy(policy).eval()).requires_grad_(False)
 
 
-def frozen_start(policy: Policy) -> Policy:
-    """A reference policy: a copy of what the training of `policy` starts from, with the same numbers to the last bit.
+def frozen_initial_policy(policy: Policy) -> Policy:
+    """Returns a frozen copy of the model that the training of `policy` starts from, with bitwise equal outputs.
 
-    An adapter that training starts from stays one in the copy: merged, it would be rounded to the base's precision, and
-    KL would not be 0 at step 0.
+    An adapter that training starts from stays an adapter in the copy: merging would round it to the base's precision,
+    and the KL would not be 0 at step 0.
     """
     if policy.adapters is None or policy.adapters.starting_point is None:
-        return Policy(without_adapters(policy).eval()).requires_grad_(False)
+        return Policy(copy_without_adapters(policy).eval()).requires_grad_(False)
     peft: Any = copy.deepcopy(policy.adapters.peft).eval()
     start = policy.adapters.starting_point
     peft.set_adapter(start)
@@ -82,9 +86,10 @@ def frozen_start(policy: Policy) -> Policy:
     return Policy(peft.get_base_model()).requires_grad_(False)
 
 
-def without_adapters(policy: Policy) -> PreTrainedModel:
-    """A copy of the language model that the training of `policy` starts from, without any adapter in its layers; all
-    of it trainable.
+def copy_without_adapters(policy: Policy) -> PreTrainedModel:
+    """Returns a trainable copy of the model that the training of `policy` starts from, without adapter layers.
+
+    An adapter that training starts from is merged into it.
     """
     if policy.adapters is None:
         return copy.deepcopy(policy.model)

@@ -1,7 +1,7 @@
-"""Which advantages the configuration names: from shaped rewards to what the policy and the critic learn from.
+"""The advantage estimators that a configuration can name: which function of `functional` each calls, with which of the
+configuration's options, and which parts of a rollout it needs.
 
-The mathematics is in `functional`; this module chooses. A step's rollouts are global here, so no estimator needs a
-collective.
+The rollouts of a step are global here, so no estimator needs a collective.
 """
 
 from typing import Any
@@ -10,71 +10,97 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.functional import gae, group_advantages, masked_whiten, reinforce_plus_plus, remax
-from alpaca_ppo.functional.rng import seeded_generator
+from alpaca_ppo.functional import (
+    AdvantageInputs,
+    Advantages,
+    gae,
+    group_advantages,
+    masked_whiten,
+    reinforce_plus_plus,
+    remax,
+)
+from alpaca_ppo.ppo.rollouts import RolloutParts
+from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
-def estimate_advantages(
-    rewards: Tensor,
-    values: Tensor | None,
-    response_mask: Tensor,
-    *,
-    prompt_ids: Tensor | None,
-    baseline_scores: Tensor | None,
-    args: PPOConfig,
-) -> dict[str, Tensor]:
-    """`advantages` and `returns` (B, R) by `args.adv_estimator`.
+def rollout_parts(args: PPOConfig) -> RolloutParts:
+    """Which passes a rollout needs for the `adv_estimator` and `old_policy` of `args`."""
+    return RolloutParts(
+        with_policy=args.old_policy != "rollout",
+        with_critic=args.uses_critic,
+        greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
+    )
 
-    The group estimators compare whole sequences: the score of one is the sum of its shaped rewards, so that a KL
-    penalty in the reward counts. `whiten_rewards` and `whiten_advantages` act on gae; the others normalise as their
-    papers say.
 
-    Args:
-        rewards: (B, R) shaped rewards.
-        values: (B, R) of the critic; gae only.
-        response_mask: (B, R) bool.
-        prompt_ids: (B,), equal for the responses to one prompt; group estimators only.
-        baseline_scores: (B,), the score of the prompt's greedy response; remax only.
-        args: the run's configuration.
+def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+    """Advantages and returns (B, R) by the estimator that `args.adv_estimator` names.
 
     Raises:
-        ValueError: when the estimator lacks its values, prompt ids or baseline scores.
+        ValueError: when the values, prompt ids or baseline scores that the estimator needs are missing, and when it
+            returns something else than `Advantages` of the shape of the rewards.
     """
     name = args.adv_estimator
-    if name == "gae":
-        if values is None:
-            raise ValueError("adv_estimator is 'gae' but `values` is missing; rollout() must return them")
-        if args.whiten_rewards:
-            rewards = masked_whiten(rewards, response_mask, keep_mean=True)
-        advantages, returns = gae(rewards, values, response_mask, gamma=args.gamma, lam=args.lam)
-        if args.whiten_advantages:
-            advantages = masked_whiten(advantages, response_mask)
-        return {"advantages": advantages, "returns": returns}
-    if name == "reinforce_plus_plus":
-        return reinforce_plus_plus(rewards, response_mask, gamma=args.gamma)._asdict()
-    if name == "remax":
-        if baseline_scores is None:
-            raise ValueError("adv_estimator is 'remax' but `baseline_scores` is missing; rollout() must return them")
-        return remax(rewards, baseline_scores, response_mask)._asdict()
-    if prompt_ids is None:
-        raise ValueError(f"adv_estimator is {name!r} but `prompt_ids` is missing; pass it to _estimate_advantage()")
-    scores = torch.where(response_mask, rewards, 0).sum(dim=1)
-    advantages = group_advantages(scores, prompt_ids, response_mask, estimator=name)
-    returns = torch.where(response_mask, scores.unsqueeze(1), 0)
-    return {"advantages": advantages, "returns": returns}
-
-
-def rollout_parts(args: PPOConfig) -> dict[str, Any]:
-    """Which passes a rollout needs: the policy's own log-probs, the critic's values, greedy responses as a baseline."""
-    return {
-        "with_policy": args.old_policy != "rollout",
-        "with_critic": args.uses_critic,
-        "greedy_baseline": args.adv_estimator == "remax",
+    estimator = ADV_ESTIMATORS.get(name)
+    needed = {
+        "needs_critic": ("values", inputs.values, "rollout() must return them"),
+        "needs_group": ("prompt_ids", inputs.prompt_ids, "pass them to _estimate_advantage()"),
+        "needs_greedy_baseline": ("baseline_scores", inputs.baseline_scores, "rollout() must return them"),
     }
+    for trait, (field, given, remedy) in needed.items():
+        if given is None and ADV_ESTIMATORS.trait(name, trait):
+            raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; {remedy}")
+    return _checked(name, estimator(inputs, args), inputs.rewards)
 
 
-def quantile_levels(args: PPOConfig, *key: int) -> Tensor | None:
-    """(K,) uniform levels for an iqn critic's loss, a function of the integers in `key`; None for other critics."""
-    if args.critic != "iqn" or not args.uses_critic:
-        return None
-    return torch.rand(args.num_quantiles, generator=seeded_generator(*key), dtype=torch.float64)
+def _checked(name: str, returned: Any, rewards: Tensor) -> Advantages:
+    if not isinstance(returned, Advantages):
+        raise ValueError(
+            f"the adv_estimator {name!r} returned a {type(returned).__name__}; it must return "
+            "functional.Advantages(advantages, returns)"
+        )
+    for field, value in returned._asdict().items():
+        if not isinstance(value, Tensor) or value.shape != rewards.shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            raise ValueError(
+                f"the adv_estimator {name!r} returned {field} of {found}; they must be a tensor of shape "
+                f"{tuple(rewards.shape)}, one number for each response token"
+            )
+    return returned
+
+
+@ADV_ESTIMATORS.implement("gae")
+def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+    assert inputs.values is not None
+    rewards = inputs.rewards
+    if args.whiten_rewards:
+        rewards = masked_whiten(rewards, inputs.response_mask, keep_mean=True)
+    estimated = gae(rewards, inputs.values, inputs.response_mask, gamma=args.gamma, lam=args.lam)
+    if not args.whiten_advantages:
+        return estimated
+    # The critic learns from the returns, which stay as they are.
+    return estimated._replace(advantages=masked_whiten(estimated.advantages, inputs.response_mask))
+
+
+@ADV_ESTIMATORS.implement("reinforce_plus_plus")
+def _reinforce_plus_plus(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+    return reinforce_plus_plus(inputs.rewards, inputs.response_mask, gamma=args.gamma)
+
+
+@ADV_ESTIMATORS.implement("remax")
+def _remax(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+    assert inputs.baseline_scores is not None
+    return remax(inputs.rewards, inputs.baseline_scores, inputs.response_mask)
+
+
+@ADV_ESTIMATORS.implement("grpo")
+@ADV_ESTIMATORS.implement("grpo_no_std")
+@ADV_ESTIMATORS.implement("rloo")
+@ADV_ESTIMATORS.implement("opo")
+@ADV_ESTIMATORS.implement("reinforce_plus_plus_baseline")
+def _group(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+    """Compares the sums of the shaped rewards of whole responses, so that a KL penalty in the reward counts."""
+    assert inputs.prompt_ids is not None
+    mask = inputs.response_mask
+    scores = torch.where(mask, inputs.rewards, 0).sum(dim=1)
+    advantages = group_advantages(scores, inputs.prompt_ids, mask, estimator=args.adv_estimator)
+    return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))

@@ -1,5 +1,5 @@
-"""What the trainer's hooks must return, checked where they return it: a mistake in a subclass is named there, not met
-as an error of some tensor operation later.
+"""What the trainer's hooks must return, checked where they return it, so that a mistake in a subclass is named by its
+hook instead of showing up in some tensor operation later.
 """
 
 import math
@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.types import Rollouts
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
 ESTIMATED = ("advantages", "returns")
+SAMPLED = ("responses", "response_mask", "rollout_logprobs", "stopped")
+SCORED = ("scores", "rewards", "scores_by_source")
 
 
 class NonFiniteUpdate(FloatingPointError):
@@ -29,6 +32,86 @@ class NonFiniteUpdate(FloatingPointError):
             f"{list(prompt_ids)}. Look for a learning_rate that is too high, or for non-finite values in a custom hook"
         )
         self.cause, self.prompt_ids = cause, list(prompt_ids)
+
+
+def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
+    """What `_generate` returned, checked, and completed by `queries`, `query_attn_masks`, `prompt_ids`, `sample_ids`.
+
+    Args:
+        samples: of the hook; `queries` and `query_attn_masks` are those of `prompts` where it leaves them out.
+        prompts: what the hook got, P prompts.
+        sampling_params: what the hook got; each prompt has its `num_return_sequences` (n) rows next to one another.
+
+    Raises:
+        ValueError: for a missing key, another shape than (P * n, R) with R = max_new_tokens, a response without a
+            chosen token, or a prompt that is not left-padded or not as wide as before.
+        FloatingPointError: for log-probs under the mask that are not finite.
+    """
+    if not isinstance(samples, Mapping) or (missing := [key for key in SAMPLED if key not in samples]):
+        lacks = f"without {', '.join(missing)}" if isinstance(samples, Mapping) else f"as {_described(samples)}"
+        raise ValueError(f"_generate() returned its result {lacks}; it must return a dict with {', '.join(SAMPLED)}")
+    n = sampling_params.num_return_sequences
+    rows, width = len(prompts["rows"]) * n, prompts["queries"].size(1)
+    shapes = dict.fromkeys(SAMPLED, (rows, sampling_params.max_new_tokens)) | {"stopped": (rows,)}
+    complete = {
+        "queries": prompts["queries"].repeat_interleave(n, dim=0),
+        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
+        **samples,
+        # Rows are those of the prompts in their order, whatever the hook returned under these names.
+        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
+        "sample_ids": torch.arange(n).repeat(len(prompts["rows"])),
+    }
+    shapes |= dict.fromkeys(("queries", "query_attn_masks"), (rows, width))
+    for key, value in complete.items():
+        wanted = shapes.get(key, (rows,))
+        if not isinstance(value, Tensor) or value.shape[: len(wanted)] != wanted:
+            raise ValueError(
+                f"_generate() returned {key} as {_described(value)}; it must be a tensor of shape {wanted}: "
+                f"{n} rows for each of the {len(prompts['rows'])} prompts"
+            )
+    _check_rows(complete)
+    return complete
+
+
+def _check_rows(samples: Mapping[str, Tensor]) -> None:
+    mask, attention = samples["response_mask"], samples["query_attn_masks"].bool()
+    if mask.dtype != torch.bool:
+        raise ValueError(f"_generate() returned response_mask as {mask.dtype}; it must be bool, True = a chosen token")
+    if bool((empty := ~mask.any(dim=1)).any()):
+        raise ValueError(
+            f"_generate() returned a response_mask without a chosen token in row {int(empty.nonzero()[0])}; every "
+            "response needs at least one"
+        )
+    # Padding right of a token: a True column before a False one.
+    if bool((wrong := (attention[:, :-1] & ~attention[:, 1:]).any(dim=1) | ~attention[:, -1]).any()):
+        raise ValueError(
+            f"_generate() returned query_attn_masks whose row {int(wrong.nonzero()[0])} is not left-padded; a prompt "
+            "ends in the last column"
+        )
+    if not bool(torch.isfinite(samples["rollout_logprobs"][mask]).all()):
+        raise FloatingPointError(
+            "_generate() returned rollout_logprobs that are not finite under response_mask; nothing was trained on them"
+        )
+
+
+def check_scores(scores: Any, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `_score` returned for the C rows of `samples`, checked.
+
+    Raises:
+        ValueError: for a missing key, or another shape than `scores` (C,), `rewards` (C,) or (C, R) and
+            `scores_by_source` (C, sources).
+    """
+    if not isinstance(scores, Mapping) or (missing := [key for key in SCORED if key not in scores]):
+        lacks = f"without {', '.join(missing)}" if isinstance(scores, Mapping) else f"as {_described(scores)}"
+        raise ValueError(f"_score() returned its result {lacks}; it must return a dict with {', '.join(SCORED)}")
+    rows, width = samples["responses"].shape
+    allowed: dict[str, list[tuple[int, ...]]] = {"scores": [(rows,)], "rewards": [(rows,), (rows, width)]}
+    for key, value in scores.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if shape not in allowed.get(key, [(rows, *shape[1:])]):
+            wanted = " or ".join(str(one) for one in allowed.get(key, [(rows, "...")]))
+            raise ValueError(f"_score() returned {key} as {_described(value)}; it must be a tensor of shape {wanted}")
+    return dict(scores)
 
 
 def check_rollouts(rollouts: Any) -> None:

@@ -1,7 +1,7 @@
-"""The terms of a micro-batch's loss: policy, critic, KL to the reference, entropy; each by the configuration.
+"""The terms of a micro-batch's loss: policy, critic, KL to the reference and entropy, as the configuration names them.
 
-The mathematics is in `functional`; this module chooses, and names the statistics. Every term is a part of the optimizer
-step's loss (see `types.Rollouts.denominator`), so parts add up.
+The mathematics is in `functional`, the critic's loss in its head. Every term is a part of the optimizer step's loss
+(see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
 """
 
 from collections.abc import Callable
@@ -12,26 +12,25 @@ from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import (
+    Loss,
     aggregate_loss,
-    c51_loss,
     gspo_policy_loss,
     kl_penalty,
     masked_mean,
     policy_loss,
-    quantile_huber_loss,
-    quantile_midpoints,
     rollout_correction_weights,
-    value_loss,
 )
-from alpaca_ppo.models import ActorCriticOutputs
+from alpaca_ppo.functional.rng import seeded_generator
+from alpaca_ppo.models import ActorCriticOutputs, CriticHead
 from alpaca_ppo.ppo.metrics import mismatch_stats
+from alpaca_ppo.registry import POLICY_LOSSES
 from alpaca_ppo.types import Rollouts
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 
 
 def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]:
-    """`loss_weights` (B, R) of the global rollouts where `old_policy` is `correct`, else nothing."""
+    """`loss_weights` (B, R) of the global rollouts where `old_policy` is `correct`, otherwise nothing."""
     if args.old_policy != "correct":
         return {}
     weights = rollout_correction_weights(
@@ -45,13 +44,21 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
     return {"loss_weights": weights}
 
 
+def sample_value_taus(head: CriticHead | None, *key: int) -> Tensor | None:
+    """The quantile levels (K,) of the critic's predictions in one optimizer step, a function of the integers in `key`;
+    None for a head that needs none, and without a critic.
+    """
+    return None if head is None else head.sample_taus(seeded_generator(*key))
+
+
 def loss_terms(
     forward: Callable[..., ActorCriticOutputs],
     batch: Rollouts,
     args: PPOConfig,
     *,
+    head: CriticHead | None,
     with_policy: bool,
-    apart: Callable[[], AbstractContextManager[Callable[[Terms], Terms]]] | None,
+    critic_backward_first: Callable[[], AbstractContextManager[Callable[[Terms], Terms]]] | None,
 ) -> list[Terms]:
     """The terms of a micro-batch's loss and their statistics.
 
@@ -59,80 +66,137 @@ def loss_terms(
         forward: a pass over the micro-batch; takes `with_policy` and `with_critic`.
         batch: the micro-batch.
         args: the run's configuration.
-        with_policy: False leaves the policy out.
-        apart: lets the critic run by itself, backward pass included, before the policy's forward pass.
+        head: the critic's; None without a critic.
+        with_policy: False leaves the policy's terms out.
+        critic_backward_first: `Updater.critic_backward_first`, with which the critic makes its forward and backward
+            pass before the policy's forward pass; None for one backward pass of both.
     """
-    if with_policy and args.uses_critic and apart is not None:
-        with apart() as backward:
-            critic = backward(critic_terms(forward(with_policy=False, with_critic=True), batch, args))
+    if head is not None and with_policy and critic_backward_first is not None:
+        with critic_backward_first() as backward:
+            critic = backward(critic_terms(forward(with_policy=False, with_critic=True), batch, head, args))
         return [policy_terms(forward(with_policy=True, with_critic=False), batch, args), critic]
-    outputs = forward(with_policy=with_policy, with_critic=args.uses_critic)
+    outputs = forward(with_policy=with_policy, with_critic=head is not None)
     terms = [policy_terms(outputs, batch, args)] if with_policy else []
-    return [*terms, critic_terms(outputs, batch, args)] if args.uses_critic else terms
+    return terms if head is None else [*terms, critic_terms(outputs, batch, head, args)]
 
 
 def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
     """Policy loss, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None and outputs.entropies is not None
-    mask, aggregation = batch["response_mask"], _aggregation(batch, args)
-    settings: dict[str, Any] = {
-        "old_logprobs": batch["logprobs"],
-        "advantages": batch["advantages"],
-        "response_mask": mask,
-        "cliprange_low": args.cliprange,
-        "cliprange_high": args.cliprange_high or args.cliprange,
-        "weights": batch.get("loss_weights"),
-        **aggregation,
-    }
-    if args.policy_loss == "gspo":
-        policy = gspo_policy_loss(outputs.logprobs, **settings)
-    else:
-        policy = policy_loss(outputs.logprobs, **settings, clip_ratio_c=args.clip_ratio_c)
+    mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
+    policy = _checked(
+        f"policy_loss {args.policy_loss!r}",
+        POLICY_LOSSES.get(args.policy_loss)(
+            outputs.logprobs,
+            batch["logprobs"],
+            batch["advantages"],
+            mask,
+            args=args,
+            weights=weights,
+            denominator=denominator,
+        ),
+    )
     stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
     stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
     stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
     loss = policy.loss
     if args.use_kl_loss:
         penalty = kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type)
-        stats["loss/kl"] = aggregate_loss(_weighted(penalty, batch), mask, **_mode(aggregation))
+        stats["loss/kl"] = aggregate_loss(
+            _weighted(penalty, weights), mask, args.loss_agg_mode, denominator=denominator
+        )
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
-        stats["loss/entropy"] = aggregate_loss(_weighted(outputs.entropies, batch), mask, **_mode(aggregation))
+        stats["loss/entropy"] = aggregate_loss(
+            _weighted(outputs.entropies, weights), mask, args.loss_agg_mode, denominator=denominator
+        )
         loss = loss - args.entropy_coef * stats["loss/entropy"]
     if args.old_policy == "rollout":
         stats |= mismatch_stats(outputs.logprobs, batch["rollout_logprobs"], mask)
     return loss, stats
 
 
-def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
-    """The critic's loss, weighted by `vf_coef`, and its statistics."""
-    assert outputs.values is not None and outputs.predictions is not None
-    aggregation, said = _aggregation(batch, args), outputs.predictions
-    target = (batch["returns"], batch["response_mask"])
-    if args.critic == "c51":
-        value = c51_loss(said, *target, v_min=args.c51_v_min, v_max=args.c51_v_max, **aggregation)
-    elif args.critic == "scalar":
-        clip = args.cliprange_value
-        value = value_loss(said, batch["values"], *target, cliprange_value=clip, **aggregation)
-    else:
-        taus = batch.get("value_taus")
-        if taus is None:
-            taus = quantile_midpoints(args.num_quantiles, dtype=said.dtype, device=said.device)
-        kappa = args.quantile_huber_kappa
-        value = quantile_huber_loss(said, target[0], taus.to(said.dtype), target[1], kappa=kappa, **aggregation)
+def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, head: CriticHead, args: PPOConfig) -> Terms:
+    """The loss of the critic's `head`, weighted by `vf_coef`, and its statistics."""
+    assert outputs.predictions is not None
+    value = _checked(
+        f"loss of the critic {head.kind!r}",
+        head.loss(
+            outputs.predictions,
+            batch["returns"],
+            batch["response_mask"],
+            old_values=batch["values"],
+            taus=batch.get("value_taus"),
+            loss_agg_mode=args.loss_agg_mode,
+            denominator=batch["denominator"],
+        ),
+    )
     stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
     return args.vf_coef * value.loss, stats
 
 
-def _weighted(losses: Tensor, batch: Rollouts) -> Tensor:
-    """`losses` (B, R) as the policy's responses would give them: with the weights of `old_policy: correct`."""
-    weights = batch.get("loss_weights")
+@POLICY_LOSSES.implement("clip")
+def _clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    args: PPOConfig,
+    weights: Tensor | None,
+    denominator: Tensor,
+) -> Loss:
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        response_mask,
+        cliprange_low=args.cliprange,
+        cliprange_high=args.cliprange_high or args.cliprange,
+        clip_ratio_c=args.clip_ratio_c,
+        loss_agg_mode=args.loss_agg_mode,
+        weights=weights,
+        denominator=denominator,
+    )
+
+
+@POLICY_LOSSES.implement("gspo")
+def _gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    args: PPOConfig,
+    weights: Tensor | None,
+    denominator: Tensor,
+) -> Loss:
+    return gspo_policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        response_mask,
+        cliprange_low=args.cliprange,
+        cliprange_high=args.cliprange_high or args.cliprange,
+        loss_agg_mode=args.loss_agg_mode,
+        weights=weights,
+        denominator=denominator,
+    )
+
+
+def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """`losses` (B, R) with the importance weights of `old_policy: correct`, if there are any."""
     return losses if weights is None else losses * weights
 
 
-def _aggregation(batch: Rollouts, args: PPOConfig) -> dict[str, Any]:
-    return {"loss_agg_mode": args.loss_agg_mode, "denominator": batch["denominator"]}
-
-
-def _mode(aggregation: dict[str, Any]) -> dict[str, Any]:
-    return {"mode": aggregation["loss_agg_mode"], "denominator": aggregation["denominator"]}
+def _checked(what: str, returned: Any) -> Loss:
+    """What a registered loss returned, if it is a `Loss` of scalars."""
+    if not isinstance(returned, Loss):
+        raise ValueError(
+            f"the {what} returned a {type(returned).__name__}; it must return functional.Loss(loss, stats)"
+        )
+    for name, value in {**returned.stats, "loss": returned.loss}.items():
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
+            raise ValueError(f"the {what} returned {name} {found}; it must be a scalar tensor")
+    return returned

@@ -1,8 +1,8 @@
-"""From rollouts and training statistics to a flat dictionary of floats: `objective/*` and `ppo/*`, AlpacaFarm's names.
+"""The metrics of a step, as flat dictionaries of floats; `objective/*` and `ppo/*` use AlpacaFarm's names.
 
-Rollouts are global (every rank holds all rows), so their metrics need no collective. Training statistics are partial
-sums of micro-batches; `StatsAccumulator` combines them over micro-batches and ranks. Every mean is over masked tokens
-or sequences, never over padding.
+Every rank has the rollouts of all ranks, so their metrics need no collective. Training statistics are computed per
+micro-batch; `StatsAccumulator` combines them over micro-batches and ranks. Means are over masked tokens or over
+sequences, never over padding. Writing the metrics is in `tracking.run_log`.
 """
 
 import resource
@@ -21,11 +21,11 @@ from alpaca_ppo.types import Rollouts
 
 
 class StatsAccumulator:
-    """Combines the statistics of micro-batches exactly, by the kind that their name tells.
+    """Combines the statistics of micro-batches exactly. The name of a statistic decides how.
 
-    `loss/*` are parts over the step batch's denominator: they add up, and are averaged over optimizer steps. Names
-    that end in `_min` or `_max` keep the extreme. Everything else is a mean over the micro-batch's masked tokens,
-    weighted by their number.
+    `loss/*` are divided by the denominator of the whole optimizer-step batch; they are added up, and averaged over
+    optimizer steps. Of `*_min` and `*_max` the extreme is kept. All others are means over the micro-batch's masked
+    tokens, and are averaged with the number of tokens as weight.
     """
 
     def __init__(self) -> None:
@@ -34,18 +34,22 @@ class StatsAccumulator:
         self.extremes: dict[str, float] = {}
 
     def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
-        """Takes one micro-batch's statistics; `tokens` under its response mask (0: only its loss parts count).
+        """Adds the statistics of one micro-batch.
+
+        Args:
+            stats: scalars by name.
+            tokens: the number of masked tokens of the micro-batch. With 0, only `loss/*` are added.
 
         Raises:
-            ValueError: for a statistic that is not one number.
+            ValueError: for a statistic that is not a scalar.
         """
         numbers = [torch.as_tensor(value).detach().double() for value in stats.values()]
         for name, number in zip(stats, numbers, strict=True):
             if number.dim():
                 raise ValueError(
-                    f"the statistic {name!r} has shape {tuple(number.shape)}; compute_loss must give one number each"
+                    f"the statistic {name!r} has shape {tuple(number.shape)}; compute_loss must return scalars"
                 )
-        # One transfer for all of them: each .item() would wait for the device.
+        # A single transfer for all of them, because every .item() synchronizes with the device.
         device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
         values = torch.stack([number.to(device) for number in numbers]).tolist() if numbers else []
         for name, value in zip(stats, values, strict=True):
@@ -58,17 +62,15 @@ class StatsAccumulator:
                 self.means[name] = (total + value * tokens, weight + tokens)
 
     def add_padding(self, lengths: Sequence[int]) -> None:
-        """Takes the tokens of each row of a micro-batch, whose rows are padded to the longest: the share of cells
-        that padding wastes.
-        """
-        cells = len(lengths) * max(lengths, default=0)
-        if cells:
-            share = 1.0 - sum(lengths) / cells
-            total, weight = self.means.get("padding_share", (0.0, 0.0))
-            self.means["padding_share"] = (total + share * cells, weight + cells)
+        """Adds a micro-batch with rows of `lengths` tokens, padded to the longest, to `padding_fraction`."""
+        positions = len(lengths) * max(lengths, default=0)
+        if positions:
+            fraction = 1.0 - sum(lengths) / positions
+            total, weight = self.means.get("padding_fraction", (0.0, 0.0))
+            self.means["padding_fraction"] = (total + fraction * positions, weight + positions)
 
     def merge(self, other: "StatsAccumulator") -> None:
-        """Adds what another rank accumulated over its share of the same optimizer steps."""
+        """Adds the statistics that another rank accumulated in the same optimizer steps."""
         for name, value in other.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + value
         for name, (total, weight) in other.means.items():
@@ -78,9 +80,7 @@ class StatsAccumulator:
             self._extreme(name, value)
 
     def compute(self, optimizer_steps: int) -> dict[str, float]:
-        """The statistics of the whole update: loss parts averaged over `optimizer_steps`, means over tokens,
-        extremes.
-        """
+        """Returns the statistics of the whole update; `loss/*` are averaged over `optimizer_steps`."""
         stats = {name: value / optimizer_steps for name, value in self.parts.items()}
         stats |= {name: total / weight for name, (total, weight) in self.means.items()}
         return stats | self.extremes
@@ -98,7 +98,7 @@ class Timers:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Adds the time spent inside to `phase`."""
+        """Adds the seconds spent inside the block to `phase`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -109,7 +109,7 @@ class Timers:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: allocated tensors on a GPU, the process's resident set elsewhere."""
+    """Returns the peak memory in GiB: of allocated tensors on a GPU, of the process's resident set otherwise."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
@@ -117,10 +117,9 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over masked tokens: 1 = a perfect critic, 0 = no better than a
-    constant.
+    """Returns 1 - Var(returns - values) / Var(returns) over masked tokens; 0 if all returns are equal.
 
-    A batch whose returns are all equal has nothing to explain and gives 0.
+    1 is a perfect critic, 0 one that is no better than a constant.
     """
     variance = masked_var(returns, mask, unbiased=False)
     if float(variance) == 0.0:
@@ -130,9 +129,14 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 @torch.no_grad()
 def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """`mismatch/*`: how the trainer's `logprobs` (B, R), of a policy that has not moved, differ from the sampler's.
+    """Returns `mismatch/*`: how the trainer's log-probs differ from the sampler's, for the same policy.
 
-    The mean difference and k3 are in nats a token; without a token under `mask` the largest ratio is 0.
+    The mean absolute difference and k3 are in nats per token. If `mask` is empty, the largest ratio is 0.
+
+    Args:
+        logprobs: (B, R), from the trainer's forward pass, before the policy was updated.
+        rollout_logprobs: (B, R), from the sampler.
+        mask: (B, R) bool, True = a token that the policy chose.
     """
     difference = logprobs - rollout_logprobs
     return {
@@ -143,10 +147,11 @@ def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 
 
 def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
-    """`objective/*` of a step: rewards, KL in nats, entropy, lengths in tokens, and how sampler and trainer agree.
+    """Returns `objective/*` and `mismatch/*` of a step: rewards, KL and entropies in nats, lengths in tokens.
 
-    `source_names` are those of the columns of `scores_by_source`; the mean of a source leaves out rows where it had no
-    opinion.
+    Args:
+        rollouts: the step's rollouts, with shaped rewards.
+        source_names: names of the columns of `scores_by_source`. The mean of a source is over the rows that it scored.
     """
     mask = rollouts["response_mask"]
     lengths = mask.sum(dim=1).to(torch.float32)
@@ -170,7 +175,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     if "baseline_scores" in rollouts:
         stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
     if "entropies" not in rollouts:
-        # The trainer made no pass of its own, so there is nothing to compare the sampler with yet.
+        # Without a forward pass of the trainer, there is nothing to compare the sampler with.
         return stats
     stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
     mismatch = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
@@ -178,7 +183,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
 
 
 def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
-    """`ppo/returns/*`, `ppo/advantages/*` and, where there is a critic, `ppo/val/*` of a step; over masked tokens."""
+    """Returns `ppo/returns/*`, `ppo/advantages/*` and, with a critic, `ppo/val/*` of a step, over masked tokens."""
     mask, returns = rollouts["response_mask"], rollouts["returns"]
     stats = {
         "ppo/returns/mean": float(masked_mean(returns, mask)),
@@ -199,8 +204,9 @@ def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
 
 
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
-    """`eval/*` of an evaluation: rewards, lengths in tokens, KL to the reference in nats (k1, summed over a
-    sequence).
+    """Returns `eval/*` of an evaluation: rewards, lengths in tokens, and the KL to the reference.
+
+    The KL is the k1 estimate in nats, summed over a response.
     """
     rewards = sequence_scores(rollouts["rewards"])
     kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
@@ -215,14 +221,19 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
 
 
 def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:
-    """`time/*` in seconds, `tokens/*` and `memory/*` of a step; `phases` holds seconds by phase and the `memory/*`."""
+    """Returns `time/*` in seconds, `tokens/*` and `memory/*` of a step.
+
+    Args:
+        rollouts: the step's rollouts.
+        phases: seconds by phase, and `memory/*` in GiB, which are returned unchanged.
+    """
     seconds = {name: value for name, value in phases.items() if not name.startswith("memory/")}
     sampled = int(rollouts["response_mask"].sum())
     tokens = sampled + int(rollouts["query_attn_masks"].sum())
     stats = {name: value for name, value in phases.items() if name not in seconds}
     stats |= {f"time/{phase}": value for phase, value in seconds.items()}
     stats["time/step"] = sum(seconds.values())
-    stats["tokens/response"] = float(sampled)
+    stats["tokens/sampled"] = float(sampled)
     stats["tokens/per_second"] = tokens / max(stats["time/step"], 1e-9)
     stats["tokens/sampled_per_second"] = sampled / max(seconds.get("rollout", 0.0), 1e-9)
     return stats

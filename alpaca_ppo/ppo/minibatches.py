@@ -1,8 +1,8 @@
-"""Exact batch arithmetic: which prompts a step takes, which rows an optimizer step and a micro-batch take, and how
-rows are packed.
+"""Which rows of the rollouts form an optimizer step, a micro-batch, and a chunk of similar length.
 
-Everything is a function of the configuration, the seed and the step, never of the number of processes, so that the
-same run comes out on any machine. Nothing here talks to other processes or to a model.
+The rows of an optimizer step depend on the configuration, the seed and the step, but not on the number of processes, so
+a run is the same on any machine. The order of prompts is in `data.schedule`, the padding of rows in
+`functional.packing`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,17 @@ from alpaca_ppo.functional.rng import seeded_permutation
 
 
 def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
-    """Optimizer steps that a rollout of `rows` responses gives: ppo_epochs * ceil(rows / step_batch_size)."""
+    """Returns the optimizer steps of a rollout of `rows` responses: ppo_epochs * ceil(rows / step_batch_size)."""
     return ppo_epochs * -(-rows // step_batch_size)
 
 
 def update_batches(
     rows: int, step_batch_size: int, ppo_epochs: int, key: tuple[int, ...]
 ) -> Iterator[tuple[int, Tensor]]:
-    """The epoch (from 0) and the rows of each optimizer step: a permutation for each epoch, seeded by `key` and the
-    epoch, cut into `step_batch_size`, the last ragged.
+    """Yields the epoch (from 0) and the rows (int64 indices) of each optimizer step.
+
+    Each epoch is a permutation of all rows, seeded by `key` and the epoch, and split into batches of `step_batch_size`;
+    the last batch may be smaller.
     """
     for epoch in range(ppo_epochs):
         for batch in torch.split(seeded_permutation(rows, *key, epoch), step_batch_size):
@@ -30,34 +32,35 @@ def update_batches(
 
 
 def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Positions 0..len-1 in chunks of at most `max_rows`, longest first, so that padding within a chunk is small."""
+    """Returns the indices of `lengths` in chunks of at most `max_rows`, longest first, so that chunks need little
+    padding.
+    """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[i : i + max_rows] for i in range(0, len(order), max_rows)]
 
 
 def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, num_micro_batches: int) -> list[list[list[int]]]:
-    """Which positions each rank trains in each micro-batch: `plan[rank][micro_batch]` is a list of positions,
-    possibly empty.
+    """Returns the rows that each rank trains on: `plan[rank][micro_batch]` is a list of indices, possibly empty.
 
-    Rows are sorted by length and cut into num_ranks * num_micro_batches runs whose sizes differ by at most one, so
-    rows of a micro-batch have near the same length. Ranks take neighbouring runs, in alternating order, so that they
-    wait little for each other. Every rank gets the same number of micro-batches, empty ones included, because
-    collectives must match.
+    Rows are sorted by length and split into num_ranks * num_micro_batches buckets whose sizes differ by at most one, so
+    the rows of a micro-batch have similar lengths. Micro-batch i of the ranks are neighbouring buckets, in alternating
+    order, so that ranks rarely wait for each other. Every rank gets the same number of micro-batches, including empty
+    ones, because collectives must match.
 
     Args:
         lengths: tokens (prompt and response) of each row of the optimizer step.
-        num_ranks: processes.
-        num_micro_batches: accumulation steps, equal on every rank.
+        num_ranks: number of processes.
+        num_micro_batches: gradient accumulation steps, equal on every rank.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    buckets = num_ranks * num_micro_batches
-    size, larger = divmod(len(order), buckets)
+    num_buckets = num_ranks * num_micro_batches
+    size, num_larger = divmod(len(order), num_buckets)
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     start = 0
-    for bucket in range(buckets):
-        stop = start + size + (bucket < larger)
-        micro, place = divmod(bucket, num_ranks)
-        rank = place if micro % 2 == 0 else num_ranks - 1 - place
+    for bucket in range(num_buckets):
+        stop = start + size + (bucket < num_larger)
+        micro_batch, offset = divmod(bucket, num_ranks)
+        rank = offset if micro_batch % 2 == 0 else num_ranks - 1 - offset
         plan[rank].append(order[start:stop])
         start = stop
     return plan

@@ -1,12 +1,11 @@
-"""One rank's part of a rollout: sample responses, score their text, evaluate log-probabilities and values.
+"""One rank's part of a rollout: sample responses, evaluate log-probabilities and values, gather the rows of all ranks.
 
-The three steps know neither the configuration object nor other ranks; `RolloutCollector` runs them in turn, for
-training and for evaluation.
+Nothing here knows the configuration object. In which order the parts run, and what scores the responses, is the
+trainer's (`PPOTrainer.rollout`).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +13,39 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alpaca_ppo.distributed.collectives import gather_rows, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.preemption import PreemptionHandler
-from alpaca_ppo.functional.shaping import sequence_scores
+from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.generation import generate
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
-from alpaca_ppo.ppo.metrics import Timers
 from alpaca_ppo.ppo.minibatches import chunks_by_length
 from alpaca_ppo.rewards import ModelReward, RewardScorer
-from alpaca_ppo.rewards.scoring import score_responses
-from alpaca_ppo.types import PromptBatch
+from alpaca_ppo.types import PromptBatch, Rollouts
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """Which passes a rollout makes besides sampling and scoring."""
+
+    with_policy: bool = True
+    """The policy's own log-probs; without them the sampler's stand in, and a pass is saved."""
+    with_critic: bool = True
+    """The critic's values."""
+    greedy_baseline: bool = False
+    """The score of each prompt's greedy response, as `baseline_scores`."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How `evaluate_responses` runs its passes."""
+
+    temperature: float
+    """Divides the logits."""
+    chunk_size: int
+    """Tokens whose logits are in memory at once."""
+    per_device_batch_size: int
+    """Rows of one forward pass."""
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -45,80 +66,90 @@ def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
 def sample_responses(
     model: PreTrainedModel,
     prompts: PromptBatch,
+    sampling_params: SamplingParams,
     *,
-    sampling: SamplingParams,
-    seed: int,
-    step: int,
     per_device_batch_size: int,
-    on_chunk: Callable[[int], Any] = lambda rows: None,
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
+    on_rows: Callable[[int], Any] = lambda rows: None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
-    Prompts of like length are sampled together, at most `per_device_batch_size` responses at once; a token does not
-    depend on that choice. `on_chunk` is told the rows that each chunk finished; `any_rank` and `before_token` are those
-    of `generate`. Keys: those of `types.Rollouts` from `queries` to `rollout_logprobs`.
+    Prompts of similar length are sampled together, at most `per_device_batch_size` responses at once; a token does not
+    depend on that choice.
+
+    Args:
+        model: the policy, not wrapped.
+        prompts: of this rank.
+        sampling_params: how to sample, and the seed and step of the random numbers.
+        per_device_batch_size: responses sampled at once.
+        any_rank: as for `generate`.
+        before_token: as for `generate`.
+        on_rows: called with the number of responses that each chunk has finished.
+
+    Returns:
+        the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
     """
-    n = sampling.num_return_sequences
-    device = next(model.parameters()).device
+    n = sampling_params.num_return_sequences
     lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
-    count, width = len(lengths), sampling.max_new_tokens
+    count, width = len(lengths), sampling_params.max_new_tokens
     out = {
-        "responses": torch.full((count, n, width), sampling.pad_token_id),
+        "responses": torch.full((count, n, width), sampling_params.pad_token_id),
         "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
         "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
         "stopped": torch.zeros(count, n, dtype=torch.bool),
     }
-    how = {"seed": seed, "step": step, "any_rank": any_rank, "before_token": before_token, **vars(sampling)}
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
-        longest = max(lengths[i] for i in chunk)
         generation = generate(
             model,
-            prompts["queries"][chunk, -longest:].to(device),
-            prompts["query_attn_masks"][chunk, -longest:].to(device),
-            prompt_ids=prompts["prompt_ids"][chunk].to(device),
-            **how,
+            prompts["queries"][chunk],
+            prompts["query_attn_masks"][chunk],
+            prompt_ids=prompts["prompt_ids"][chunk],
+            any_rank=any_rank,
+            before_token=before_token,
+            **vars(sampling_params),
         )
         for key, value in vars(generation).items():
             out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
-        on_chunk(len(chunk) * n)
-    return _flat_rows(out, prompts, n)
-
-
-def _flat_rows(out: dict[str, Tensor], prompts: PromptBatch, n: int) -> dict[str, Tensor]:
-    """(P, n, ...) tensors as (P * n, ...) ones, with the prompt of each row."""
-    flat = {key: value.flatten(0, 1) for key, value in out.items()}
-    flat["rollout_logprobs"] = flat.pop("logprobs")
-    for key in ("queries", "query_attn_masks", "prompt_ids"):
-        flat[key] = prompts[key].repeat_interleave(n, dim=0)  # type: ignore[literal-required]
-    flat["sample_ids"] = torch.arange(n).repeat(len(prompts["queries"]))
-    return flat
+        on_rows(len(chunk) * n)
+    out["rollout_logprobs"] = out.pop("logprobs")
+    return {
+        "queries": prompts["queries"].repeat_interleave(n, dim=0),
+        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
+        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
+        "sample_ids": torch.arange(n).repeat(count),
+        **{key: value.flatten(0, 1) for key, value in out.items()},
+    }
 
 
 @torch.no_grad()
 def evaluate_responses(
     model: ActorCritic | Policy,
     samples: dict[str, Tensor],
+    settings: EvaluationSettings,
     *,
-    temperature: float,
-    chunk_size: int,
-    per_device_batch_size: int,
     device: torch.device,
-    check: Callable[[], Any] = lambda: None,
-    **parts: Any,
+    poll: Callable[[], Any] = lambda: None,
+    **parts: bool,
 ) -> dict[str, Tensor]:
     """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU: the trainer's own
-    forward pass, without gradients. `check` is called before each chunk; `parts` may hold an `ActorCritic`'s
-    `with_policy` and `with_critic`.
+    forward pass, without gradients.
+
+    Args:
+        model: what to run.
+        samples: rows with `queries`, `query_attn_masks`, `responses` and `response_mask`.
+        settings: temperature and sizes of the passes.
+        device: where the model is.
+        poll: called before each pass; what it raises ends the evaluation.
+        parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
     keys = ("queries", "query_attn_masks", "responses", "response_mask")
     lengths = (samples["query_attn_masks"].sum(dim=1) + samples["response_mask"].sum(dim=1)).tolist()
     out: dict[str, Tensor] = {}
-    for chunk in chunks_by_length(lengths, per_device_batch_size):
-        check()
+    for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
+        poll()
         batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=temperature, chunk_size=chunk_size, **parts)
+        outputs = model(*batch, temperature=settings.temperature, chunk_size=settings.chunk_size, **parts)
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
@@ -129,134 +160,118 @@ def evaluate_responses(
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Takes this rank's prompts to sampled, scored and evaluated rows.
+    """What a rollout needs besides the trained models.
 
     Args:
-        reference: lends the reference policy; None where there is none.
+        accelerator: for the device and the precision of forward passes.
+        reference: gives the reference policy; None where there is none.
         scorer: the reward sources.
-        processing_class: the policy's tokenizer.
-        penalty: score of a response that did not stop; None = its own.
         chunk_size: tokens whose logits are in memory at once.
         per_device_batch_size: responses sampled or evaluated at once.
-        accelerator: for the device and the precision of forward passes.
     """
 
+    accelerator: Accelerator
     reference: Reference | None
     scorer: RewardScorer
-    processing_class: Any
-    penalty: float | None
     chunk_size: int
     per_device_batch_size: int
-    accelerator: Accelerator
 
     def prepare_frozen_models(self, prepare: Callable[..., None]) -> None:
-        """Has `prepare` (`Engine.prepare_frozen_model`) treat the frozen models of reference and rewards."""
+        """Passes the frozen models of reference and rewards to `prepare` (`Engine.prepare_frozen_model`)."""
         if isinstance(self.reference, CopiedReference):
             prepare(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
             if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
                 prepare(source.model)
 
-    def collect(
+    def gather(
         self,
         engine: Engine,
         batches: Sequence[PromptBatch],
-        sampling: SamplingParams,
+        collect: Callable[[PromptBatch], dict[str, Tensor]],
         *,
-        seed: int,
-        step: int,
-        timers: Timers,
-        on_chunk: Callable[[int], Any],
-        interruption: PreemptionHandler | None = None,
-        with_policy: bool = True,
-        with_critic: bool = True,
-        greedy_baseline: bool = False,
-    ) -> dict[str, Tensor]:
-        """The rows of `types.Rollouts` up to `rewards`, on the CPU; empty when there is no prompt.
+        dummy_prompts: Callable[[int], PromptBatch],
+        samples_per_prompt: int,
+        poll: RolloutPoll,
+    ) -> Rollouts:
+        """Calls `collect` on this rank's prompts and returns the rows of all ranks, on the CPU, in the prompts' order.
 
-        Under `engine.synced_forwards` all ranks pass the same number of prompts. Seconds go to `timers` as rollout,
-        score and logprobs; `on_chunk` is told how many responses each sampled chunk has. Without `with_policy` the
-        sampler's log-probs stand for the policy's, and its pass is spared; without `with_critic` there are no values;
-        `greedy_baseline` adds `baseline_scores`. `interruption` is asked often whether to end, by ranks in step
-        together.
+        Where forward passes need every rank (`engine.synced_forwards`), ranks with fewer prompts than others collect
+        dummies too, whose rows are dropped. A rank without prompts does not call `collect` otherwise.
+
+        Args:
+            engine: of the policy.
+            batches: this rank's prompts.
+            collect: from prompts to their rows.
+            dummy_prompts: makes that many dummies.
+            samples_per_prompt: rows of each prompt.
+            poll: asks for signals; a rank that stops early tells the others here, and all of them raise.
         """
-        if not batches:
-            return {}
-        prompts = merge_prompt_batches(batches)
-        check: Callable[[], Any] = _nothing
-        if interruption is not None:
-            check = interruption.poll_all_ranks if engine.synced_forwards else interruption.poll_local
-        how: dict[str, Any] = {"seed": seed, "step": step, "timers": timers, "check": check}
-        how["interruption"] = interruption
-        local = self._generate_and_score(engine, prompts, sampling, **how, on_chunk=on_chunk)
-        if greedy_baseline:
-            greedy = replace(sampling, do_sample=False, num_return_sequences=1)
-            rewards = self._generate_and_score(engine, prompts, greedy, **how, on_chunk=lambda rows: None)["rewards"]
-            local["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling.num_return_sequences)
-        with timers.measure("logprobs"):
-            parts = {"with_policy": with_policy, "with_critic": with_critic}
-            return local | self._evaluate(engine.actor_critic, local, sampling.temperature, check, parts)
+        count = sum(len(batch["rows"]) for batch in batches)
+        if engine.synced_forwards:
+            batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
+        local = None
+        with poll.rollout():
+            found = collect(merge_prompt_batches(batches)) if batches else {}
+            local = {key: value[: count * samples_per_prompt] for key, value in found.items() if count}
+        rows: Any = gather_rows(local, self.accelerator, samples_per_prompt=samples_per_prompt)
+        if rows is None:
+            poll.raise_on_all_ranks()
+        gathered: Rollouts = rows
+        return gathered
 
-    def _evaluate(
+    def sample(
+        self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll
+    ) -> dict[str, Tensor]:
+        """`sample_responses` of the engine's policy, in the run's precision."""
+        with (
+            self.accelerator.autocast(),
+            engine.sampling() as (model, any_rank),
+            poll.sampling(any_rank) as before_token,
+        ):
+            return sample_responses(
+                model,
+                prompts,
+                sampling_params,
+                per_device_batch_size=self.per_device_batch_size,
+                any_rank=any_rank,
+                before_token=before_token,
+                on_rows=poll.on_rows,
+            )
+
+    def evaluate(
         self,
         actor_critic: ActorCritic,
         samples: dict[str, Tensor],
+        parts: RolloutParts,
+        *,
         temperature: float,
-        check: Callable[[], Any],
-        parts: dict[str, Any],
+        poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values of policy, critic and reference."""
-        settings: dict[str, Any] = {
-            "chunk_size": self.chunk_size,
-            "per_device_batch_size": self.per_device_batch_size,
-            "temperature": temperature,
-            "device": self.accelerator.device,
-            "check": check,
-        }
+        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
+
+        Without `parts.with_policy` the sampler's log-probs take the place of the policy's; without a reference the
+        policy's stand in as `ref_logprobs`.
+        """
+        settings = EvaluationSettings(temperature, self.chunk_size, self.per_device_batch_size)
+        device = self.accelerator.device
         out: dict[str, Tensor] = {}
-        if any(parts.values()):
+        if parts.with_policy or parts.with_critic:
             # One block for each model: autocast keeps the weights that it casts until its block ends.
             with self.accelerator.autocast():
-                out = evaluate_responses(actor_critic, samples, **settings, **parts)
-        if not parts["with_policy"]:
+                out = evaluate_responses(
+                    actor_critic,
+                    samples,
+                    settings,
+                    device=device,
+                    poll=poll,
+                    with_policy=parts.with_policy,
+                    with_critic=parts.with_critic,
+                )
+        if not parts.with_policy:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
-        with self.reference.on_device(self.accelerator.device) as reference, self.accelerator.autocast():
-            said = evaluate_responses(reference, samples, **settings)
-        return out | {f"ref_{name}": value for name, value in said.items()}
-
-    def _generate_and_score(
-        self,
-        engine: Engine,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        timers: Timers,
-        on_chunk: Callable[[int], Any],
-        check: Callable[[], Any],
-        interruption: PreemptionHandler | None,
-    ) -> dict[str, Tensor]:
-        """Responses and their scores."""
-        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "step": step, "on_chunk": on_chunk}
-        how["per_device_batch_size"] = self.per_device_batch_size
-        alone: AbstractContextManager[Any] = nullcontext()
-        with timers.measure("rollout"), self.accelerator.autocast(), engine.sampling() as (model, any_rank):
-            if not engine.synced_forwards or (any_rank and sampling.backend == "decode"):
-                how["before_token"] = check
-            elif interruption is not None and any_rank is None:
-                # The policy is whole on every rank, and each samples by itself for a while.
-                alone, how["before_token"] = interruption.no_sync(), interruption.poll_local
-            with alone:
-                local = sample_responses(model, prompts, **how, any_rank=any_rank)
-        check()
-        with timers.measure("score"):
-            rows = [row for row in prompts["rows"] for _ in range(sampling.num_return_sequences)]
-            local |= score_responses(self.scorer, self.processing_class, local, rows, penalty=self.penalty)
-        return local
-
-
-def _nothing() -> None:
-    """Where nobody asks whether to end."""
+        with self.reference.on_device(device) as reference, self.accelerator.autocast():
+            ref_outputs = evaluate_responses(reference, samples, settings, device=device, poll=poll)
+        return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

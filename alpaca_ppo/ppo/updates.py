@@ -1,5 +1,4 @@
-"""Optimizer steps on global rollouts: which rows this rank trains, in which micro-batches, and how their losses add
-up.
+"""Optimizer steps on global rollouts: the rows and micro-batches of each rank, and how their losses add up.
 
 A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
 micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
@@ -20,7 +19,13 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.optimizer import _check_cover, _drop_frozen, make_engine, make_optimizer, make_scheduler
+from alpaca_ppo.distributed.optimizer import (
+    check_covers_trainable,
+    drop_frozen_parameters,
+    make_engine,
+    make_optimizer,
+    make_scheduler,
+)
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
@@ -45,11 +50,13 @@ class Updater:
         self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
         self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
-        """In force at the last optimizer step."""
+        """Used by the last optimizer step."""
         self.num_updates = 0
         """Optimizer steps since this was built."""
         self._inside_step = False
         self._faults: list[str] = []
+        self._early_weights: list[Tensor] = []
+        self._late_weights: list[Tensor] = []
         self._ratio_warned = self._edges_warned = False
 
     @property
@@ -72,7 +79,7 @@ class Updater:
         freeze_policy: bool = False,
         value_taus: Tensor | None = None,
         target_kl_stop: float | None = None,
-        check: Callable[[], Any] = lambda: None,
+        poll: Callable[[], Any] = lambda: None,
     ) -> tuple[StatsAccumulator, bool]:
         """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
         and whether the step was taken.
@@ -86,7 +93,7 @@ class Updater:
             freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
             value_taus: (K,) quantile levels of this step for an iqn critic.
             target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
-            check: called before each micro-batch; what it raises drops the optimizer step's gradient.
+            poll: called before each micro-batch; what it raises drops the optimizer step's gradient.
 
         Raises:
             NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
@@ -99,10 +106,10 @@ class Updater:
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         stats, self._faults = StatsAccumulator(), []
-        # What an update that was refused or interrupted left behind must not reach this one.
+        # Gradients of an update that was refused or interrupted must not reach this one.
         self.engine.begin()
         for number, positions in enumerate(plan[self.accelerator.process_index]):
-            check()
+            poll()
             batch = self._micro_batch(rollouts, rows[positions], shared)
             with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
                 loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
@@ -111,6 +118,7 @@ class Updater:
                 )
                 stats.add_padding([lengths[i] for i in positions])
                 self.engine.backward(loss)
+            self._check_critic_weight()
         prompt_ids = rollouts["prompt_ids"][rows]
         self._refuse_losses(prompt_ids)
         stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
@@ -120,14 +128,16 @@ class Updater:
         return stats, stepped
 
     def _refuse_losses(self, prompt_ids: Tensor) -> None:
-        """Ends the update on every rank where a loss on any is not finite."""
+        """Refuses the update on every rank where a loss of any rank is not finite."""
         if any_rank(bool(self._faults), self.accelerator):
             everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
             raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
     def _learner(self, freeze_policy: bool) -> Iterator[None]:
-        """Inside, the base is the critic's where the critic alone learns: recomputed activations must be its own."""
+        """Inside, an adapter critic's adapter is active where the critic alone learns, so that gradient checkpointing
+        recomputes the critic's activations.
+        """
         if not freeze_policy:
             yield
             return
@@ -150,24 +160,47 @@ class Updater:
 
     @property
     def separate_backward(self) -> bool:
-        """Whether the critic's backward pass can be made before the policy's forward pass: inside `step`, where the
-        two share no activations. Then the two graphs are never in memory together.
+        """Whether the critic's backward pass can be made before the policy's forward pass, so that the two graphs are
+        never in memory together: inside `step`, where the two share no activations.
         """
         critic = self.engine.actor_critic.critic
         return self._inside_step and critic is not None and not critic.shares_states
 
     @contextmanager
     def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:
-        """Inside, the critic runs alone; yields what makes its backward pass and returns its terms as numbers."""
+        """Inside, only the critic runs; yields a function that makes its backward pass and detaches its terms."""
         actor_critic = self.engine.actor_critic
 
         def backward(terms: Terms) -> Terms:
             loss, stats = terms
+            loss.register_hook(self._early_weights.append)
             self.engine.backward(loss)
-            return loss.detach() + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
+            # A leaf of the returned loss, which shows with which weight the loss counts it.
+            part = loss.detach().requires_grad_()
+            part.register_hook(self._late_weights.append)
+            return part + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
 
         with self.engine.no_sync(), actor_critic.critic_active():
             yield backward
+
+    def _check_critic_weight(self) -> None:
+        """Checks that the micro-batch's loss counted the critic's part as its backward pass did.
+
+        Raises:
+            ValueError: where `compute_loss` scaled or dropped it: the critic would have another gradient than the loss.
+        """
+        early, late = self._early_weights, self._late_weights
+        self._early_weights, self._late_weights = [], []
+        if not early or self._faults:
+            return
+        weight = float(sum(late)) / float(early[0])
+        # Weights that are not finite come with a gradient norm that is not, which refuses the update.
+        if math.isfinite(weight) and weight != 1.0:
+            raise ValueError(
+                f"compute_loss() returned a loss in which the critic's part has the weight {weight:g}, but its "
+                "backward pass was made before with weight 1; set separate_critic_backward = False in your trainer "
+                "class, so that policy and critic stay in one graph"
+            )
 
     def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
         """What all ranks accumulated over their shares of the same optimizer steps."""
@@ -181,21 +214,21 @@ class Updater:
         return self.over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
-        """Warns, of each once, of a ratio off 1 before any update and of returns beyond a c51 critic's support."""
+        """Warns once each of a ratio off 1 before any update, and of returns outside a c51 critic's support."""
         self._warn_of_ratio(train_stats)
         outside = train_stats.get("val/outside_support", 0.0)
-        # Probability at the edges alone is no fault: returns may be 0 or 1 and the support just that.
+        # Probability at the edges alone is fine: returns may be 0 or 1, and the support [0, 1].
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
             warnings.warn(
-                f"{outside:.1%} of the returns lie beyond the c51 critic's support, and "
+                f"{outside:.1%} of the returns lie outside the c51 critic's support, and "
                 f"{train_stats['val/edge_mass']:.0%} of its probability at the edges: values there are cut off. Widen "
                 "c51_v_min and c51_v_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 
     def _warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
-        # bfloat16 keeps 8 bits; float32 passes in other batches differ by rounding only.
+        # bfloat16 has 8 significant bits; float32 passes in other batches differ by rounding alone.
         narrow = any(p.element_size() < 4 for p in self.engine.actor_critic.policy.parameters())
         tolerance = 0.1 if narrow or self.accelerator.mixed_precision == "bf16" else 1e-3
         error = train_stats.get("policy/first_ratio_error_max", 0.0)
@@ -209,7 +242,7 @@ class Updater:
             )
 
     def _micro_batch(self, rollouts: Rollouts, rows: Tensor, shared: Mapping[str, Tensor]) -> Rollouts:
-        """The rows on the device; without rows, one row with an empty mask, because ranks must run the same passes."""
+        """The rows on the device; without rows, one row with an empty mask: all ranks must run the same passes."""
         dummy = len(rows) == 0
         chosen = torch.zeros(1, dtype=torch.long) if dummy else rows
         batch: Any = {key: value[chosen].to(self.accelerator.device) for key, value in _tensors(rollouts).items()}
@@ -231,7 +264,7 @@ class Updater:
 
 
 def _at_first(stats: Mapping[str, Any], *, policy_unchanged: bool) -> dict[str, Any]:
-    """`stats` with what can be said only before the policy has moved, or without it."""
+    """`stats` with the ratio's distance from 1 where the policy has not moved, else without `mismatch/*`."""
     if not policy_unchanged:
         return {name: value for name, value in stats.items() if not name.startswith("mismatch/")}
     # A subclass's loss may have no ratio.
@@ -270,8 +303,8 @@ def make_updater(
         for step in range(schedule.num_steps)
     )
     optimizer = optimizer or make_optimizer(actor_critic, args)
-    _drop_frozen(optimizer)
-    _check_cover(optimizer, actor_critic)
+    drop_frozen_parameters(optimizer)
+    check_covers_trainable(optimizer, actor_critic)
     scheduler = scheduler or make_scheduler(optimizer, args, total)
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()

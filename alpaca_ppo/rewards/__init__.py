@@ -1,6 +1,7 @@
-"""Rewards: python functions, sequence classifiers and weighted lists of both, as one callable that scores responses.
+"""Reward sources: Python functions, sequence classifiers, and weighted lists of both behind one callable.
 
-Leaves out every penalty (`penalty_reward_value`, KL): those are the trainer's.
+`scoring.score_responses` applies them to sampled responses, with the penalty for a missing stop token. The KL penalty
+is part of reward shaping, in `functional.shaping`.
 """
 
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier

@@ -1,4 +1,7 @@
-"""A reward model that is an adapter on the policy's base."""
+"""A reward model that is a LoRA adapter on the policy's base model.
+
+Leaves out training such an adapter; `examples/train_reward_model.py --use_peft` does that.
+"""
 
 from typing import Any
 
@@ -10,19 +13,20 @@ from alpaca_ppo.adapters.adapter_set import REWARD, AdapterSet
 
 
 class AdapterClassifier(nn.Module):
-    """A sequence classifier with one label made of a policy's base, a reward adapter on it, and a score head.
+    """A sequence classifier with one label: the policy's base model, a reward adapter on it, and a score head.
 
-    It shares the base's parameters and owns the head alone. Numbers are those of the classifier that the adapter was
-    trained in, transformers' own: the score at a row's last token that is not the pad id, whichever side is padded.
-    Where eos pads, that is before the eos that a text ends with; a row of nothing but pad ids is scored at its first.
+    The base's parameters are shared with the policy; only the head belongs to this module. Its logits equal those of
+    transformers' classifier with the same adapter: the score is read at the last token that is not the pad id, on
+    whichever side a row is padded. If eos is also the pad id, that is the token before the final eos. A row of pad ids
+    only is scored at its first token.
 
     Args:
-        adapters: of the policy.
-        folder: of the adapter, or its hub id, as `examples/train_reward_model.py --use_peft` writes it.
-        pad_token_id: of the tokenizer beside the adapter, which it was trained with; None = the base's.
+        adapters: the policy's adapters; the reward adapter is loaded beside them.
+        folder: the adapter's folder or hub id, as `examples/train_reward_model.py --use_peft` writes it.
+        pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
 
     Raises:
-        ValueError: when the folder has no score head, or an adapter of another base.
+        ValueError: if the folder has no score head, or the adapter belongs to another base model.
     """
 
     def __init__(self, adapters: AdapterSet, folder: str, *, pad_token_id: int | None) -> None:
@@ -36,7 +40,7 @@ class AdapterClassifier(nn.Module):
             self.config.get_text_config().pad_token_id = pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SequenceClassifierOutput:
-        """`logits` (B, 1) float32 of `input_ids` (B, T) with `attention_mask` (B, T), 1 = real."""
+        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token."""
         with self.adapters.active(REWARD):
             hidden = self.adapters.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         pad = self.config.get_text_config().pad_token_id

@@ -1,4 +1,4 @@
-"""What a reward source is given, and the error that names the source and row at fault."""
+"""The input of a reward source, and the error that names the source and the row at fault."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,40 +6,42 @@ from typing import Any
 
 Prompt = str | list[dict[str, Any]]
 
-_SHOWN = 300
-_RESERVED = ("prompts", "completions", "completion_ids")
+_MAX_SHOWN_CHARS = 300
+_RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """B responses as reward sources see them, one entry a row in every list."""
+    """B responses as reward sources see them: every list has B entries."""
 
     prompts: list[Prompt]
-    """Text or messages, as the dataset has them."""
+    """Text or messages, as in the dataset."""
     completions: list[Prompt]
-    """Text; where the prompt is messages, a list of one assistant message."""
+    """Text, or a list of one assistant message if the prompt is messages."""
     completion_ids: list[list[int]]
-    """The policy's token ids of each response, stop token included, padding not."""
+    """The token ids that the policy chose, including the stop token, without padding."""
     columns: dict[str, list[Any]]
-    """Every other dataset column."""
+    """Every other dataset column, by name."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def row(self, index: int) -> "RewardBatch":
-        """The batch of row `index` alone."""
+        """Returns a batch with row `index` only."""
         one = slice(index, index + 1)
         columns = {name: values[one] for name, values in self.columns.items()}
         return RewardBatch(self.prompts[one], self.completions[one], self.completion_ids[one], columns)
 
 
 class RewardError(ValueError):
-    """A reward source gave no usable scores. `source` is its name; `row` the index in the scored batch, or None where
-    no single row is at fault."""
+    """A reward source returned unusable scores or raised an exception.
+
+    `source` is its name. `row` is the index in the scored batch, or None if no single row is at fault.
+    """
 
     def __init__(self, source: str, problem: str, batch: RewardBatch, row: int | None) -> None:
         shown = row or 0
-        place = f"row {row}" if row is not None else f"a batch of {len(batch)} rows, which starts with this one"
+        place = f"row {row}" if row is not None else f"a batch of {len(batch)} rows; the first row:"
         super().__init__(
             f"reward source {source!r} {problem}, on {place}\n"
             f"  prompt: {_shortened(batch.prompts[shown])}\n  completion: {_shortened(batch.completions[shown])}"
@@ -48,18 +50,19 @@ class RewardError(ValueError):
         self.row = row
 
 
-def reward_batch(
+def make_reward_batch(
     prompts: Sequence[Prompt],
     completions: Sequence[Prompt],
     completion_ids: Sequence[Sequence[int]],
     rows: Sequence[dict[str, Any]],
 ) -> RewardBatch:
-    """The batch of these rows, at least one: completions given as text become messages where the prompt is messages,
-    rows become columns.
+    """Returns the batch of these rows, of which there is at least one.
+
+    A text completion of a message prompt becomes an assistant message; the rows become columns.
 
     Raises:
-        ValueError: where the four differ in number, the rows differ in their columns, or a column has the
-            name of another argument.
+        ValueError: if the four lists differ in length, the rows differ in their columns, or a column has the name of
+            another argument.
     """
     counts = {
         "prompts": len(prompts),
@@ -68,32 +71,32 @@ def reward_batch(
         "rows": len(rows),
     }
     if len(set(counts.values())) > 1:
-        raise ValueError(f"the lists to score differ in number: {counts}; give one entry a row in each")
+        raise ValueError(f"the lists to score differ in length: {counts}; give one entry per row in each")
     names = list(rows[0])
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise ValueError(
-                f"row {index} has the columns {list(row)} but row 0 has {names}; fill the missing ones with None"
+                f"row {index} has the columns {list(row)} but row 0 has {names}; fill missing columns with None"
             )
-    clash = [name for name in names if name in _RESERVED]
+    clash = [name for name in names if name in _RESERVED_COLUMNS]
     if clash:
         raise ValueError(
-            f"the dataset has the columns {clash}, which reward functions get as arguments of their own; rename them"
+            f"the dataset columns {clash} have the names of arguments that every reward function gets; rename them"
         )
-    replies: list[Prompt] = [
+    as_messages: list[Prompt] = [
         [{"role": "assistant", "content": completion}]
         if isinstance(prompt, list) and isinstance(completion, str)
         else completion
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     columns = {name: [row[name] for row in rows] for name in names if name != "prompt"}
-    return RewardBatch(list(prompts), replies, [list(ids) for ids in completion_ids], columns)
+    return RewardBatch(list(prompts), as_messages, [list(ids) for ids in completion_ids], columns)
 
 
 def _shortened(text: Prompt) -> str:
     shown = repr(text)
-    if len(shown) <= _SHOWN:
+    if len(shown) <= _MAX_SHOWN_CHARS:
         return shown
-    # The end of a prompt is what the response continues, so both ends stay.
-    half = _SHOWN // 2
+    # The response continues the end of the prompt, so both ends stay.
+    half = _MAX_SHOWN_CHARS // 2
     return f"{shown[:half]} ... ({len(shown) - 2 * half} characters) ... {shown[-half:]}"

@@ -1,141 +1,96 @@
-"""Reward functions of the user's: how they are found, called (async ones together), and how their errors find their
-row."""
+"""User-supplied reward functions: finding them by name, calling them, and tracing an exception to its row.
+
+Async functions of one batch run concurrently. Checking the returned scores is the scorer's job.
+"""
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError
 
 
 class FunctionReward:
-    """A python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`, sync or
-    async.
+    """A Python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`.
 
-    It is called with keywords: `prompts`, `completions`, `completion_ids` and every other dataset column, each a list
-    of B entries. A function without `**kwargs` gets those that it names. It returns B numbers, or None for a row that
-    it has no opinion on, or a list of numbers for a row, one for each token of its `completion_ids`.
+    It may be async. It is called with keyword arguments: `prompts`, `completions`, `completion_ids` and every other
+    dataset column, each a list of B entries. A function without `**kwargs` gets only the arguments in its signature.
+    For each row it returns a number, None to leave the row to other sources, or a list with one number for each token
+    of `completion_ids`.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name = name or _name_of(function)
         parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._required = [p.name for p in parameters if p.name in self._named and p.default is p.empty]
+        self._takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._required = [p.name for p in parameters if p.name in self._accepted and p.default is p.empty]
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """The function's arguments for `batch`.
+        """Returns the function's arguments for `batch`.
 
         Raises:
-            RewardError: where the function requires a column that the dataset does not have.
+            RewardError: if the function requires a column that the dataset does not have.
         """
-        given: dict[str, Any] = {
+        available: dict[str, Any] = {
             "prompts": batch.prompts,
             "completions": batch.completions,
             "completion_ids": batch.completion_ids,
             **batch.columns,
         }
-        missing = [name for name in self._required if name not in given]
+        missing = [name for name in self._required if name not in available]
         if missing:
-            problem = f"requires {missing}, which the dataset does not have (it gives {list(given)})"
+            problem = f"requires the arguments {missing}, but only {list(available)} are available"
             raise RewardError(self.name, problem, batch, None)
-        return given if self._takes_all else {name: given[name] for name in self._named if name in given}
+        if self._takes_any_keyword:
+            return available
+        return {name: available[name] for name in self._accepted if name in available}
 
 
 def call_functions(sources: Sequence[FunctionReward], batch: RewardBatch) -> list[Any]:
-    """What each function returned for `batch`; async functions wait together.
+    """Returns the result of each function for `batch`; async functions run concurrently.
 
     Raises:
-        RewardError: from the function's own exception, with the first row that raises on its own: the function is
-            called again, row by row.
+        RewardError: chained to the function's own exception. To find the row at fault, the function is called again on
+            each row separately; the error names the first row that raises.
     """
-    outcomes = _outcomes([functools.partial(source.function, **source.keywords(batch)) for source in sources])
+    outcomes = _call_all([functools.partial(source.function, **source.keywords(batch)) for source in sources])
     for source, outcome in zip(sources, outcomes, strict=True):
         if isinstance(outcome, BaseException):
-            alone = _outcomes(
+            by_row = _call_all(
                 [functools.partial(source.function, **source.keywords(batch.row(i))) for i in range(len(batch))]
             )
-            row = next((i for i, result in enumerate(alone) if isinstance(result, BaseException)), None)
+            row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
             raise RewardError(source.name, f"raised {type(outcome).__name__}: {outcome}", batch, row) from outcome
     return outcomes
 
 
 def load_reward_function(spec: str) -> Callable[..., Any]:
-    """The function that `spec` names: "package.module:function" or "path/to/file.py:function".
+    """Returns the function that `spec` names: "package.module:function" or "path/to/file.py:function".
 
-    A module is looked for in the working directory first, then where python looks; a file's folder is importable while
-    it is loaded.
+    Relative paths and modules are looked up as in `config.modules.load_module`.
 
     Raises:
-        ValueError: where `spec` has no such form, or the module, file or function does not exist. An error inside the
-            module stays as it is.
+        ValueError: if `spec` has another form, or the module, file or function does not exist. An exception raised
+            inside the module is passed on unchanged.
     """
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
         raise ValueError(f"reward function {spec!r} must be 'module:function' or 'path/to/file.py:function'")
-    module = _module_from_file(target, spec) if target.endswith(".py") else _module_by_name(target, spec)
+    try:
+        module = load_module(target)
+    except NoSuchModule as error:
+        raise ValueError(f"reward function {spec!r}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"reward function {spec!r}: {target} has no function {name!r}; it has {found}")
+        raise ValueError(f"reward function {spec!r}: {target} has no function {name!r}, only {found}")
     return function
-
-
-def _module_from_file(target: str, spec: str) -> ModuleType:
-    path = Path(target).resolve()
-    if not path.is_file():
-        raise ValueError(f"reward function {spec!r}: there is no file {path}")
-    # A file is loaded once, so that two functions of it share what the module holds; the prefix keeps it from
-    # replacing a module of its name.
-    module_name = f"_reward_file_{path.stem}_{abs(hash(path)):x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    found = importlib.util.spec_from_file_location(module_name, path)
-    assert found is not None and found.loader is not None, path
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module
-    try:
-        with _importable(path.parent):
-            found.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
-
-
-def _module_by_name(target: str, spec: str) -> ModuleType:
-    try:
-        with _importable(Path.cwd()):
-            return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if target != missing and not target.startswith(f"{missing}."):
-            raise
-        raise ValueError(
-            f"reward function {spec!r}: no module {missing!r} in {Path.cwd()} or on python's path; "
-            "give the file instead: path/to/file.py:function"
-        ) from error
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """`folder` first on python's path; `python script.py` puts the script's folder there, not the working directory."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def _name_of(function: Any) -> str:
@@ -144,17 +99,17 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
-def _outcomes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The result of each call, or the exception it raised. Every awaitable is awaited, also beside a failure."""
+def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns each call's result, or the exception that it raised. All awaitables are awaited, even if a call fails."""
     outcomes: list[Any] = []
     for call in calls:
         try:
             outcomes.append(call())
         except Exception as error:
             outcomes.append(error)
-    waiting = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
-    if waiting:
-        for i, result in zip(waiting, _run([outcomes[i] for i in waiting]), strict=True):
+    pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+    if pending:
+        for i, result in zip(pending, _run([outcomes[i] for i in pending]), strict=True):
             outcomes[i] = result
     return outcomes
 
@@ -168,6 +123,6 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(_gather(awaitables))
-    # A notebook's loop already runs in this thread, and one thread runs one loop.
+    # In a notebook, this thread already runs an event loop, and a thread can run only one.
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(lambda: asyncio.run(_gather(awaitables))).result()

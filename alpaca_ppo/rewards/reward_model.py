@@ -1,7 +1,6 @@
-"""A sequence classifier as a reward source: its own tokenizer, its own chat template, scores that padding does not
-touch.
+"""A sequence classifier as a reward source, with its own tokenizer and chat template; padding does not change a score.
 
-Leaves out sharded reward models and reward adapters on a shared base.
+Leaves out reward models sharded over devices. A reward adapter on the policy's base is in `adapter_model`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,20 @@ from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 
 
 class ModelReward:
-    """A sequence classifier with one label; a response's score is its logit, in float32.
+    """A sequence classifier with one label; the score of a response is its logit, in float32.
 
-    Text prompts are scored as prompt + completion, tokenised as one text with the special tokens that the tokenizer
-    adds; messages go through the tokenizer's chat template. Sequences longer than the model's context are an error: a
-    cut response has another score.
+    A text prompt is scored as prompt + completion, tokenized as one text with the tokenizer's special tokens. Messages
+    go through the tokenizer's chat template. A sequence longer than the model's context is an error, not truncated:
+    truncation would change its score.
+
+    Args:
+        model: the classifier.
+        tokenizer: the tokenizer that it was trained with.
+        name: name of the source in metrics and errors.
+        batch_size: sequences in one forward pass.
+
+    Raises:
+        ValueError: if the model's `num_labels` is not 1.
     """
 
     def __init__(
@@ -36,7 +44,7 @@ class ModelReward:
     ) -> None:
         _check_one_label(model.config, name)
         self.model = model
-        # The classifier's own rules are read from here; a model of several modalities keeps them one level down.
+        # A multimodal model keeps the text model's settings in a nested configuration.
         self._config: Any = model.config.get_text_config()
         self.tokenizer = tokenizer
         self.name = name
@@ -44,10 +52,10 @@ class ModelReward:
 
     @torch.no_grad()
     def __call__(self, batch: RewardBatch) -> list[float]:
-        """B scores. The model is in eval mode while it scores; rows are batched by length.
+        """Returns the B scores. The model scores in eval mode, in batches of similar length.
 
         Raises:
-            RewardError: where a row is too long for the model, or is messages and the tokenizer has no chat template.
+            RewardError: if a row is too long for the model, or is messages and the tokenizer has no chat template.
         """
         sequences = self._tokenize(batch)
         scores = torch.zeros(len(batch), dtype=torch.float32)
@@ -63,12 +71,12 @@ class ModelReward:
         return scores.tolist()
 
     def to(self, device: torch.device | str) -> None:
-        """Moves the model."""
-        # The stub of `to` in transformers declares no arguments.
+        """Moves the model to `device`."""
+        # transformers' type stub declares `to` without arguments.
         torch.nn.Module.to(self.model, device)
 
     def _tokenize(self, batch: RewardBatch) -> list[list[int]]:
-        # Some architectures (BLOOM) have no limit in their configuration.
+        # BLOOM's configuration, for one, has no max_position_embeddings.
         positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
         limit = min(positions, self.tokenizer.model_max_length)
         sequences = []
@@ -77,26 +85,26 @@ class ModelReward:
             if isinstance(prompt, str) and isinstance(completion, str):
                 encoded = self.tokenizer(prompt + completion)
             elif self.tokenizer.chat_template is None:
-                problem = "has a tokenizer without chat template, but got messages; set tokenizer.chat_template"
+                problem = "has a tokenizer without a chat template, but got messages; set tokenizer.chat_template"
                 raise RewardError(self.name, problem, batch, row)
             else:
                 messages = [*_messages(prompt, "user"), *_messages(completion, "assistant")]
                 encoded = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
             ids = list(encoded["input_ids"])
             if not 0 < len(ids) <= limit:
-                problem = f"takes 1 to {limit} tokens and got {len(ids)}; change query_len or response_len"
+                problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
             sequences.append(ids)
         return sequences
 
     def _score(self, sequences: Sequence[list[int]]) -> Tensor:
-        """(rows,) float32 on the CPU. Padding stands on the right, where causal attention never sees it."""
-        fill = _fill_id(self._config, sequences)
+        """Returns (rows,) float32 scores on the CPU. Rows are padded on the right, which causal attention ignores."""
+        pad = _padding_id(self._config, sequences)
         width = max(len(ids) for ids in sequences)
-        input_ids = torch.tensor([ids + [fill] * (width - len(ids)) for ids in sequences])
+        input_ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in sequences])
         attention_mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
         device = next(self.model.parameters()).device
-        with _scoring(self._config, fill):
+        with _scoring_config(self._config, pad):
             output = self.model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
         return output.logits.squeeze(-1).float().cpu()
 
@@ -109,13 +117,20 @@ def build_model_reward(
     dtype: torch.dtype,
     trust_remote_code: bool,
 ) -> ModelReward:
-    """The reward of a model in memory, or of a folder or hub id, whose weights are read from safetensors as `dtype`.
+    """Returns the reward source of a model in memory, or of a folder or hub id, which is loaded from safetensors.
 
-    Without `tokenizer` it is the one that lies where the model came from. The last part of that place is the name.
+    The source is named after the last part of the model's path or hub id.
+
+    Args:
+        source: the model, or where to load it from.
+        tokenizer: its tokenizer; None loads the one from the model's folder or hub id.
+        batch_size: sequences in one forward pass.
+        dtype: of the weights of a model that is loaded.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
-        ValueError: where there is no such model, it is an adapter, has not exactly one label or lacks weights (a
-            language model has no trained score head), or no tokenizer is found.
+        ValueError: if the model does not exist, is an adapter, does not have exactly one label or lacks weights (a
+            language model has no trained score head), or if there is no tokenizer.
     """
     origin = source if isinstance(source, str) else source.config.name_or_path or ""
     name = Path(origin).name or type(source).__name__
@@ -129,8 +144,9 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
     try:
         if find_adapter_config_file(origin) is not None:
             raise ValueError(
-                f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter, no whole model; "
-                "give it as reward_adapter, which puts it on the policy's base, or merge it into its base and save that"
+                f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full "
+                "model; pass it as reward_adapter, which puts it on the policy's base, or merge it into its base model "
+                "and save that"
             )
         _check_one_label(AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code), origin)
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -138,14 +154,14 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
         )
     except OSError as error:
         raise ValueError(
-            f"no reward model can be loaded from {origin!r} ({error}); an entry of reward_funcs is module:function or "
-            "file.py:function, a model (reward_model_name_or_path) is an existing folder with safetensors weights, or "
-            "a hub id within reach"
+            f"cannot load a reward model from {origin!r} ({error}); an entry of reward_funcs is module:function, "
+            "file.py:function or a model, and a model (reward_model_name_or_path) is an existing folder with "
+            "safetensors weights or a hub id that can be downloaded"
         ) from error
     if report["missing_keys"]:
         raise ValueError(
-            f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be random; "
-            "give a trained sequence classifier, not a language model"
+            f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be initialized "
+            "at random; use a trained sequence classifier, not a language model"
         )
     return model
 
@@ -153,37 +169,37 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
 def _load_tokenizer(origin: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     if not origin:
         raise ValueError(
-            f"reward model {name!r} was built in memory and has no tokenizer; give one in reward_processing_classes"
+            f"reward model {name!r} was built in memory and has no tokenizer; pass one in reward_processing_classes"
         )
     try:
         return AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"reward model {origin!r} has no tokenizer beside it ({error}); give one in reward_processing_classes"
+            f"reward model {origin!r} has no tokenizer in its folder ({error}); pass one in reward_processing_classes"
         ) from error
 
 
 def _check_one_label(config: Any, name: str) -> None:
     if config.num_labels != 1:
         raise ValueError(
-            f"reward model {name!r} has num_labels {config.num_labels}; a reward model is a sequence classifier with "
-            "num_labels=1 (2 is also what a language model's configuration reports)"
+            f"reward model {name!r} has num_labels {config.num_labels}; a reward model must be a sequence classifier "
+            "with num_labels=1 (2 is the default, which language models report too)"
         )
 
 
-def _messages(said: Prompt, role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
+def _messages(content: Prompt, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _fill_id(config: Any, sequences: Sequence[list[int]]) -> int:
-    """The id to pad with, such that a padded row is scored at the token at which the model alone would score it.
+def _padding_id(config: Any, sequences: Sequence[list[int]]) -> int:
+    """Returns the id to pad with, so that a padded row is scored at the same token as the row without padding.
 
-    Classifiers read the score at the last token that is not `config.pad_token_id`: that id must fill the rows,
-    whatever the tokenizer pads with. With no pad id in the configuration the score of a single row stands at its very
-    last token, so any id will do that no row ends with.
+    A classifier reads the score at the last token that is not `config.pad_token_id`, so rows must be padded with that
+    id, whatever the tokenizer's pad token is. Without a pad id in the configuration, an unpadded row is scored at its
+    last token, so any id works that no row ends with.
     """
     pad = config.pad_token_id
-    # Old Llama configurations say -1, which has no embedding and stands for "none".
+    # Old Llama configurations use -1 for "no pad token".
     if pad is not None and 0 <= pad < config.vocab_size:
         return int(pad)
     ends = {ids[-1] for ids in sequences}
@@ -191,14 +207,13 @@ def _fill_id(config: Any, sequences: Sequence[list[int]]) -> int:
 
 
 @contextmanager
-def _scoring(config: Any, pad_token_id: int) -> Iterator[None]:
-    """The configuration as a forward pass needs it: the model looks up there which id pads a batch, and would keep keys
-    and values for tokens that never come."""
-    wanted = {"pad_token_id": pad_token_id, "use_cache": False}
-    # Encoders have no cache.
-    before = {name: getattr(config, name) for name in wanted if hasattr(config, name)}
+def _scoring_config(config: Any, pad_token_id: int) -> Iterator[None]:
+    """Temporarily sets the pad id, which the model reads from its configuration, and turns the key-value cache off."""
+    settings = {"pad_token_id": pad_token_id, "use_cache": False}
+    # Encoders have no `use_cache`.
+    before = {name: getattr(config, name) for name in settings if hasattr(config, name)}
     for name in before:
-        setattr(config, name, wanted[name])
+        setattr(config, name, settings[name])
     try:
         yield
     finally:

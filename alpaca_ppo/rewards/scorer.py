@@ -1,4 +1,7 @@
-"""The weighted sum of reward sources, checked row by row."""
+"""The weighted sum of reward sources, with every returned score checked.
+
+Penalties are not here: see `scoring` for a missing stop token and `functional.shaping` for the KL.
+"""
 
 import itertools
 import math
@@ -13,49 +16,50 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, reward_batch
+from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, make_reward_batch
 from alpaca_ppo.rewards.reward_function import FunctionReward, call_functions, load_reward_function
 from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward
 
 RewardFunc = Callable[..., Any] | str | PreTrainedModel
 RowScore = float | list[float] | None
 
-_LARGEST = torch.finfo(torch.float32).max
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 class RewardResult(NamedTuple):
     """Scores of B responses, on the CPU."""
 
     rewards: Tensor
-    """(B,) float32, the weighted sum of the sources; (B, R) where a source scores tokens: R is the longest response of
-    the batch, zero after the end of a row, a sequence's score on the row's last token."""
+    """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T) instead: entry k of a row
+    belongs to `completion_ids[k]`, T is the length of the longest `completion_ids`, and entries after a row's last
+    token are 0. A sequence's score is then on the row's last token."""
     by_source: dict[str, Tensor]
-    """Each source's own unweighted scores, (B,) float32: token scores summed over the row, NaN where it had no
-    opinion."""
+    """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN where it returned None."""
 
 
 class RewardScorer:
-    """Calls reward sources and adds up their scores. `build_reward` makes one from what a user gives."""
+    """Calls reward sources and adds up their weighted scores; `build_reward` makes one from user arguments."""
 
     def __init__(self, sources: Sequence[FunctionReward | ModelReward], weights: Sequence[float]) -> None:
-        self.around_functions: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes a context for the calls of python functions, which may take long and talk to the world."""
+        self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context manager for the calls of Python functions. They may block for long (a request to a judge,
+        say), so the trainer sets this to let a signal interrupt them."""
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
             self.add(source, weight)
 
     def add(self, source: FunctionReward | ModelReward, weight: float) -> None:
-        """Adds a source; one of a name that is there already is called <name>_2."""
-        given = source.name
-        names = (given if number == 1 else f"{given}_{number}" for number in itertools.count(1))
+        """Adds a source. If its name is taken, it is renamed to <name>_2, <name>_3 and so on."""
+        base = source.name
+        names = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
         source.name = next(name for name in names if name not in self.names)
         self.sources.append(source)
         self.weights.append(weight)
 
     @property
     def names(self) -> list[str]:
-        """What the sources are called, each once."""
+        """The sources' names, which are unique."""
         return [source.name for source in self.sources]
 
     def __call__(
@@ -65,31 +69,31 @@ class RewardScorer:
         completion_ids: Sequence[Sequence[int]],
         rows: Sequence[dict[str, Any]],
     ) -> RewardResult:
-        """Scores of B responses.
+        """Returns the scores of B responses.
 
         Args:
             prompts: text or messages.
-            completions: text (it becomes an assistant message where the prompt is messages), or messages.
-            completion_ids: the response's token ids, stop token included, padding not.
-            rows: the dataset rows; every column but `prompt` reaches the functions under its name.
+            completions: text (which becomes an assistant message if the prompt is messages), or messages.
+            completion_ids: the token ids that the policy chose, including the stop token, without padding.
+            rows: the dataset rows; every column except `prompt` is passed to the functions under its name.
 
         Raises:
-            RewardError: naming source, row and text, where a source raises, returns another number of scores,
-                something that is no number, or one that is not finite in float32; or where no source scored a row.
+            RewardError: with the source, the row and the text, if a source raises, returns the wrong number of scores,
+                a value that is not a number, or a number that is not finite in float32; or if no source scores a row.
         """
         if not rows:
-            # A rank may have no prompt of a ragged last batch, and a function need not cope with empty lists.
+            # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
             return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names})
-        batch = reward_batch(prompts, completions, completion_ids, rows)
+        batch = make_reward_batch(prompts, completions, completion_ids, rows)
         functions = [source for source in self.sources if isinstance(source, FunctionReward)]
-        with self.around_functions():
+        with self.interruptible_call():
             returned = iter(call_functions(functions, batch))
         results = [next(returned) if isinstance(source, FunctionReward) else source(batch) for source in self.sources]
-        scores = [_checked(name, result, batch) for name, result in zip(self.names, results, strict=True)]
+        scores = [_check_scores(name, result, batch) for name, result in zip(self.names, results, strict=True)]
         for row in range(len(batch)):
             if all(source_scores[row] is None for source_scores in scores):
                 raise RewardError(
-                    ", ".join(self.names), "returned None: a row needs a score from at least one source", batch, row
+                    ", ".join(self.names), "returned None; each row needs a score from at least one source", batch, row
                 )
         by_source = {name: _row_totals(source_scores) for name, source_scores in zip(self.names, scores, strict=True)}
         return RewardResult(self._weighted_sum(scores, batch), by_source)
@@ -112,7 +116,11 @@ class RewardScorer:
                 elif score is not None:
                     if per_token and lengths[row] == 0:
                         raise RewardError(
-                            name, "scored a response without tokens, where other sources score tokens", batch, row
+                            name,
+                            "scored a whole response that has no tokens, while another source scores tokens; return "
+                            "None for it",
+                            batch,
+                            row,
                         )
                     total[row, lengths[row] - 1 if per_token else 0] += weight * score
         return (total if per_token else total[:, 0]).float()
@@ -128,32 +136,33 @@ def build_reward(
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
 ) -> RewardScorer:
-    """A scorer of one or several sources.
+    """Returns a scorer of one or several reward sources.
 
     Args:
-        reward_funcs: one or a list of: a python function (see `FunctionReward`); its name, "module:function" or
-            "file.py:function"; a sequence classifier with one label, as a model, folder or hub id (see `ModelReward`).
-        reward_weights: one number a source; 1 each by default.
-        reward_processing_classes: a tokenizer (or None) for each source, or one for every model. By default a model's
-            tokenizer is loaded from where the model came from.
+        reward_funcs: a source, or a list of them. A source is a Python function (see `FunctionReward`), the name of one
+            ("module:function" or "file.py:function"), or a sequence classifier with one label: a model in memory, a
+            folder or a hub id (see `ModelReward`).
+        reward_weights: one weight per source; 1 each by default.
+        reward_processing_classes: one tokenizer (or None) per source, or a single one for every model. By default, a
+            model's tokenizer is loaded from the folder or hub id that the model came from.
         batch_size: sequences in one forward pass of a reward model.
-        dtype: the weights of models loaded here; models given in memory keep theirs.
+        dtype: of the weights of models loaded here; a model in memory keeps its own.
         device: where reward models go; by default they stay where they are.
         trust_remote_code: run code that comes with a reward model.
 
     Raises:
-        ValueError: for an empty list, a number of weights or tokenizers that differs from the sources', a weight that
-            is not finite, something that is no source, or a model without one label, a trained head or a tokenizer.
-            Everything that needs no model is checked before one is loaded.
+        ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, a
+            weight is not finite, an entry is not a reward source, or a model lacks a single label, a trained head or a
+            tokenizer. Whatever can be checked without a model is checked before one is loaded.
     """
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if not given:
         raise ValueError("reward_funcs is empty; give at least one reward function or model")
-    weights = _checked_weights(reward_weights, len(given))
-    tokenizers = _tokenizer_of_each(reward_processing_classes, len(given))
+    weights = _check_weights(reward_weights, len(given))
+    tokenizers = _tokenizer_per_source(reward_processing_classes, len(given))
     if batch_size < 1:
         raise ValueError(f"the reward batch_size is {batch_size}; it must be at least 1")
-    resolved = [_without_model(source) for source in given]
+    resolved = [_resolve_function(source) for source in given]
     sources: list[FunctionReward | ModelReward] = []
     for source, tokenizer in zip(resolved, tokenizers, strict=True):
         if isinstance(source, FunctionReward):
@@ -167,8 +176,8 @@ def build_reward(
     return scorer if device is None else scorer.to(device)
 
 
-def _without_model(source: Any) -> FunctionReward | PreTrainedModel | str:
-    """Functions by name resolved; paths and ids of models left for later."""
+def _resolve_function(source: Any) -> FunctionReward | PreTrainedModel | str:
+    """Returns functions as `FunctionReward`, and a model, or the path or hub id of one, as it is."""
     if isinstance(source, str):
         _, colon, name = source.rpartition(":")
         is_function = colon and name.isidentifier() and not Path(source).is_dir()
@@ -176,39 +185,39 @@ def _without_model(source: Any) -> FunctionReward | PreTrainedModel | str:
     if isinstance(source, torch.nn.Module):
         if getattr(source, "config", None) is None:
             raise ValueError(
-                f"reward_funcs has a {type(source).__name__}, a module without a configuration; give a transformers "
-                "sequence classifier, or wrap the module in a function f(prompts, completions, **columns)"
+                f"reward_funcs contains a {type(source).__name__}, a module without a transformers configuration; use "
+                "a transformers sequence classifier, or wrap it in a function f(prompts, completions, **columns)"
             )
         return cast(PreTrainedModel, source)
     if callable(source):
         return FunctionReward(source)
     raise ValueError(
-        f"reward_funcs has {source!r}, a {type(source).__name__}; give a function, a model, or the name of either"
+        f"reward_funcs contains {source!r}, a {type(source).__name__}; use a function, a model, or the name of either"
     )
 
 
-def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+def _check_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     if weights is None:
         return [1.0] * count
     if len(weights) != count:
-        raise ValueError(f"reward_weights has {len(weights)} numbers for {count} reward sources; give one each")
+        raise ValueError(f"reward_weights has {len(weights)} numbers for {count} reward sources; give one per source")
     if not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"reward_weights is {list(weights)}; every weight must be a finite number")
     return [float(weight) for weight in weights]
 
 
-def _tokenizer_of_each(tokenizers: Any, count: int) -> list[PreTrainedTokenizerBase | None]:
+def _tokenizer_per_source(tokenizers: Any, count: int) -> list[PreTrainedTokenizerBase | None]:
     if not isinstance(tokenizers, (list, tuple)):
         return [tokenizers] * count
     if len(tokenizers) != count:
         raise ValueError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {count} reward sources; "
-            "give one each, None for a function"
+            f"reward_processing_classes has {len(tokenizers)} entries for {count} reward sources; give one per source, "
+            "None for a function"
         )
     return list(tokenizers)
 
 
-def _checked(name: str, result: Any, batch: RewardBatch) -> list[RowScore]:
+def _check_scores(name: str, result: Any, batch: RewardBatch) -> list[RowScore]:
     if isinstance(result, (Tensor, np.ndarray)):
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
@@ -217,10 +226,10 @@ def _checked(name: str, result: Any, batch: RewardBatch) -> list[RowScore]:
         )
     if len(result) != len(batch):
         raise RewardError(name, f"returned {len(result)} scores for {len(batch)} responses", batch, None)
-    return [_checked_row(name, score, batch, row) for row, score in enumerate(result)]
+    return [_check_row(name, score, batch, row) for row, score in enumerate(result)]
 
 
-def _checked_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
+def _check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
     if score is None:
         return None
     if isinstance(score, (Tensor, np.ndarray, np.generic)):
@@ -229,8 +238,8 @@ def _checked_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScor
     for number in numbers:
         if not isinstance(number, Real):
             raise RewardError(name, f"returned {number!r}, a {type(number).__name__} and not a number", batch, row)
-        # False for NaN too, and for what overflows float32.
-        if not -_LARGEST <= cast(float, number) <= _LARGEST:
+        # Also catches NaN, and numbers that overflow float32.
+        if not -_MAX_FLOAT32 <= cast(float, number) <= _MAX_FLOAT32:
             raise RewardError(name, f"returned {number!r}, which is not finite in float32", batch, row)
     if numbers is not score:
         return float(score)

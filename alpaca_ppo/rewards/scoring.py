@@ -1,12 +1,15 @@
-"""From sampled responses to their scores: decoded, given to the reward sources, penalised where they did not stop."""
+"""From sampled responses to rewards: decode the text, call the reward sources, apply the penalty for a missing stop.
+
+The KL penalty is not here; it is added when rewards are shaped.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.shaping import sequence_scores
-from alpaca_ppo.rewards import RewardScorer
+from alpaca_ppo.functional.shaping import last_token_index, sequence_scores
+from alpaca_ppo.rewards.scorer import RewardScorer
 
 
 def score_responses(
@@ -17,32 +20,51 @@ def score_responses(
     *,
     penalty: float | None,
 ) -> dict[str, Tensor]:
-    """`scores` (B,), `rewards` (B,) or (B, R), and `scores_by_source` (B, sources) of sampled responses.
+    """Returns `scores`, `rewards` and `scores_by_source` of B sampled responses, on the CPU.
+
+    Sources see the chosen tokens only, those under `response_mask`. A per-token reward goes to the column of its token,
+    so `response_mask` may have holes (tokens that the policy did not choose, such as the output of a tool).
 
     Args:
         scorer: the reward sources.
-        processing_class: the policy's tokenizer; special tokens do not reach the sources' text.
-        samples: what `sample_responses` returned.
-        rows: the dataset row of each of the B responses.
-        penalty: takes the place of the score of a response that did not stop; None = keep the score.
+        processing_class: the policy's tokenizer. The sources get text without special tokens.
+        samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
+            bool, on the CPU; other keys are ignored.
+        rows: the dataset row of each of the B responses, with its `prompt`.
+        penalty: replaces the reward of a response that did not stop; a per-token reward becomes zero but for the last
+            chosen token, which gets the penalty. None keeps the reward.
+
+    Returns:
+        scores (B,) float32, summed over the sources, before the penalty; rewards (B,) float32, or (B, R) if a source
+        scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN where a source returned
+        None.
+
+    Raises:
+        RewardError: as `RewardScorer`.
     """
     mask = samples["response_mask"]
     ids = [row[keep].tolist() for row, keep in zip(samples["responses"], mask, strict=True)]
     texts = processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     result = scorer(prompts=[row["prompt"] for row in rows], completions=texts, completion_ids=ids, rows=rows)
-    rewards = result.rewards
-    if rewards.dim() == 2:
-        rewards = torch.nn.functional.pad(rewards, (0, mask.size(1) - rewards.size(1)))
+    rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
     if penalty is not None:
-        rewards = _penalise(rewards, mask, ~samples["stopped"], penalty)
+        rewards = _penalize(rewards, mask, ~samples["stopped"], penalty)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     return {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
 
 
-def _penalise(rewards: Tensor, mask: Tensor, unstopped: Tensor, penalty: float) -> Tensor:
+def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Returns (B, R): entry k of a row of `token_rewards` (B, T), in the column of that row's k-th True in `mask`."""
+    is_token = torch.arange(token_rewards.size(1)) < mask.sum(dim=1, keepdim=True)
+    rewards = token_rewards.new_zeros(mask.shape)
+    rewards[mask] = token_rewards[is_token]
+    return rewards
+
+
+def _penalize(rewards: Tensor, mask: Tensor, truncated: Tensor, penalty: float) -> Tensor:
+    """`rewards` with `penalty` as the whole reward of each row that is `truncated` (B,)."""
     if rewards.dim() == 1:
-        return torch.where(unstopped, penalty, rewards)
-    last = mask.size(1) - 1 - mask.flip(1).long().argmax(dim=1)
-    whole = torch.zeros_like(rewards).scatter_(1, last.unsqueeze(1), penalty)
-    return torch.where(unstopped.unsqueeze(1), whole, rewards)
+        return torch.where(truncated, penalty, rewards)
+    is_last = torch.arange(mask.size(1)) == last_token_index(mask).unsqueeze(1)
+    return torch.where(truncated.unsqueeze(1), torch.where(is_last, penalty, torch.zeros_like(rewards)), rewards)

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, tables of rollouts, callbacks."""
+"""What a run reports: the metrics log and trackers, tables of rollouts, and callbacks."""

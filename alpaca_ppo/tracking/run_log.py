@@ -1,7 +1,7 @@
-"""What a run tells the world: metrics.jsonl, run.yaml, trackers, tables of responses, progress bars.
+"""The log of a run: metrics.jsonl, run.yaml, trackers, tables of responses, messages and progress bars.
 
-Only the main process writes; on the others every method does nothing. Which numbers are logged is decided elsewhere
-(`metrics`, `inspection`); checkpoints and models are not here either (`checkpointing`, `export`).
+Only the main process writes; on other processes every method does nothing. The numbers come from `ppo.metrics` and
+`rollout_tables`; checkpoints and models are written by `checkpoint`.
 """
 
 import hashlib
@@ -22,28 +22,30 @@ from tqdm import tqdm
 from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 
 PROJECT = "alpaca_ppo"
-# What each tracker calls the name of a run; Accelerate hands all of them the project's name only.
+# Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
-_TABLE_ROWS = 16
-_ROW_FOLDERS = ("rollouts", "eval")
+_MAX_TABLE_ROWS = 16
+_TABLE_FOLDERS = ("rollouts", "eval")
 
 
 def tracker_names(report_to: Sequence[str]) -> list[str]:
-    """Trackers that `report_to` asks for, each once, in its order; `none` is no tracker and `all` every installed one.
+    """Returns the trackers in `report_to` without duplicates, in its order; "all" stands for every installed tracker.
 
     Raises:
-        ValueError: for a name that Accelerate does not know or whose package is not installed, and `none` beside
-            others.
+        ValueError: for a tracker that Accelerate does not support or whose package is not installed, and for "none"
+            together with other names.
     """
     installed = [str(name) for name in get_available_trackers()]
     if "none" in report_to:
         if set(report_to) != {"none"}:
-            raise ValueError(f"report_to is {list(report_to)}; 'none' excludes the others, drop one or the other")
+            raise ValueError(
+                f"report_to is {list(report_to)}; 'none' cannot be combined with other trackers, so remove it or them"
+            )
         return []
     names = [name for entry in report_to for name in (installed if entry == "all" else [entry])]
     for name in names:
         if name not in installed:
-            why = "is not installed" if name in LOGGER_TYPE_TO_CLASS else "is no tracker of Accelerate"
+            why = "is not installed" if name in LOGGER_TYPE_TO_CLASS else "is not a tracker of Accelerate"
             raise ValueError(
                 f"report_to names {name!r}, which {why}; available here: {', '.join(installed)}, all, none"
             )
@@ -51,18 +53,18 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
 
 
 class RunLog:
-    """The written record of one run under `output_dir`, and its way to the trackers.
+    """Writes the records of one run to `output_dir` and to the trackers.
 
     Args:
-        accelerator: of the run. Trackers that are already initialised on it are kept, and `report_to` adds none.
-        output_dir: gets metrics.jsonl, run.yaml, runs/ (TensorBoard), rollouts/, eval/ and skipped_updates.jsonl.
-        report_to: names for `tracker_names`.
-        run_name: of the run at the trackers; the output folder's name by default.
-        config: the resolved configuration, plain values only.
-        resume_step: steps already done, -1 for a run that starts anew, None to leave everything. Records of later
-            steps, which a resumed run will write again, are dropped.
-        step_ended: False where that step's own line is still to be written; its table of rollouts is there.
-        resume_skipped: updates skipped until then; records of later ones are dropped too.
+        accelerator: the run's accelerator. If it already has trackers, they are used, and `report_to` adds none.
+        output_dir: folder of metrics.jsonl, run.yaml, runs/ (TensorBoard), rollouts/, eval/ and skipped_updates.jsonl.
+        report_to: trackers; see `tracker_names`.
+        run_name: the run's name in the trackers; by default the name of the output folder.
+        config: the resolved configuration, as plain values.
+        resume_step: the number of steps already done, or -1 for a new run. Records of later steps are removed, because
+            the run will write them again. None keeps all records.
+        step_ended: False if step `resume_step` has written its table of rollouts, but not its line of metrics.
+        resume_skipped: the number of updates skipped up to `resume_step`; records of later ones are removed too.
 
     Raises:
         ValueError: as `tracker_names`.
@@ -87,8 +89,8 @@ class RunLog:
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                _drop_records_after(self.output_dir, resume_step, lines=resume_step - (not step_ended))
-                _keep_lines(self.output_dir / "skipped_updates.jsonl", "number", resume_skipped)
+                _remove_records_after(self.output_dir, resume_step, last_line=resume_step - (not step_ended))
+                _keep_lines_up_to(self.output_dir / "skipped_updates.jsonl", "number", resume_skipped)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
@@ -97,10 +99,14 @@ class RunLog:
             self._start_trackers(names, run_name or self.output_dir.resolve().name, dict(config), purge)
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
-        """Adds a line to metrics.jsonl, `step` first and then the sorted keys; `report` says whether trackers get it
-        too.
+        """Appends a line to metrics.jsonl, `step` first and then the metrics by name, and logs it to the trackers.
 
-        A number that is not finite is written as null, because JSON has no other word for it.
+        A number that is not finite is written as null, because JSON cannot represent it.
+
+        Args:
+            stats: the metrics.
+            step: the step, from 1; 0 is before training.
+            report: False leaves the trackers out.
         """
         if self.is_main:
             numbers = {key: float(stats[key]) for key in sorted(stats)}
@@ -110,38 +116,35 @@ class RunLog:
                     self.accelerator.log(numbers, step=step)
 
     def log_skipped_update(self, row: Mapping[str, Any]) -> None:
-        """Adds a line to skipped_updates.jsonl; `row["number"]` counts from 1 over the whole run."""
+        """Appends a line to skipped_updates.jsonl; `row["number"]` counts from 1 over the whole run."""
         if self.is_main:
             _append(self.output_dir / "skipped_updates.jsonl", row)
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Writes `rows` to rollouts/step_<step>.jsonl, one JSON object a line."""
+        """Writes `rows` to rollouts/step_<step>.jsonl, one JSON object per line."""
         if self.is_main:
             self._write_rows("rollouts", rows, step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Writes all `rows` to <name>/step_<step>.jsonl, and the first of them as a text table to TensorBoard."""
+        """Writes all `rows` to <name>/step_<step>.jsonl, and the first 16 as a text table to TensorBoard."""
         if self.is_main:
             self._write_rows(name, rows, step)
             for tracker in self._tensorboards():
-                tracker.tracker.add_text(f"{name}/table", markdown_table(rows[:_TABLE_ROWS]), step)
+                tracker.tracker.add_text(f"{name}/table", markdown_table(rows[:_MAX_TABLE_ROWS]), step)
 
     def progress(self, total: int, description: str, *, initial: int = 0, leave: bool = True) -> "tqdm[Any]":
-        """A progress bar that shows on the main process, and only where stderr is a terminal; `update` and `close`
-        it.
-        """
-        quiet = not (self.is_main and sys.stderr.isatty())
-        return tqdm(total=total, desc=description, initial=initial, leave=leave, disable=quiet, dynamic_ncols=True)
+        """Returns a progress bar, which is shown on the main process only, and only if stderr is a terminal."""
+        hidden = not (self.is_main and sys.stderr.isatty())
+        return tqdm(total=total, desc=description, initial=initial, leave=leave, disable=hidden, dynamic_ncols=True)
 
     def message(self, text: str) -> None:
-        """Prints a line that does not tear the progress bars."""
+        """Prints a line above the progress bars."""
         if self.is_main:
             tqdm.write(text)
 
     def finish(self) -> None:
-        """Closes the trackers that this log opened; files need no closing."""
-        # Not Accelerator.end_training: it also ends the process group, which whoever made the accelerator may still
-        # need.
+        """Closes the trackers that this log started."""
+        # Accelerator.end_training would also destroy the process group, which the caller may still need.
         if self._owns_trackers:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
@@ -151,14 +154,14 @@ class RunLog:
         self, names: Sequence[str], run_name: str, config: dict[str, Any], purge_step: int | None
     ) -> None:
         runs = self.output_dir / "runs"
-        # TensorBoard hides what an interrupted run wrote from purge_step on.
+        # TensorBoard hides what an interrupted run wrote for purge_step and later steps.
         board = TensorBoardTracker("", runs, purge_step=purge_step)
         self.accelerator.project_configuration.logging_dir = str(runs)
         self.accelerator.log_with = [board if name == "tensorboard" else name for name in names]
         options = {name: {option: run_name} for name, option in _RUN_NAME_OPTION.items()}
         self.accelerator.init_trackers(PROJECT, init_kwargs=options)
         for tracker in self.accelerator.trackers:
-            # TensorBoard's own way would refuse lists and add a run of its own for the hyper-parameters.
+            # TensorBoardTracker would reject lists, and add a separate run for the hyperparameters.
             if tracker is not board:
                 tracker.store_init_configuration(config)
         if self.is_main:
@@ -178,7 +181,7 @@ class RunLog:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of `rows`; its columns are the first row's keys. Empty for no rows."""
+    """Returns `rows` as a Markdown table with the keys of the first row as columns; "" without rows."""
     if not rows:
         return ""
     columns = list(rows[0])
@@ -193,23 +196,24 @@ def _cell(value: Any) -> str:
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_strict(row), ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _strict(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
+    """Replaces floats that are not finite by None, also inside mappings and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _strict(entry) for key, entry in value.items()}
+        return {key: _without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(entry) for entry in value]
+        return [_without_nan(entry) for entry in value]
     return value
 
 
-def _drop_records_after(output_dir: Path, step: int, *, lines: int) -> None:
-    """Drops what a resumed run will write again: tables of steps after `step` and lines of steps after `lines`."""
-    _keep_lines(output_dir / "metrics.jsonl", "step", lines)
-    for folder in _ROW_FOLDERS:
+def _remove_records_after(output_dir: Path, step: int, *, last_line: int) -> None:
+    """Removes tables of steps after `step` and lines of metrics after `last_line`; a resumed run writes them again."""
+    _keep_lines_up_to(output_dir / "metrics.jsonl", "step", last_line)
+    for folder in _TABLE_FOLDERS:
         for path in (output_dir / folder).glob("step_*.jsonl"):
             number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
             if number and int(number[1]) > step:
@@ -217,23 +221,28 @@ def _drop_records_after(output_dir: Path, step: int, *, lines: int) -> None:
 
 
 def metrics_identity(output_dir: Path, step: int) -> dict[str, Any]:
-    """Number and hash of the lines of metrics.jsonl up to `step`; what a run timed makes them its own."""
+    """Returns number and hash of the lines of metrics.jsonl up to `step`. The timings in them make a run unique."""
     path = output_dir / "metrics.jsonl"
-    lines = _lines_until(path, "step", step) if path.exists() else []
+    lines = _lines_up_to(path, "step", step) if path.exists() else []
     return {"lines": len(lines), "sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
 
 
 def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> None:
-    """Checks that metrics.jsonl has no lines until `step`, or those that `metrics_identity` has seen.
+    """Checks that metrics.jsonl, up to `step`, is empty or has the lines that the checkpoint's run had written.
+
+    Args:
+        output_dir: folder of metrics.jsonl.
+        written: what `metrics_identity` returned when the checkpoint was saved.
+        step: the last step whose line is compared.
 
     Raises:
-        ValueError: when it is of another run: going on would mix the two.
+        ValueError: if the lines belong to another run, which resuming would mix with this one.
     """
     found = metrics_identity(output_dir, step)
     if found["lines"] and found != written:
         raise ValueError(
-            f"{output_dir / 'metrics.jsonl'} is of another run than the checkpoint: it has {found['lines']} lines "
-            f"until step {step} that the checkpoint's run did not write (it had {written['lines']}); choose another "
+            f"{output_dir / 'metrics.jsonl'} belongs to another run than the checkpoint: its {found['lines']} lines up "
+            f"to step {step} differ from the {written['lines']} lines that the checkpoint's run wrote; choose another "
             "output_dir, or move the file away"
         )
 
@@ -246,22 +255,22 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _keep_lines(path: Path, key: str, last: int) -> None:
-    """Keeps the lines of `path` whose `key` is at most `last`."""
+def _keep_lines_up_to(path: Path, key: str, last: int) -> None:
+    """Removes the lines of `path` whose `key` is above `last`."""
     if path.exists():
-        write_text_atomically(path, "".join(_lines_until(path, key, last)))
+        write_text_atomically(path, "".join(_lines_up_to(path, key, last)))
 
 
-def _lines_until(path: Path, key: str, last: int) -> list[str]:
-    # What stands after the last line's end is half a line, left by a run that was killed as it wrote.
+def _lines_up_to(path: Path, key: str, last: int) -> list[str]:
+    # A run that was killed while writing leaves an incomplete line without a line feed at the end.
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [line.decode() + "\n" for i, line in enumerate(lines, 1) if _count_of(line, key, path, i) <= last]
+    return [line.decode() + "\n" for i, line in enumerate(lines, 1) if _read_count(line, key, path, i) <= last]
 
 
-def _count_of(line: bytes, key: str, path: Path, number: int) -> int:
+def _read_count(line: bytes, key: str, path: Path, number: int) -> int:
     try:
         return int(json.loads(line)[key])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} line {number} is not a record of a run: {line[:80]!r}; move the file away to go on"
+            f"{path} line {number} is not a record of a run: {line[:80]!r}; move the file away to continue"
         ) from error

@@ -1,11 +1,11 @@
-"""What a run keeps and tells: checkpoints, final models, the log, and the callbacks that listen.
+"""`BaseTrainer`: the loop over steps, and what happens around a step: evaluation, records, checkpoints, callbacks,
+signals.
 
-`PPOTrainer` inherits from here, so that `trainer.py` holds the algorithm alone. How a folder is written is in
-`checkpointing` and `export`.
+What a step computes is not here (`ppo_trainer`); how a checkpoint is written is in `checkpoint`.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,29 +14,32 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo.atomic_io import clean_leftovers
-from alpaca_ppo.checkpoint import directory, export, serialization
-from alpaca_ppo.checkpoint.best import best_of, compare_with_best, require_metric, restore_best
-from alpaca_ppo.checkpoint.compatibility import REMEDIES, data_identity, expected_identity, run_identity
+from alpaca_ppo.checkpoint import export
+from alpaca_ppo.checkpoint.compatibility import data_identity, expected_identity, run_identity
+from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
+from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
+from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.trainer import setup
-from alpaca_ppo.trainer.progress import TrainProgress, UpdateProgress
-from alpaca_ppo.types import Rollouts
+from alpaca_ppo.trainer.progress import TrainProgress
+from alpaca_ppo.types import PromptBatch
 
 
 class BaseTrainer:
-    """The part of a trainer that outlives a step. The trainer's constructor sets what is declared here."""
+    """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`).
+
+    A subclass's constructor sets what is declared here, and then calls `set_up_run`.
+    """
 
     args: PPOConfig
     accelerator: Accelerator
@@ -44,245 +47,273 @@ class BaseTrainer:
     train_prompts: PromptDataset
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
+    sampling_params: SamplingParams
     updater: Updater
     optimizer_steps: int
+    """Of the whole run."""
     kl_controller: KLController
-    state: TrainerState
-    collector: RolloutCollector
-    callback_handler: CallbackHandler
-    interruption: PreemptionHandler
-    progress: TrainProgress
-    run_log: RunLog | None
-    skipped_updates: int
+    step: Callable[[Sequence[PromptBatch]], dict[str, float]]
     evaluate: Callable[[], dict[str, float]]
+
+    def set_up_run(self, callbacks: Sequence[Any]) -> None:
+        """Builds what keeps the run: its state, its callbacks, its checkpoints and the handler of its signals."""
+        self.state = TrainerState(
+            max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
+        )
+        self.callback_handler = CallbackHandler(callbacks, self.state)
+        self.preemption = PreemptionHandler(self.accelerator)
+        self.progress = TrainProgress(self.accelerator, self.state, self.updater)
+        best = BestCheckpoint(
+            self.state, self.args.metric_for_best_model, greater_is_better=self.args.greater_is_better
+        )
+        self.checkpoints = CheckpointManager(
+            self.accelerator,
+            self.args.output_dir,
+            engine=self.updater.engine,
+            scheduler=self.updater.scheduler,
+            components=self.checkpoint_components,
+            best=best,
+            identity=self._saved_identity,
+            expected=lambda: expected_identity(self._identity(), self.args),
+            check=self._check_records,
+            save_total_limit=self.args.save_total_limit,
+        )
+        self._run_log: RunLog | None = None
+
+    def checkpoint_components(self) -> dict[str, Component]:
+        """What a checkpoint holds besides weights, optimizer, schedule and random states, by name.
+
+        A subclass with state of its own adds it here: anything with `state_dict` and `load_state_dict`.
+        """
+        return {"progress": self.progress, "kl_controller": self.kl_controller}
 
     @property
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
         return self.updater.engine.actor_critic
 
+    @property
+    def run_log(self) -> RunLog:
+        """The record of the run on disk; opened without dropping anything where `train` has not begun."""
+        if self._run_log is None:
+            self._run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
+        return self._run_log
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
+        """Runs all steps, from a checkpoint if asked, and saves the final models; returns the last step's metrics.
+
+        SIGTERM and SIGINT end the micro-batch or the sampling under way, save a checkpoint and end the process.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
+
+        Raises:
+            Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
+        """
+        with record_error(), self.preemption.install():
+            try:
+                return self._train(resume_from_checkpoint)
+            except Interrupted as interrupted:
+                self._save_interrupted(interrupted)
+                raise
+
+    def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
+        self._begin(resume_from_checkpoint)
+        with self.run_log.progress(self.schedule.num_steps, "ppo", initial=self.state.global_step) as bar:
+            while not self._finished:
+                self.poll()
+                self.callback_handler.begin_step()
+                self._notify("on_step_begin")
+                step = self.state.global_step
+                stats = self.step(self.prompt_batches(step))
+                # A subclass's own `step` or `step_with_rollouts` need not count.
+                self.count_step(step)
+                self._end_step(stats)
+                bar.update(1)
+        self.poll()
+        self.save_model(stats=self.progress.stats)
+        self._notify("on_train_end")
+        self.run_log.finish()
+        collectives.drain_collectives(self.accelerator)
+        return self.progress.stats
+
+    @property
+    def _finished(self) -> bool:
+        return self.state.global_step >= self.schedule.num_steps or self.callback_handler.control.should_training_stop
+
+    def count_step(self, step: int) -> None:
+        """Records that `step` (from 0) is done: `state.global_step`, on which the next rollout's randomness depends, is
+        `step + 1` afterwards, however often this is called.
+        """
+        self.state.global_step = step + 1
+        self.state.epoch = self.schedule.epoch_at(step + 1)
+
+    def poll(self) -> None:
+        """Ends the run where a signal has asked for it; every rank must call this at the same point.
+
+        Raises:
+            Interrupted: on every rank, where any was asked to end.
+        """
+        # Elsewhere a checkpoint could not say where the run stands.
+        if self.progress.is_current:
+            self.preemption.poll_all_ranks()
+
+    def prompt_batches(self, step: int) -> list[PromptBatch]:
+        """This rank's prompts of `step` (from 0): one batch, or none where a ragged step has fewer prompts than
+        ranks.
+        """
+        return self.collate(self.train_prompts, self.schedule.indices(step))
+
+    def collate(self, prompts: PromptDataset, indices: Sequence[int]) -> list[PromptBatch]:
+        """This rank's share of `prompts[indices]` as a batch; an empty list where it has none."""
+        share = collectives.rank_share(indices, self.accelerator)
+        return [self.prompt_batch([prompts[i] for i in share], share)] if share else []
+
+    def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
+        """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
+        pad = self.sampling_params.pad_token_id
+        return collate_prompts(items, prompt_ids, pad_token_id=pad, query_len=self.args.query_len)
+
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
-        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/)."""
+        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
+
+        Args:
+            output_dir: another folder than `final/`.
+            stats: figures for the model card.
+        """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
-        with (
-            self.updater.engine.gathered_parameters(self.actor_critic),
-            collectives.raise_on_all_ranks(self.accelerator),
-        ):
-            self._write_models(folder, stats or {})
-        # The others wait at the end of the run, not in the middle of a gathering.
+        engine = self.updater.engine
+        with engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
+            if self.accelerator.is_main_process:
+                export.save_final(
+                    folder,
+                    self.actor_critic,
+                    self.processing_class,
+                    figures=stats or {},
+                    config=asdict(self.args),
+                    merged=self.args.merge_on_save,
+                )
+        # The others wait at the end of the run, not while parameters are gathered.
         if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
             export.push_folder(folder / "policy", str(self.args.hub_model_id))
-
-    def _write_models(self, folder: Path, stats: dict[str, float]) -> None:
-        if self.accelerator.is_main_process:
-            about: dict[str, Any] = {
-                "figures": stats,
-                "config": asdict(self.args),
-                "merged": self.args.merge_on_save,
-            }
-            export.save_final(folder, self.actor_critic, self.processing_class, **about)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
 
         `stats` are the step's metrics, by which it may become the best one (`metric_for_best_model`).
         """
-        folder, progress = self._checkpoint_folder, self._progress()
-        compare_with_best(self.state, stats or {}, folder, self.args)
-        engine = self.updater.engine
-        # Ranks put together what lies in parts on them; one writes it.
-        state: dict[str, Any] = {"weights": engine.weights(), "optimizer": engine.optimizer_state()}
-        state["rng"] = collectives.gather_list(serialization.random_states(), self.accelerator)
-        extra = progress | {"skipped_updates": self.skipped_updates, "best": best_of(self.state, self.args)}
-        with collectives.raise_on_all_ranks(self.accelerator):
-            if self.accelerator.is_main_process:
-                extra["metrics"] = metrics_identity(Path(self.args.output_dir), progress["last_line"])
-                extra["eval_dataset"] = None if self.eval_prompts is None else data_identity(self.eval_prompts)
-                serialization.save_checkpoint(
-                    folder,
-                    **state,
-                    scheduler=self.updater.scheduler,
-                    extra=extra | self._identity(),
-                    save_total_limit=self.args.save_total_limit,
-                    best=self.state.best_model_checkpoint,
-                )
-        self.progress.saved = self._can_checkpoint
+        folder = self.checkpoints.save(self.state.global_step, stats or {})
+        self.progress.saved = self.progress.is_current
         return folder
 
-    @property
-    def _checkpoint_folder(self) -> Path:
-        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+    def skip_update(self, refused: NonFiniteUpdate) -> None:
+        """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.
 
-    def _progress(self) -> dict[str, Any]:
-        """How far the run has come; every rank tells its part."""
-        point = self.progress if self._can_checkpoint else TrainProgress()
-        update = point.update
-        return {
-            "global_step": self.state.global_step,
-            "last_line": point.last_line if self._can_checkpoint else self.state.global_step,
-            "kl_controller": self.kl_controller.state_dict(),
-            "learning_rate": self.updater.learning_rate,
-            "stats": point.stats,
-            "step_ended": point.step_ended,
-            "update": update and update.state_dict(collectives.gather_list(update.rank_state(), self.accelerator)),
-        }
-
-    @property
-    def _can_checkpoint(self) -> bool:
-        """Whether the resume point tells where the run stands, also where a subclass trains in its own way."""
-        point = self.progress
-        return (point.step, point.updates) == (self.state.global_step, self.updater.num_updates)
-
-    def _check(self) -> None:
-        if self._can_checkpoint:
-            self.interruption.poll_all_ranks()
-
-    def _update_progress(self, rollouts: Rollouts) -> UpdateProgress:
-        """How far the update on `rollouts` is. Others than the step's, which a subclass may pass, begin anew: a resumed
-        run would not find them.
+        Raises:
+            FloatingPointError: when `max_skipped_updates` of them were counted already.
         """
-        update = self.progress.update
-        return update if update is not None and update.rollouts is rollouts else UpdateProgress(rollouts, {})
-
-    def _advance(self, **changes: Any) -> None:
-        self.progress.advance(step=self.state.global_step, updates=self.updater.num_updates, **changes)
+        self.progress.skipped_updates += 1
+        number, step = self.progress.skipped_updates, self.state.global_step + 1
+        self.run_log.log_skipped_update(
+            {"number": number, "step": step, "cause": refused.cause, "prompt_ids": refused.prompt_ids}
+        )
+        limit = f"{number} updates were not finite in this run; max_skipped_updates is {self.args.max_skipped_updates}"
+        if number > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {step}: {refused}. {limit}; a run that is resumed from its last checkpoint may have a higher one"
+            ) from refused
+        self.run_log.message(f"step {step}: {refused}. {limit}")
 
     def _save_interrupted(self, interrupted: Interrupted) -> None:
-        # The best checkpoint keeps the weights that were measured. From there a resumed run does the step anew.
-        is_best = self.state.best_model_checkpoint == str(self._checkpoint_folder)
+        folder = self.checkpoints.folder(self.state.global_step)
+        # The best checkpoint keeps the weights that were measured. From there a resumed run repeats the step.
+        is_best = self.checkpoints.best.folder == folder
         if not self.progress.saved and not is_best:
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
-        self._log.message(
-            f"{interrupted}: {self._checkpoint_folder} holds where the run stands; go on with "
-            "resume_from_checkpoint: true"
+        self.run_log.message(
+            f"{interrupted}: {folder} holds the state of the run; go on with resume_from_checkpoint: true"
         )
-        self._log.finish()
-        self.run_log = None
+        self.run_log.finish()
+        self._run_log = None
         collectives.drain_collectives(self.accelerator)
 
-    @property
-    def _log(self) -> RunLog:
-        if self.run_log is None:
-            # Outside train() nothing that an earlier run left in output_dir is dropped.
-            self.run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
-        return self.run_log
-
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
-        self.collector.scorer.around_functions = self.interruption.interruptible_call
-        folder = self._refuse_or_resolve(resume_from_checkpoint)
-        if folder is not None:
-            self._load_checkpoint(folder)
+        folder = self.checkpoints.find(resume_from_checkpoint)
+        if folder is None:
+            self.progress.advance()
         else:
-            self._advance()
-        point = self.progress
+            extra = self.checkpoints.load(folder)
+            self._compare_eval_data(extra["eval_dataset"])
+            self.state.epoch = self.schedule.epoch_at(self.state.global_step)
+            self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
-        if self.run_log is None:
-            kept = {"resume_step": -1 if point.at_start else point.step, "step_ended": point.step_ended}
-            kept["resume_skipped"] = self.skipped_updates
-            self.run_log = setup.make_run_log(self.accelerator, self.args, **kept)
-        self._log.message(
+        if self._run_log is None:
+            self._run_log = setup.make_run_log(
+                self.accelerator,
+                self.args,
+                resume_step=-1 if self.progress.at_start else self.progress.step,
+                step_ended=self.progress.step_ended,
+                resume_skipped=self.progress.skipped_updates,
+            )
+        self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
         if self.eval_prompts is None:
-            require_metric(self.args, {}, evaluation=True)
-        elif point.at_start:
+            self.checkpoints.best.require({}, evaluation=True)
+        elif self.progress.at_start:
             stats = self._evaluate()
-            self._log.log(stats, 0)
+            self.run_log.log(stats, 0)
             self._notify("on_evaluate", metrics=stats)
-        if not point.step_ended:
-            self._end_step(point.stats)
-
-    def _refuse_or_resolve(self, resume_from_checkpoint: bool | str | None) -> Path | None:
-        """The checkpoint to go on from, or None; what killed processes left in `output_dir` is gone afterwards."""
-        folder, output_dir = None, self.args.output_dir
-        if resume_from_checkpoint:
-            folder = directory.resolve_checkpoint(resume_from_checkpoint, output_dir)
-        else:
-            directory.refuse_finished_run(output_dir)
-        # Not before every rank has seen that the folder is this run's: in another's, a live run may be writing.
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            clean_leftovers(output_dir)
-        self.accelerator.wait_for_everyone()
-        return folder
-
-    def _load_checkpoint(self, folder: Path) -> None:
-        extra = serialization.load_checkpoint(
-            folder,
-            trained=self.updater.engine,
-            scheduler=self.updater.scheduler,
-            rank=self.accelerator.process_index,
-            expected=expected_identity(self._identity(), self.args),
-            remedies=REMEDIES,
-            check=lambda extra: check_metrics(Path(self.args.output_dir), extra["metrics"], extra["last_line"]),
-        )
-        self._compare_eval_data(extra["eval_dataset"])
-        restore_best(self.state, extra["best"], folder.parent, self.args)
-        self.state.global_step = extra["global_step"]
-        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        self.kl_controller.load_state_dict(extra["kl_controller"])
-        self.skipped_updates = extra["skipped_updates"]
-        self.updater.learning_rate = extra["learning_rate"]
-        ranks = {"rank": self.accelerator.process_index, "num_ranks": self.accelerator.num_processes}
-        update = UpdateProgress.from_state(extra["update"], **ranks) if extra["update"] else None
-        self._advance(stats=extra["stats"], step_ended=extra["step_ended"], update=update, resumed=True)
-        self.progress.saved = folder.resolve() == self._checkpoint_folder.resolve()
-        # Every rank has read what it resumes from.
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process and (moved := directory.set_aside_later(folder)):
-            print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
+        if not self.progress.step_ended:
+            self._end_step(self.progress.stats)
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
 
+    def _saved_identity(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run it belongs to, its records and its eval data included."""
+        last_line = self.progress.last_line if self.progress.is_current else self.state.global_step
+        return {
+            **self._identity(),
+            "metrics": metrics_identity(Path(self.args.output_dir), last_line),
+            "eval_dataset": None if self.eval_prompts is None else data_identity(self.eval_prompts),
+        }
+
+    def _check_records(self, extra: Mapping[str, Any]) -> None:
+        """Checks that metrics.jsonl is of the run that wrote the checkpoint."""
+        check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
+
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
-        """Warns, for it changes figures alone."""
+        """Warns of other eval data, which change figures alone."""
         if saved and self.eval_prompts is not None and saved != (now := data_identity(self.eval_prompts)):
             warnings.warn(
-                f"eval_dataset is not the one that the checkpoint's run had ({now} now, {saved} then): eval/* before "
-                "and after cannot be compared",
-                stacklevel=4,
+                f"eval_dataset differs from the one that the checkpoint's run had ({now} now, {saved} then): eval/* "
+                "before and after cannot be compared",
+                stacklevel=5,
             )
-
-    def _skip_update(self, refused: NonFiniteUpdate) -> None:
-        """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.
-
-        Raises:
-            FloatingPointError: when `max_skipped_updates` of them were counted already.
-        """
-        self.skipped_updates += 1
-        record = {"number": self.skipped_updates, "step": self.state.global_step + 1, "cause": refused.cause}
-        self._log.log_skipped_update({**record, "prompt_ids": refused.prompt_ids})
-        limit = f"{self.skipped_updates} updates were not finite in this run; max_skipped_updates is"
-        if self.skipped_updates > self.args.max_skipped_updates:
-            raise FloatingPointError(
-                f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}; a run that is resumed "
-                "from its last checkpoint may have a higher one"
-            ) from refused
-        self._log.message(f"step {record['step']}: {refused}. {limit} {self.args.max_skipped_updates}")
 
     def _end_step(self, stats: dict[str, float]) -> None:
         """What follows the update: evaluation, records, checkpoint. An interrupted run comes back here."""
-        self._advance(stats=stats, step_ended=False, update=None)
+        self.progress.advance(stats=stats, step_ended=False, update=None)
         self._notify("on_step_end")
         step, stats = self.state.global_step, dict(stats)
-        if why := self.callback_handler.stop_if_kl_above(stats, max_kl_to_ref=self.args.max_kl_to_ref):
-            self._log.message(f"step {step}: {why}")
+        if reason := self.callback_handler.stop_if_kl_above(stats, max_kl_to_ref=self.args.max_kl_to_ref):
+            self.run_log.message(f"step {step}: {reason}")
         last = step == self.schedule.num_steps or self.callback_handler.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts is not None and (due or self.callback_handler.control.should_evaluate):
             stats.update(self._evaluate())
             self._notify("on_evaluate", metrics=stats)
-        require_metric(self.args, stats, evaluation=False)
+        self.checkpoints.best.require(stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.callback_handler.control.should_log
-        self._log.log(stats, step, report=report)
-        self._advance(stats=stats, step_ended=True)
+        self.run_log.log(stats, step, report=report)
+        self.progress.advance(stats=stats, step_ended=True)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
@@ -294,11 +325,18 @@ class BaseTrainer:
 
     def _evaluate(self) -> dict[str, float]:
         stats = self.evaluate()
-        require_metric(self.args, stats, evaluation=True)
+        self.checkpoints.best.require(stats, evaluation=True)
         return stats
 
     def _notify(self, event: str, **context: Any) -> None:
-        context |= {"model": self.actor_critic.policy.model, "processing_class": self.processing_class}
-        context |= {"optimizer": self.updater.optimizer, "lr_scheduler": self.updater.scheduler}
-        self.callback_handler.notify(event, self.args, **context)
+        """Calls `event` of each callback, with models and optimizer as transformers' trainer passes them."""
+        self.callback_handler.notify(
+            event,
+            self.args,
+            model=self.actor_critic.policy.model,
+            processing_class=self.processing_class,
+            optimizer=self.updater.optimizer,
+            lr_scheduler=self.updater.scheduler,
+            **context,
+        )
         self.callback_handler.sync_control(partial(collectives.gather_list, accelerator=self.accelerator))

@@ -1,12 +1,12 @@
-"""PPOTrainer: the loop rollout -> _shape_reward -> _estimate_advantage -> step_with_rollouts, each step a method to
-override.
+"""`PPOTrainer`: one step of PPO as hooks to override: rollout -> _shape_reward -> _estimate_advantage ->
+step_with_rollouts.
 
-The mathematics is in `functional`, sampling in `generation`, one rank's rollout in `rollouts`, what a run leaves on
-disk in `run_keeping`. This file says in which order they happen and on which rows.
+The mathematics is in `functional`, the parts of a step in `ppo`, sampling in `generation`. The loop over steps, with
+evaluation, records and checkpoints, is in `base_trainer`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,27 +19,26 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import collate_prompts
-from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import make_accelerator
-from alpaca_ppo.distributed.failures import record_error
-from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
-from alpaca_ppo.functional import shape_rewards
+from alpaca_ppo.distributed.collectives import max_over_ranks
+from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.functional import AdvantageInputs, shape_rewards
+from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, factory
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
-from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.advantages import estimate_advantages, quantile_levels, rollout_parts
-from alpaca_ppo.ppo.hook_checks import ESTIMATED, SHAPED, NonFiniteUpdate, add_to_rollouts, check_rollouts
-from alpaca_ppo.ppo.losses import correction_weights, loss_terms
+from alpaca_ppo.ppo import hook_checks, metrics
+from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_parts
+from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
+from alpaca_ppo.ppo.rollouts import RolloutParts
 from alpaca_ppo.ppo.updates import make_updater
+from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.tracking import rollout_tables
-from alpaca_ppo.tracking.callbacks import CallbackHandler
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.preflight import check_output_dir
-from alpaca_ppo.trainer.progress import TrainProgress, UpdateProgress
+from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]
@@ -70,6 +69,13 @@ class PPOTrainer(BaseTrainer):
         ValueError: for arguments that cannot work together.
     """
 
+    separate_critic_backward = True
+    """Whether `compute_loss` makes the critic's backward pass by itself, before the policy's forward pass, which saves
+    memory where the two share no activations. An override may add terms to what `super().compute_loss` returns; one
+    that scales it, or couples policy and critic otherwise, must set this to False (a scaled loss is refused)."""
+    score_chunk_prompts: int | None = None
+    """Prompts whose responses `_score` gets in one call; None = all of this rank's."""
+
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel | ActorCritic,
@@ -86,102 +92,68 @@ class PPOTrainer(BaseTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.args = args
         check_output_dir(args)
+        self.args = args
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
             model, trust_remote_code=args.trust_remote_code
         )
-        how = (self.processing_class, args)
-        self.train_prompts = setup.make_prompts(train_dataset, *how)
-        self.eval_prompts = None if eval_dataset is None else setup.make_prompts(eval_dataset, *how)
+        self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args)
+        self.eval_prompts = None
+        if eval_dataset is not None:
+            self.eval_prompts = setup.make_prompts(eval_dataset, self.processing_class, args)
         self.schedule = setup.make_schedule(len(self.train_prompts), args)
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
-        self.sampling = setup.make_sampling(actor_critic.policy.model, self.processing_class, args)
+        self.sampling_params = setup.make_sampling_params(actor_critic.policy.model, self.processing_class, args)
         setup.add_reward_adapter(scorer, actor_critic, args, self.accelerator.device)
         reference = factory.make_reference(actor_critic, ref_model, args)
-        self.collector = setup.make_collector(reference, scorer, self.accelerator, *how)
+        self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
-        self.kl_controller = setup.make_kl(args)
-        self.state = setup.make_state(self.schedule, self.accelerator)
-        self.callback_handler = CallbackHandler(callbacks or [], self.state)
-        self.interruption, self.progress = PreemptionHandler(self.accelerator), TrainProgress()
-        self.run_log, self.skipped_updates, self.timers = None, 0, metrics.Timers()
+        self.kl_controller = setup.make_kl_controller(args)
+        self.set_up_run(callbacks or [])
+        self.timers, self.rollout_poll = metrics.Timers(), RolloutPoll()
+        scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
 
     @property
     def model(self) -> Any:
         """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision where the run needs it."""
         return self.updater.model
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
-        """Runs all steps, from a checkpoint if asked, and saves the final models; returns the last step's metrics.
-
-        SIGTERM and SIGINT end the micro-batch or the sampling under way, save a checkpoint and end the process.
-
-        Args:
-            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
-
-        Raises:
-            Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
-        """
-        with record_error(), self.interruption.install():
-            try:
-                return self._train(resume_from_checkpoint)
-            except Interrupted as interrupted:
-                self._save_interrupted(interrupted)
-                raise
-
-    def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
-        self._begin(resume_from_checkpoint)
-        num_steps = self.schedule.num_steps
-        with self._log.progress(num_steps, "ppo", initial=self.state.global_step) as progress:
-            while self.state.global_step < num_steps and not self.callback_handler.control.should_training_stop:
-                self._check()
-                self.callback_handler.begin_step()
-                self._notify("on_step_begin")
-                self._end_step(self.step(self.prompt_batches(self.state.global_step)))
-                progress.update(1)
-        self._check()
-        self.save_model(stats=self.progress.stats)
-        self._notify("on_train_end")
-        self._log.finish()
-        collectives.drain_collectives(self.accelerator)
-        return self.progress.stats
-
-    def prompt_batches(self, step: int) -> list[PromptBatch]:
-        """This rank's prompts of `step` (from 0): one batch, or none where a ragged step has fewer prompts than
-        ranks.
-        """
-        return self._collate(self.train_prompts, self.schedule.indices(step))
-
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
 
-        Where a resumed run stands within the step's update, its rollouts are there already.
+        Where a resumed run stands within the step's update, it goes on with the rollouts of its checkpoint.
         """
         self.timers = metrics.Timers()
-        update = self.progress.take_resumed()
+        step, update = self.state.global_step, self.progress.take_resumed()
         if update is None:
             rollouts = self._estimated_rollouts(prompt_batches)
-            self._advance(update=UpdateProgress(rollouts, self.timers.seconds))
+            self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds))
         else:
             rollouts, self.timers.seconds = update.rollouts, update.seconds
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
-        stats = self.record_step_stats(train_stats, rollouts, self.state.global_step)
+        self.count_step(step)
+        stats = self.record_step_stats(train_stats, rollouts, step + 1)
         self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), n_steps=rollouts["responses"].size(0))
         return stats
 
     def _estimated_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
+        """The global rollouts with shaped rewards, advantages and returns."""
         rollouts = self.rollout(prompt_batches)
-        check_rollouts(rollouts)
-        names = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
-        shaped = self._shape_reward(**{name: rollouts[name] for name in names})  # type: ignore[literal-required]
-        add_to_rollouts(rollouts, "_shape_reward", shaped, SHAPED)
+        hook_checks.check_rollouts(rollouts)
+        shaped = self._shape_reward(
+            rewards=rollouts["rewards"],
+            responses=rollouts["responses"],
+            logprobs=rollouts["logprobs"],
+            ref_logprobs=rollouts["ref_logprobs"],
+            response_mask=rollouts["response_mask"],
+        )
+        hook_checks.add_to_rollouts(rollouts, "_shape_reward", shaped, hook_checks.SHAPED)
         estimated = self._estimate_advantage(
             rewards=rollouts["shaped_rewards"],
             values=rollouts.get("values"),
@@ -190,17 +162,101 @@ class PPOTrainer(BaseTrainer):
             prompt_ids=rollouts["prompt_ids"],
             baseline_scores=rollouts.get("baseline_scores"),
         )
-        add_to_rollouts(rollouts, "_estimate_advantage", estimated, ESTIMATED)
+        hook_checks.add_to_rollouts(rollouts, "_estimate_advantage", estimated, hook_checks.ESTIMATED)
         return rollouts
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
-        """Samples responses to this rank's prompts, scores them and evaluates them under policy, critic and reference.
+        """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and evaluates them under
+        policy, critic and reference.
 
         Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
         up to `rewards`.
         """
-        parts = rollout_parts(self.args)
-        return self._collect(prompt_batches, self.sampling, seed=self.args.seed, step=self.state.global_step, **parts)
+        sampling_params = replace(self.sampling_params, seed=self.args.seed, step=self.state.global_step)
+        return self._rollout(prompt_batches, sampling_params, rollout_parts(self.args))
+
+    def _rollout(
+        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, parts: RolloutParts
+    ) -> Rollouts:
+        engine, n = self.updater.engine, sampling_params.num_return_sequences
+        count = sum(len(batch["rows"]) for batch in prompt_batches)
+        with self.run_log.progress(count * n, "rollout", leave=False) as bar:
+            self.rollout_poll = self.preemption.for_rollout(
+                engine, sampling_params.backend, can_stop=self.progress.is_current, on_rows=bar.update
+            )
+            return self.collector.gather(
+                engine,
+                prompt_batches,
+                partial(self._local_rollout, sampling_params=sampling_params, parts=parts),
+                dummy_prompts=self._dummy_prompts,
+                samples_per_prompt=n,
+                poll=self.rollout_poll,
+            )
+
+    def _local_rollout(
+        self, prompts: PromptBatch, sampling_params: SamplingParams, parts: RolloutParts
+    ) -> dict[str, Tensor]:
+        """This rank's rows, on the CPU: evaluate(score(generate(prompts)))."""
+        rows = self._generate_and_score(prompts, sampling_params)
+        if parts.greedy_baseline:
+            greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
+            rewards = self._generate_and_score(prompts, greedy)["rewards"]
+            rows["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling_params.num_return_sequences)
+        with self.timers.measure("logprobs"):
+            return rows | self.collector.evaluate(
+                self.actor_critic, rows, parts, temperature=sampling_params.temperature, poll=self.rollout_poll
+            )
+
+    def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
+        """Checked samples of this rank's prompts with their scores, on the CPU."""
+        with self.timers.measure("rollout"):
+            samples = self._generate(prompts, sampling_params)
+        samples = hook_checks.complete_samples(samples, prompts, sampling_params)
+        self.rollout_poll()
+        n = sampling_params.num_return_sequences
+        size = n * (self.score_chunk_prompts or len(prompts["rows"]))
+        rows = [row for row in prompts["rows"] for _ in range(n)]
+        parts = []
+        with self.timers.measure("score"):
+            for start in range(0, len(rows), size):
+                chunk = {key: value[start : start + size] for key, value in samples.items()}
+                parts.append(hook_checks.check_scores(self._score(chunk, rows[start : start + size]), chunk))
+        return samples | {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
+        """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
+
+        Override it to bring tokens from another engine. The random numbers of each response are a function of its key
+        alone (`sampling_params.random_keys(prompts["prompt_ids"])`), so that a run does not depend on batches or ranks.
+
+        Args:
+            prompts: token ids, left-padded, with the dataset's rows.
+            sampling_params: lengths, temperature, stop tokens, and the seed and step of the random numbers.
+
+        Returns:
+            tensors on the CPU with P * n rows, the samples of a prompt next to one another: `responses` (P * n, R)
+            int64 with R = max_new_tokens; `response_mask` (P * n, R) bool, True = a token the policy chose (holes are
+            allowed); `rollout_logprobs` (P * n, R) float, the chosen tokens' log-probs in nats; `stopped` (P * n,)
+            bool. Also `queries` and `query_attn_masks` (P * n, Q) where a sample's prompt is another, and any further
+            tensors of a row, which `_score` and the later hooks find beside these.
+        """
+        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll)
+
+    def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Scores finished responses with the run's reward sources.
+
+        It may be called with a part of a rollout: `score_chunk_prompts` prompts at a time, each with all its samples.
+
+        Args:
+            samples: what `_generate` returned for C responses, complete.
+            rows: the dataset's row of each of them.
+
+        Returns:
+            `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
+            of its token; `scores_by_source` (C, sources).
+        """
+        penalty = self.args.penalty_reward_value
+        return score_responses(self.collector.scorer, self.processing_class, samples, rows, penalty=penalty)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -208,9 +264,14 @@ class PPOTrainer(BaseTrainer):
         """Adds the KL penalty (`use_kl_in_reward`): (B,) or (B, R) rewards to `shaped_rewards`, `non_score_rewards` and
         `kl`, each (B, R).
         """
-        penalty: dict[str, Any] = {"kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0}
-        penalty |= {"kl_estimator": self.args.kl_estimator}
-        return shape_rewards(rewards, logprobs, ref_logprobs, response_mask, **penalty)._asdict()
+        return shape_rewards(
+            rewards,
+            logprobs,
+            ref_logprobs,
+            response_mask,
+            kl_coef=self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
+            kl_estimator=self.args.kl_estimator,
+        )._asdict()
 
     def _estimate_advantage(
         self, rewards: Tensor, values: Tensor | None, response_mask: Tensor, **extra: Any
@@ -220,42 +281,64 @@ class PPOTrainer(BaseTrainer):
         `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), and `baseline_scores`
         (B,) or None, for estimators that need them.
         """
-        given = {name: extra.get(name) for name in ("prompt_ids", "baseline_scores")}
-        return estimate_advantages(rewards, values, response_mask, **given, args=self.args)
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            values=values,
+            response_mask=response_mask,
+            scores=extra.get("scores"),
+            prompt_ids=extra.get("prompt_ids"),
+            baseline_scores=extra.get("baseline_scores"),
+        )
+        return estimate_advantages(inputs, self.args)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
 
-        Ends the step: `state.global_step`, on which the next rollout's randomness depends, is one more afterwards.
+        Counts the step (`count_step`), so that a loop of your own over `rollout` and this method samples anew.
         """
-        rows = rollouts["responses"].size(0)
-        rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        done = self._update_progress(rollouts)
-        sizes, key = (rows, self.args.step_batch_size, self.args.ppo_epochs), (self.args.seed, self.state.global_step)
-        with self._log.progress(optimizer_steps(*sizes), "update", initial=done.num_attempted, leave=False) as progress:
-            for epoch, batch in islice(update_batches(*sizes, key), done.num_attempted, None):
+        step, args = self.state.global_step, self.args
+        rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
+        done = self.progress.update_on(rollouts)
+        rows, key = rollouts["responses"].size(0), (args.seed, step)
+        total = optimizer_steps(rows, args.step_batch_size, args.ppo_epochs)
+        batches = update_batches(rows, args.step_batch_size, args.ppo_epochs, key)
+        with self.run_log.progress(total, "update", initial=done.num_attempted, leave=False) as bar:
+            for epoch, batch in islice(batches, done.num_attempted, None):
                 if done.kl_stopped:
                     break
-                how: dict[str, Any] = {"freeze_policy": self.in_critic_warmup, "check": self._check}
-                how["value_taus"] = quantile_levels(self.args, *key, epoch, done.num_attempted)
-                how["target_kl_stop"] = self.args.target_kl_stop
-                how["policy_unchanged"] = done.optimizer_steps == 0 or self.in_critic_warmup
-                progress.update(1)
+                bar.update(1)
                 try:
-                    part, stepped = self.updater.step(rollouts, batch, self.compute_loss, **how)
-                    done.add(part, stepped=stepped)
-                except NonFiniteUpdate as refused:
-                    self._skip_update(refused)
+                    stats, stepped = self.updater.step(
+                        rollouts,
+                        batch,
+                        self.compute_loss,
+                        policy_unchanged=done.optimizer_steps == 0 or self.in_critic_warmup,
+                        freeze_policy=self.in_critic_warmup,
+                        value_taus=sample_value_taus(self.critic_head, *key, epoch, done.num_attempted),
+                        target_kl_stop=args.target_kl_stop,
+                        poll=self.poll,
+                    )
+                    done.add(stats, stepped=stepped)
+                except hook_checks.NonFiniteUpdate as refused:
+                    self.skip_update(refused)
                     done.skipped += 1
                 if done is self.progress.update:
-                    self._advance()
+                    self.progress.advance()
         train_stats = self.updater.over_ranks(done.stats).compute(done.optimizer_steps + done.kl_stopped)
         self.updater.warn(train_stats)
-        self.state.global_step += 1
-        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        counts = {"optimizer_steps": done.optimizer_steps, "skipped_updates": done.skipped}
-        counts["kl_stopped"] = done.kl_stopped
-        return {**train_stats, **{f"policy/{name}": float(count) for name, count in counts.items()}}
+        self.count_step(step)
+        return {
+            **train_stats,
+            "policy/optimizer_steps": float(done.optimizer_steps),
+            "policy/skipped_updates": float(done.skipped),
+            "policy/kl_stopped": float(done.kl_stopped),
+        }
+
+    @property
+    def critic_head(self) -> CriticHead | None:
+        """The head of the critic, however the model is wrapped; None without a critic."""
+        critic = self.actor_critic.critic
+        return None if critic is None else critic.head
 
     @property
     def in_critic_warmup(self) -> bool:
@@ -269,22 +352,33 @@ class PPOTrainer(BaseTrainer):
         `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
         `*_max` are extremes, all others means over the micro-batch's masked tokens.
 
-        Inside an update, and unless a subclass overrides this method, a critic that shares no activations with the
-        policy makes its backward pass in here, to free its memory; its part of the loss is then a mere number.
+        With `separate_critic_backward`, the backward pass of a critic that shares no activations with the policy is
+        made in here, and its part of the returned loss is detached from the critic.
         """
-        # A subclass may change the loss, so its critic must not have made its backward pass already.
-        own = type(self).compute_loss is PPOTrainer.compute_loss
-        how = {"apart": self.updater.critic_backward_first if own and self.updater.separate_backward else None}
-        forward, with_policy = partial(self._forward, rollouts_batch), not self.in_critic_warmup
-        terms = loss_terms(forward, rollouts_batch, self.args, with_policy=with_policy, **how)
+        separate = self.separate_critic_backward and self.updater.separate_backward
+        terms = loss_terms(
+            partial(self._forward, rollouts_batch),
+            rollouts_batch,
+            self.args,
+            head=self.critic_head,
+            with_policy=not self.in_critic_warmup,
+            critic_backward_first=self.updater.critic_backward_first if separate else None,
+        )
         loss = torch.stack([term for term, _ in terms]).sum()
         stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}
         return loss, {**stats, "loss/total": loss.detach()}
 
     def _forward(self, batch: Any, **parts: bool) -> ActorCriticOutputs:
-        tensors = [batch[key] for key in ("queries", "query_attn_masks", "responses", "response_mask")]
-        how = {"temperature": self.args.temperature, "chunk_size": self.args.logprob_chunk_size}
-        outputs: ActorCriticOutputs = self.model(*tensors, value_taus=batch.get("value_taus"), **how, **parts)
+        outputs: ActorCriticOutputs = self.model(
+            batch["queries"],
+            batch["query_attn_masks"],
+            batch["responses"],
+            batch["response_mask"],
+            value_taus=batch.get("value_taus"),
+            temperature=self.args.temperature,
+            chunk_size=self.args.logprob_chunk_size,
+            **parts,
+        )
         return outputs
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
@@ -297,10 +391,10 @@ class PPOTrainer(BaseTrainer):
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
-        stats |= metrics.throughput_stats(rollouts, collectives.max_over_ranks(local, self.accelerator))
+        stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
         if self.args.num_logged_rollouts:
             rows = rollout_tables.rollout_rows(rollouts, self.processing_class, self.args.num_logged_rollouts)
-            self._log.log_rollouts(rows, step)
+            self.run_log.log_rollouts(rows, step)
         return stats
 
     def evaluate(self) -> dict[str, float]:
@@ -315,44 +409,16 @@ class PPOTrainer(BaseTrainer):
         """
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
-        sampling = setup.evaluation_sampling(self.sampling, self.args)
         self.timers = metrics.Timers()
-        batches = self._collate(self.eval_prompts, range(len(self.eval_prompts)))
-        rollouts = self._collect(batches, sampling, seed=self.args.seed + 1, step=0, with_critic=False)
-        self._log.log_table(
-            "eval", rollout_tables.evaluation_rows(rollouts, self.processing_class), self.state.global_step
+        rollouts = self._rollout(
+            self.collate(self.eval_prompts, range(len(self.eval_prompts))),
+            setup.evaluation_sampling_params(self.sampling_params, self.args),
+            RolloutParts(with_critic=False),
         )
+        rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
+        self.run_log.log_table("eval", rows, self.state.global_step)
         return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
 
-    def _collate(self, prompts: Any, indices: Sequence[int]) -> list[PromptBatch]:
-        share = collectives.rank_share(indices, self.accelerator)
-        if not share:
-            return []
-        pad = self.sampling.pad_token_id
-        return [collate_prompts([prompts[i] for i in share], share, pad_token_id=pad, query_len=self.args.query_len)]
-
     def _dummy_prompts(self, count: int) -> PromptBatch:
-        items, pad = [self.train_prompts[0]] * count, self.sampling.pad_token_id
-        return collate_prompts(items, [0] * count, pad_token_id=pad, query_len=self.args.query_len)
-
-    def _collect(self, batches: Sequence[PromptBatch], sampling: SamplingParams, **how: Any) -> Rollouts:
-        n = sampling.num_return_sequences
-        real = sum(len(batch["rows"]) for batch in batches)
-        synced_forwards, stoppable = self.updater.engine.synced_forwards, self._can_checkpoint
-        if synced_forwards:
-            # Ranks make the same passes where parameters lie in parts on all of them; what fills up is dropped below.
-            batches = collectives.pad_to_longest_rank(batches, real, self._dummy_prompts, self.accelerator)
-        local = None
-        with self._log.progress(real * n, "rollout", leave=False) as progress:
-            how |= {"timers": self.timers, "on_chunk": progress.update}
-            self.interruption.synced_forwards = synced_forwards and stoppable
-            how["interruption"] = self.interruption if stoppable else None
-            # A rank that leaves this block early tells the others in the gathering.
-            with self.interruption.sampling() if stoppable and not synced_forwards else nullcontext():
-                found = self.collector.collect(self.updater.engine, batches, sampling, **how)
-                local = {key: value[: real * n] for key, value in found.items() if real}
-        rows: Any = collectives.gather_rows(local, self.accelerator, samples_per_prompt=n)
-        if rows is None:
-            self.interruption.poll_all_ranks()
-        given: Rollouts = rows
-        return given
+        """Prompts that keep a rank in lockstep with others that have more."""
+        return self.prompt_batch([self.train_prompts[0]] * count, [0] * count)

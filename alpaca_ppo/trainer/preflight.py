@@ -1,7 +1,7 @@
-"""What can be found wrong before a run begins: its folder, trackers and checkpoint before anything is loaded, the
-tokenizer's ids and the lengths as soon as the policy is there.
+"""Checks of a run before anything is loaded: its output folder, its trackers and the checkpoint to resume from.
 
-Leaves out what single values may be (`validation`) and what prompts and rewards must look like (`data`, `rewards`).
+What single values may be is checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and
+the lengths in `models.token_checks`, once the policy is there.
 """
 
 from pathlib import Path
@@ -16,8 +16,8 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
 
     Raises:
-        ValueError: as `check_output_dir`, for a checkpoint that is not there or incomplete, or for a run that would
-            write over an older one.
+        ValueError: as `check_output_dir`; for a checkpoint that is missing or incomplete; for a run that would
+            overwrite an older one.
     """
     check_output_dir(args)
     if not resume_from_checkpoint:
@@ -25,15 +25,17 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
         return
     folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
     if not committed_path(folder).is_dir():
-        raise ValueError(f"resume_from_checkpoint is {str(folder)!r}, which is no folder; name a checkpoint's, or true")
+        raise ValueError(
+            f"resume_from_checkpoint is {str(folder)!r}, which is not a folder; name a checkpoint's, or true"
+        )
     check_manifest(folder)
 
 
 def check_output_dir(args: PPOConfig) -> None:
-    """Checks where the run would write.
+    """Checks the trackers and that `output_dir` can be a folder.
 
     Raises:
-        ValueError: for a tracker that is not installed, or an `output_dir` that cannot be a folder.
+        ValueError: for a tracker that is not installed, or an `output_dir` with a file in its path.
     """
     tracker_names(args.report_to)
     path = Path(args.output_dir).absolute()

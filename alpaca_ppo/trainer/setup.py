@@ -1,7 +1,6 @@
-"""What the trainer's constructor assembles: accelerator, tokenizer, prompts, rewards and run log, each from plain
-arguments.
+"""From the configuration to the trainer's parts: prompts, schedule, sampling parameters, rewards, run log.
 
-Kept apart from `trainer.py` so that the loop can be read on its own. Models are in `model_construction`.
+The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
 
 from dataclasses import asdict, replace
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters import check_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -20,18 +19,18 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
-from alpaca_ppo.ppo.kl_controllers import KLController, make_kl_controller
+from alpaca_ppo.ppo import kl_controllers
+from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.rewards import AdapterClassifier, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.tracking.run_log import RunLog
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
-    """The tokenised prompts of `dataset`, over-long ones dropped or refused as `args` says.
+    """The tokenized prompts of `dataset`; over-long ones are dropped or refused (`overlong_prompts`).
 
     Raises:
-        ValueError: as `prepare_prompts`, and for a truncate token that the tokenizer does not have: no model is loaded
-            yet.
+        ValueError: as `prepare_prompts`, and for a truncate token that is not in the tokenizer's vocabulary.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     return prepare_prompts(
@@ -45,19 +44,19 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> Prompt
 
 
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
-    """Which prompts each step takes; one epoch where `args` names neither epochs nor episodes."""
+    """The prompts of each step; one epoch if neither `total_epochs` nor `total_episodes` is set."""
     epochs = 1 if args.total_epochs is None and args.total_episodes is None else args.total_epochs
     return PromptSchedule(
         num_prompts, args.rollout_batch_size, seed=args.seed, total_epochs=epochs, total_episodes=args.total_episodes
     )
 
 
-def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> SamplingParams:
+def make_sampling_params(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> SamplingParams:
     """How the policy is sampled in training.
 
     Raises:
-        ValueError: when nothing stops a response, prompt and response may be longer than the model's positions, or the
-            tokenizer has tokens that the model has not.
+        ValueError: when no token stops a response, when prompt and response may exceed the model's positions, or when
+            the tokenizer has tokens without an embedding in the model.
     """
     check_positions(policy.config, args)
     check_token_ids(policy, processing_class)
@@ -78,12 +77,12 @@ def make_sampling(policy: PreTrainedModel, processing_class: Any, args: PPOConfi
 
 
 def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
-    """The reward sources, weighted as `args` says; models among them are put on `device`. A reward adapter comes later
-    (`add_reward_adapter`), when there is a base to put it on; its weight is the last.
+    """The reward sources with their weights; reward models are moved to `device`. A reward adapter is added later, once
+    its base is loaded (`add_reward_adapter`); its weight is the last one.
 
     Raises:
-        ValueError: for a source that cannot be one, numbers of weights that do not agree, and a reward adapter that is
-            none or has no tokenizer: no model is loaded yet.
+        ValueError: for an invalid source, a wrong number of weights, or a reward adapter that cannot be read or has no
+            tokenizer. The reward adapter is checked before any model is loaded.
     """
     weights = args.reward_weights
     if args.reward_adapter is not None:
@@ -117,10 +116,10 @@ def _reward_tokenizer(args: PPOConfig) -> Any:
 
 
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
-    """Adds the reward source that `args.reward_adapter` names, on the policy's base, which will be on `device`.
+    """Adds the reward source `args.reward_adapter` on the policy's base, and moves its head to `device`.
 
     Raises:
-        ValueError: when the reward adapter is none, of another base, or with tokens that the base has not.
+        ValueError: when the reward adapter does not fit the base, or its tokenizer has tokens without an embedding.
     """
     if args.reward_adapter is None:
         return
@@ -135,7 +134,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
 
 
 def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
-    """What the run leaves on disk and tells the trackers; `resumed` as of `RunLog`."""
+    """The record of the run on disk and in the trackers; `resumed` holds `RunLog`'s arguments of that kind."""
     return RunLog(
         accelerator,
         output_dir=args.output_dir,
@@ -146,30 +145,27 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> R
     )
 
 
-def make_state(schedule: PromptSchedule, accelerator: Accelerator) -> TrainerState:
-    """The state that callbacks see, before the first step."""
-    return TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
-
-
 def make_collector(
-    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, processing_class: Any, args: PPOConfig
+    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, args: PPOConfig
 ) -> RolloutCollector:
-    """What takes prompts to scored and evaluated rows on one rank."""
+    """The object that samples, evaluates and gathers the rows of a rollout."""
     return RolloutCollector(
+        accelerator=accelerator,
         reference=reference,
         scorer=scorer,
-        processing_class=processing_class,
-        penalty=args.penalty_reward_value,
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
-        accelerator=accelerator,
     )
 
 
-def evaluation_sampling(sampling: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`."""
+def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
+    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`, with the same
+    random numbers each time.
+    """
     return replace(
-        sampling,
+        sampling_params,
+        seed=args.seed + 1,
+        step=0,
         num_return_sequences=1,
         do_sample=args.eval_do_sample,
         top_k=args.eval_top_k,
@@ -177,9 +173,9 @@ def evaluation_sampling(sampling: SamplingParams, args: PPOConfig) -> SamplingPa
     )
 
 
-def make_kl(args: PPOConfig) -> KLController:
+def make_kl_controller(args: PPOConfig) -> KLController:
     """The controller of the KL penalty's weight."""
-    return make_kl_controller(
+    return kl_controllers.make_kl_controller(
         args.kl_controller,
         kl_coef=args.kl_coef,
         target_kl=args.target_kl,

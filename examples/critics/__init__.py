@@ -1,1 +1,1 @@
-"""What critics learn where the truth is known."""
+"""What critics learn when the true return distribution is known."""

@@ -1,15 +1,18 @@
-"""AlpacaFarm (arXiv:2305.14387) in miniature: a small language, simulated annotators, and the whole way from supervised
-fine-tuning to over-optimisation on a laptop's CPU.
+"""AlpacaFarm (arXiv:2305.14387) in miniature: a small language, simulated annotators, and all stages from supervised
+fine-tuning to over-optimisation, on a laptop's CPU.
 
     python -m examples.mini_farm.quickstart    every stage, one seed of PPO, a table and a figure
     python -m examples.mini_farm.results       three seeds of PPO on the same models, RESULTS.md
     python -m examples.mini_farm.overopt       one long run with a weak KL penalty
+    python -m examples.mini_farm.compare       critics, KL penalties and estimators without a critic
+    python -m examples.mini_farm.lora          LoRA in four critic layouts
 
-Read `lexicon`, `grammar`, `demonstrations` and `annotators` for the world, `pipeline` for the experiment.
+The language and its annotators are in `lexicon`, `grammar`, `demonstrations` and `annotators`, the experiment is in
+`pipeline`.
 """
 
 import os
 
-# OpenMP reads this when torch is first imported. Matrices are small here, and threads that wait for one another in a
-# busy loop take ten times as long as soon as another program wants a core.
+# OpenMP reads this when torch is first imported. With matrices this small, threads that wait in a busy loop take ten
+# times as long if another program needs a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,9 +1,9 @@
-"""A pool of simulated annotators, in place of AlpacaFarm's prompted language models (arXiv:2305.14387).
+"""A pool of simulated annotators, instead of AlpacaFarm's prompted language models (arXiv:2305.14387).
 
-Each annotator reads the same few facts from an answer and weighs them by a taste of their own: is what was asked for
-there, is the tone right, is the length right, does it repeat itself. No taste is monotone in warmth or length, so an
-answer can be spoilt by too much of what is usually missing. The mean over the pool is the gold score; a single
-annotator, whose verdict is flipped a quarter of the time, labels a pair for reward modelling.
+Every annotator looks at the same features of an answer: whether it has the words asked for, its tone, its length, and
+repetition. The annotators weight them differently. No utility is monotone in warmth or length, so too much of either
+makes an answer worse. The gold score is the mean utility over the pool. For reward modeling, a pair of answers is
+labeled by one annotator, and a quarter of the labels are flipped.
 """
 
 import random
@@ -16,31 +16,31 @@ from typing import Any
 from examples.mini_farm import lexicon
 
 LABEL_NOISE = 0.25
-"""Share of preferences that are flipped, AlpacaFarm's value."""
+"""Fraction of preference labels that are flipped; AlpacaFarm's value."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What any annotator notices in an answer."""
+class Features:
+    """The features of an answer that annotators look at."""
 
     content: float
-    """Share of the words asked for that are there, less a half for each wrong claim; at most 1."""
+    """Fraction of the words asked for that occur, less a half for each wrong claim; at most 1."""
     warm: int
-    """Warm words."""
+    """Number of warm words."""
     rude: int
-    """Rude or evasive phrases."""
+    """Number of rude or evasive phrases."""
     length: int
-    """Words."""
+    """Number of words."""
     repetition: float
-    """Share of word pairs that came before in the same answer, in [0, 1]."""
+    """Fraction of word pairs that occur earlier in the answer, in [0, 1]."""
 
 
-def read(answer: str, *, asks: Sequence[str], avoids: Sequence[str]) -> Reading:
-    """What there is to notice in `answer`; `asks` and `avoids` come with the task."""
+def extract_features(answer: str, *, asks: Sequence[str], avoids: Sequence[str]) -> Features:
+    """Returns the features of `answer`; `asks` and `avoids` are those of the task."""
     words = re.findall(r"[a-z]+", answer.lower())
     text, present = " ".join(words), set(words)
     pairs = list(zip(words, words[1:], strict=False))
-    return Reading(
+    return Features(
         content=sum(word.lower() in present for word in asks) / len(asks)
         - 0.5 * sum(word in present for word in avoids),
         warm=sum(word in lexicon.WARM_WORDS for word in words),
@@ -52,7 +52,7 @@ def read(answer: str, *, asks: Sequence[str], avoids: Sequence[str]) -> Reading:
 
 @dataclass(frozen=True)
 class Annotator:
-    """One taste: how much each fact matters, and where the best warmth and the best length lie."""
+    """The preferences of one annotator: weights of the features, and the preferred warmth and length."""
 
     name: str
     content: float
@@ -62,15 +62,15 @@ class Annotator:
     words: float
     repetition: float
 
-    def utility(self, reading: Reading) -> float:
-        """How much this annotator likes an answer: below 1 it lets them down, above 3 it leaves no wish."""
-        tone = 1 - abs(reading.warm - self.warm_words) / self.warm_words - reading.rude
-        length = 1 - abs(reading.length - self.words) / self.words
+    def utility(self, features: Features) -> float:
+        """Returns how much this annotator likes an answer: below 1 is disappointing, above 3 is excellent."""
+        tone = 1 - abs(features.warm - self.warm_words) / self.warm_words - features.rude
+        length = 1 - abs(features.length - self.words) / self.words
         return (
-            self.content * reading.content
+            self.content * features.content
             + self.tone * max(tone, -2.0)
             + self.brevity * max(length, -2.0)
-            - self.repetition * reading.repetition
+            - self.repetition * features.repetition
         )
 
 
@@ -88,23 +88,26 @@ POOL = (
 
 
 def gold_score(answer: str, task: Mapping[str, Any]) -> float:
-    """The mean utility of `answer` over the pool, without noise; `task` is a row with `asks` and `avoids`."""
-    reading = read(answer, asks=task["asks"], avoids=task["avoids"])
-    return fmean(annotator.utility(reading) for annotator in POOL)
+    """Returns the mean utility of `answer` over the pool, without noise; `task` is a row with `asks` and `avoids`."""
+    features = extract_features(answer, asks=task["asks"], avoids=task["avoids"])
+    return fmean(annotator.utility(features) for annotator in POOL)
 
 
 def win_rate(answer: str, other: str, task: Mapping[str, Any]) -> float:
-    """Share of the pool that prefers `answer` to `other`, without noise; a tie counts half."""
-    first, second = (read(text, asks=task["asks"], avoids=task["avoids"]) for text in (answer, other))
+    """Returns the fraction of the pool that prefers `answer` to `other`, without noise; a tie counts half."""
+    first, second = (extract_features(text, asks=task["asks"], avoids=task["avoids"]) for text in (answer, other))
     votes = [annotator.utility(first) - annotator.utility(second) for annotator in POOL]
     return fmean(1.0 if vote > 0 else 0.5 if vote == 0 else 0.0 for vote in votes)
 
 
 def prefers_first(answer: str, other: str, task: Mapping[str, Any], rng: random.Random) -> bool:
-    """A noisy label: one annotator of the pool decides, a tie by coin, and `LABEL_NOISE` of the labels are flipped."""
+    """Returns a noisy label: whether a random annotator prefers `answer` to `other`, flipped with `LABEL_NOISE`.
+
+    A tie is decided by a coin.
+    """
     annotator = rng.choice(POOL)
     first, second = (
-        annotator.utility(read(text, asks=task["asks"], avoids=task["avoids"])) for text in (answer, other)
+        annotator.utility(extract_features(text, asks=task["asks"], avoids=task["avoids"])) for text in (answer, other)
     )
     verdict = first > second if first != second else rng.random() < 0.5
     return verdict != (rng.random() < LABEL_NOISE)

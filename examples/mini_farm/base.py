@@ -1,6 +1,6 @@
-"""The untrained model: a byte-pair tokenizer trained on the laboratory's own text, and a small Llama.
+"""The untrained model: a byte-pair tokenizer trained on the laboratory's text, and a small Llama.
 
-Written as an ordinary model folder, so that the training scripts load it as they would load one from a hub.
+It is saved as an ordinary model folder, which the training scripts load like a model from the hub.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: most words become one token, and decoding gives the text back exactly.
+    """Returns a byte-level BPE tokenizer; most words are a single token, and decoding restores the exact text.
 
-    Bytes that `texts` do not hold become <unk>: the vocabulary is small, and its words fill it.
+    Bytes that do not occur in `texts` become <unk>, so that they take no place in the small vocabulary.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +36,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 def build_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, num_layers: int, num_heads: int, max_length: int, seed: int
 ) -> LlamaForCausalLM:
-    """A Llama with tied embeddings and random weights; `max_length` is in tokens, prompt and response together."""
+    """Returns a Llama with tied embeddings and random weights; `max_length` is in tokens of prompt and response."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -47,8 +47,8 @@ def build_model(
         num_key_value_heads=num_heads,
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
-        # The usual 0.02 suits wide models; at this width it delays by hundreds of steps that words of the prompt are
-        # copied into the answer.
+        # The default of 0.02 suits wide models. At this width, the model would learn hundreds of steps later to copy
+        # words of the prompt into the answer.
         initializer_range=0.06,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -58,7 +58,7 @@ def build_model(
 
 
 def write_base(folder: Path, texts: Iterable[str], *, vocab_size: int, seed: int, **shape: int) -> None:
-    """Writes tokenizer and untrained model into `folder`."""
+    """Writes tokenizer and untrained model to `folder`."""
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     tokenizer.save_pretrained(folder)
     build_model(tokenizer, seed=seed, **shape).save_pretrained(folder)

@@ -1,8 +1,7 @@
-"""Algorithms side by side: `python -m examples.mini_farm.compare` runs each on the same models, with several seeds, and
-adds a table to RESULTS.md.
+"""A comparison of algorithms: `python -m examples.mini_farm.compare` adds a table to RESULTS.md.
 
-Every run samples as many answers as the preset's. What is compared is this laboratory's small world at one setting of
-each option, not the algorithms at their best.
+Every algorithm runs with several seeds on the same models, and samples as many answers as the preset. The result is for
+this small language and one setting of each option; no algorithm is tuned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +35,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "GRPO": {"adv_estimator": "grpo"},
     "RLOO": {"adv_estimator": "rloo"},
 }
-"""What each line changes in the preset."""
+"""The options that each line of the table changes in the preset."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run."""
+    """The results of one run."""
 
     gold: float
     win_rate: float
@@ -49,11 +48,11 @@ class Outcome:
     explained_variance: float | None
     """Mean over the last steps; None without a critic."""
     seconds: float
-    """Of rollouts, scoring and updates."""
+    """Time of rollouts, scoring and updates."""
 
 
 def settings_of(name: str, preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of the variant `name`: as many answers a step and in all as `preset`, and the same weight of the KL."""
+    """Returns the flags of the variant `name`, with as many answers and the same KL coefficient as `preset`."""
     settings = dict(VARIANTS[name])
     if settings.get("use_kl_loss"):
         settings["kl_loss_coef"] = preset["kl_coef"]
@@ -65,7 +64,7 @@ def settings_of(name: str, preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(summary: Summary, metrics: Metrics) -> Outcome:
-    """The figures of one run from its held-out answers and its metrics."""
+    """Returns the results of one run, from its held-out answers and its metrics."""
     variances = [row["ppo/val/explained_variance"] for row in metrics[-WINDOW:] if "ppo/val/explained_variance" in row]
     return Outcome(
         gold=summary.gold,
@@ -77,12 +76,12 @@ def outcome(summary: Summary, metrics: Metrics) -> Outcome:
 
 
 def outcomes_of(lab: Lab, folders: dict[str, Path]) -> list[Outcome]:
-    """The figures of the PPO runs in `folders`, in their order."""
+    """Returns the results of the PPO runs in `folders`, in the same order."""
     return [outcome(line, read_metrics(folders[line.method])) for line in summaries_of(lab, folders)[2:]]
 
 
 def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """Mean ± standard deviation over the seeds, a line for each variant."""
+    """Returns a table of mean ± standard deviation over the seeds, with a line for each variant."""
     columns = {"gold": "gold score", "win_rate": "win-rate over SFT (%)", "kl": "KL to SFT (nats)"}
     columns |= {"explained_variance": "explained variance", "seconds": "seconds"}
     digits = {"win_rate": 1, "seconds": 0}
@@ -94,21 +93,21 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """What the table says in words: each variant against the scalar critic, in pooled standard errors."""
+    """Returns a comparison of each variant with the scalar critic, in words."""
     base, sentences = outcomes[BASELINE], []
     for name, runs in outcomes.items():
         if name != BASELINE:
             gold = _difference([run.gold for run in runs], [run.gold for run in base])
             kl = fmean(run.kl for run in runs) - fmean(run.kl for run in base)
-            pace = fmean(run.seconds for run in runs) / fmean(run.seconds for run in base)
-            sentences.append(f"{name}: {gold} in gold score, {kl:+.1f} nats, {pace:.2f} times the seconds.")
+            time_ratio = fmean(run.seconds for run in runs) / fmean(run.seconds for run in base)
+            sentences.append(f"{name}: {gold} in gold score, {kl:+.1f} nats, {time_ratio:.2f} times the seconds.")
     return (
-        f"Against the {BASELINE}, mean over {len(base)} seeds; differences in gold score with the standard error of "
-        "the difference of the two means:\n\n"
+        f"Compared with the {BASELINE}, means over {len(base)} seeds; differences in gold score with the standard "
+        "error of the difference of the two means:\n\n"
         + "\n".join(f"- {sentence}" for sentence in sentences)
-        + "\n\nA difference below two standard errors says nothing with so few seeds. A higher gold score at a higher "
-        "KL may be the weaker penalty alone: k3 in the loss and the normalised rewards of GRPO weigh the same "
-        "coefficient differently. Seconds are of one machine whose speed varies."
+        + "\n\nWith so few seeds, a difference below two standard errors is not significant. A higher gold score at a "
+        "higher KL may only reflect a weaker penalty: with k3 in the loss and with GRPO's normalized rewards, the same "
+        "coefficient has another effect. The seconds are from one machine, whose speed varies."
     )
 
 
@@ -123,7 +122,7 @@ def _spread(numbers: Sequence[float | None], digits: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
-    """Runs what is not there yet, writes the report's section, and returns each variant's runs."""
+    """Runs the missing stages, writes the report's section, and returns the results of each variant."""
     arguments, lab_arguments = parse_args([ResultsArguments, LabArguments], argv)
     lab, preset = Lab(lab_arguments), read_yaml(lab_arguments.ppo_preset)
     if lab_arguments.ppo_episodes is not None:
@@ -134,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     }
     text = (
         f"Written by `make compare`: {len(VARIANTS)} algorithms, {len(arguments.seeds)} seeds each, on the same "
-        f"supervised and reward models, {preset['total_episodes']} answers a run; mean ± standard deviation over the "
+        f"supervised and reward models, {preset['total_episodes']} answers per run; mean ± standard deviation over the "
         f"seeds. GRPO and RLOO sample {GROUP} answers to each of a quarter of the prompts. Explained variance: mean of "
         f"the last {WINDOW} steps.\n\n{table(outcomes)}\n\n{reading(outcomes)}\n\nMade on {machine()}."
     )

@@ -1,6 +1,6 @@
-"""How the demonstrators of the supervised split write: some well, many curtly, carelessly, rudely or at length.
+"""The demonstrations of the supervised split: some are good, many are curt, careless, rude or too long.
 
-A model that imitates all of them knows the language and has mediocre taste, which leaves PPO something to learn.
+A model that imitates all of them learns the language, but writes mediocre answers, which PPO can improve.
 """
 
 import random
@@ -61,6 +61,6 @@ STYLES: dict[Callable[[Task, random.Random], str], float] = {
 
 
 def demonstrate(task: Task, rng: random.Random) -> str:
-    """An answer to `task` by a demonstrator drawn at random, good or bad."""
+    """Returns an answer to `task` in a randomly drawn style."""
     (style,) = rng.choices(list(STYLES), weights=list(STYLES.values()))
     return style(task, rng)

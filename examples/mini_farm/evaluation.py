@@ -1,4 +1,4 @@
-"""The table: supervised model, best-of-n and PPO, judged by the reward model and by the annotators."""
+"""The table of results: supervised model, best-of-n and PPO, scored by the reward model and by the annotators."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from examples.mini_farm.splits import Row, prompt_of, write_rows
 
 @dataclass(frozen=True)
 class Summary:
-    """One line of the table, over one answer to each held-out instruction."""
+    """One line of the table: the means over one answer to each held-out instruction."""
 
     method: str
     proxy: float
@@ -23,22 +23,22 @@ class Summary:
     gold_error: float
     """Its standard error."""
     win_rate: float
-    """Share of the annotators' votes against the supervised model's answer, a tie counted half."""
+    """Fraction of the annotators that prefer the answer to the supervised model's; a tie counts half."""
     gain_errors: float
-    """Mean gold gain over the supervised model, in standard errors of the paired difference."""
+    """Mean gain in gold score over the supervised model, in standard errors of the paired difference."""
     words: float
     """Mean length in words."""
     kl: float
-    """KL to the supervised model of a whole answer, in nats."""
+    """KL to the supervised model, in nats per answer."""
 
 
 def best_of_n_kl(samples: int) -> float:
-    """Upper bound of KL(best of n || policy), in nats: log n - (n - 1) / n (Stiennon et al., arXiv:2009.01325)."""
+    """Returns an upper bound of KL(best of n || policy): log n - (n - 1) / n (Stiennon et al., arXiv:2009.01325)."""
     return math.log(samples) - (samples - 1) / samples
 
 
 def answer_rows(rows: Sequence[Row], answers: Sequence[Answer], proxies: Sequence[float]) -> list[Row]:
-    """One record an answer, for reading and for `summarise`."""
+    """Returns a record for each answer, to be read and for `summarize`."""
     return [
         {
             "prompt": prompt_of(row),
@@ -53,7 +53,7 @@ def answer_rows(rows: Sequence[Row], answers: Sequence[Answer], proxies: Sequenc
 
 
 def evaluate_sft(folder: Path, sft: Path, reward_model: Path, rows: Sequence[Row], *, best_of: int, seed: int) -> None:
-    """Writes sft.jsonl, the first of `best_of` samples to each row, and best_of_n.jsonl, the one of highest proxy."""
+    """Writes sft.jsonl, the first of `best_of` samples for each row, and best_of_n.jsonl, the sample of best proxy."""
     samples = sample_answers(sft, rows, samples=best_of, seed=seed)
     repeated = [row for row in rows for _ in range(best_of)]
     flat = proxy_rewards(reward_model, repeated, [answer.text for group in samples for answer in group])
@@ -69,14 +69,14 @@ def evaluate_sft(folder: Path, sft: Path, reward_model: Path, rows: Sequence[Row
 def evaluate_policy(
     folder: Path, policy: Path, sft: Path, reward_model: Path, rows: Sequence[Row], *, seed: int
 ) -> None:
-    """Writes policy.jsonl, one sample to each row."""
+    """Writes policy.jsonl, one sample for each row."""
     answers = [group[0] for group in sample_answers(policy, rows, samples=1, seed=seed, reference_folder=sft)]
     proxies = proxy_rewards(reward_model, rows, [answer.text for answer in answers])
     write_rows(folder / "policy.jsonl", answer_rows(rows, answers, proxies))
 
 
-def summarise(method: str, answers: Sequence[Row], baseline: Sequence[Row], rows: Sequence[Row]) -> Summary:
-    """The table's line of `answers`, with `baseline` the supervised model's answers to the same rows."""
+def summarize(method: str, answers: Sequence[Row], baseline: Sequence[Row], rows: Sequence[Row]) -> Summary:
+    """Returns the table's line for `answers`; `baseline` are the supervised model's answers to the same rows."""
     gold = [answer["gold"] for answer in answers]
     gains = [answer["gold"] - other["gold"] for answer, other in zip(answers, baseline, strict=True)]
     wins = [
@@ -96,12 +96,12 @@ def summarise(method: str, answers: Sequence[Row], baseline: Sequence[Row], rows
 
 
 def standard_error(numbers: Sequence[float]) -> float:
-    """Of the mean of independent `numbers`, at least two."""
+    """Returns the standard error of the mean of at least two independent `numbers`."""
     return stdev(numbers) / math.sqrt(len(numbers))
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """The summaries as Markdown, which a terminal shows as it is."""
+    """Returns the summaries as an aligned Markdown table."""
     header = ("method", "proxy reward", "gold score", "win-rate over SFT", "gain / s.e.", "words", "KL to SFT (nats)")
     cells = [
         (

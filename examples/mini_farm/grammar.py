@@ -1,8 +1,7 @@
-"""A seeded grammar: eight families of instructions, each with an answer and the facts that a good answer contains.
+"""A seeded grammar: eight families of instructions, with answers and the words that a good answer contains.
 
-Every draw is a `Task`. What is asked of the answer (`asks`) and what it must not claim (`avoids`) travels with the
-task, so that an annotator can judge any text, not only the grammar's own. How well or badly a demonstrator words the
-answer is not decided here; see `demonstrations`.
+Every draw is a `Task`. It carries the words that an answer must have (`asks`) and must not have (`avoids`), so that
+annotators can judge any text. The styles of the demonstrations are in `demonstrations`.
 """
 
 import random
@@ -14,7 +13,7 @@ from examples.mini_farm import lexicon
 
 @dataclass(frozen=True)
 class Task:
-    """One instruction and what is needed to write or to judge an answer to it."""
+    """One instruction, with what is needed to write or to judge an answer to it."""
 
     family: str
     instruction: str
@@ -22,9 +21,9 @@ class Task:
     answers: tuple[str, ...]
     """Complete, correct answers in different words."""
     fragment: str
-    """The shortest correct answer: curt, and missing something."""
+    """The shortest correct answer: curt and incomplete."""
     mistake: str
-    """A fluent answer with a fact wrong or missing."""
+    """A fluent answer with a wrong or missing fact."""
     asks: tuple[str, ...]
     """Words that a good answer contains."""
     avoids: tuple[str, ...] = ()
@@ -138,16 +137,16 @@ def pick(rng: random.Random) -> Task:
 
 def cook(rng: random.Random) -> Task:
     name, vegetable, dish = rng.choice(lexicon.NAMES), rng.choice(lexicon.VEGETABLES), rng.choice(list(lexicon.DISHES))
-    (how, verb), (wrong, _) = lexicon.DISHES[dish], lexicon.DISHES[rng.choice(list(lexicon.DISHES))]
+    (method, verb), (wrong, _) = lexicon.DISHES[dish], lexicon.DISHES[rng.choice(list(lexicon.DISHES))]
     return Task(
         "cook",
         rng.choice((f"Tell {name} how to make it.", f"Explain the recipe to {name}.")),
         f"{vegetable} {dish}",
         (
-            f"{name}, first wash the {vegetable}, then {how}.",
-            f"To make {vegetable} {dish}, {name} has to wash the {vegetable} and {how}.",
+            f"{name}, first wash the {vegetable}, then {method}.",
+            f"To make {vegetable} {dish}, {name} has to wash the {vegetable} and {method}.",
         ),
-        f"{how.capitalize()}.",
+        f"{method.capitalize()}.",
         f"{name}, first wash the {rng.choice(lexicon.VEGETABLES)}, then {wrong}.",
         (name, vegetable, verb),
     )
@@ -179,10 +178,10 @@ MAX_REDRAWS = 10_000
 
 
 def tasks(seed: int) -> Iterator[Task]:
-    """An endless sequence of tasks, the families in turn, in which no pair of instruction and input comes twice.
+    """Yields tasks without end, cycling through the families; no pair of instruction and input occurs twice.
 
     Raises:
-        ValueError: when a family has nothing new to say, after some twenty thousand tasks.
+        ValueError: when a family has no new task, which happens after some twenty thousand tasks.
     """
     rng = random.Random(seed)
     seen: set[tuple[str, str]] = set()
@@ -194,7 +193,7 @@ def tasks(seed: int) -> Iterator[Task]:
             task = next(fresh, None)
             if task is None:
                 raise ValueError(
-                    f"the family {family!r} has no new task after {len(seen)} of all families; "
+                    f"the family {family!r} has no new task after {len(seen)} tasks of all families; "
                     "ask for fewer rows, or add words to lexicon.py"
                 )
             seen.add((task.instruction, task.input))

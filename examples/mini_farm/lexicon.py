@@ -1,4 +1,4 @@
-"""The words of the small language. Nothing here knows how sentences are built; see `grammar`."""
+"""The words of the small language. The sentences are built in `grammar`."""
 
 NAMES = tuple(
     "Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Mary Nina Oscar Paul Rosa Sam Tom Vera".split()
@@ -25,7 +25,7 @@ ANIMALS = tuple(sorted(BY_SPEED))
 SUPERLATIVES = {"fastest": BY_SPEED[::-1], "slowest": BY_SPEED, "biggest": BY_SIZE[::-1], "smallest": BY_SIZE}
 
 VEGETABLES = tuple("onion carrot potato tomato pumpkin cabbage mushroom bean pepper leek".split())
-# What is made, how, and the verb that an answer must contain.
+# Each dish, how it is made, and the verb that an answer must contain.
 DISHES = {
     "soup": ("boil it in a large pot", "boil"),
     "pie": ("bake it in a hot oven", "bake"),
@@ -38,7 +38,7 @@ DISHES = {
 EVENTS = tuple("party picnic wedding concert dinner dance game play".split())
 DAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
 
-# A trouble, what to do about it, and the word that an answer must contain.
+# Each problem, what to do about it, and the word that an answer must contain.
 TROUBLES = {
     "tired": ("take a long rest", "rest"),
     "cold": ("put on a warm jumper", "jumper"),
@@ -55,7 +55,7 @@ TROUBLES = {
 }
 OCCASIONS = tuple("after work|before lunch|on the train|in the morning|at night|on the way home".split("|"))
 
-# What demonstrators wrap around an answer. The annotators recognise WARM_WORDS and RUDE_PHRASES, not whole sentences.
+# Sentences that demonstrations add to an answer. Annotators recognize only WARM_WORDS and RUDE_PHRASES in them.
 OPENERS = (
     "I am glad you asked.",
     "What a lovely question!",

@@ -1,5 +1,6 @@
-"""LoRA in every layout: `python -m examples.mini_farm.lora` trains each with several seeds on the same models, and adds
-a table to RESULTS.md that sets them beside full fine-tuning.
+"""LoRA in each critic layout: `python -m examples.mini_farm.lora` adds a table to RESULTS.md.
+
+Every layout is trained with several seeds on the same models, and compared with full fine-tuning.
 """
 
 import json
@@ -22,23 +23,23 @@ LORA: dict[str, Any] = {
     "critic_learning_rate": 1e-3,
     "merge_on_save": True,
 }
-"""Chosen on two reward models and a seed of PPO that are not reported: at 1.5e-3 one of them was exploited."""
+"""Chosen with two reward models and a PPO seed that are not reported; at 1.5e-3, PPO exploited one of these models."""
 REWARD_ADAPTER = "adapter, reward adapter too"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    # A critic whose whole backbone trains, at full fine-tuning's rate.
+    # The critic's whole backbone is trained, so it gets the rate of full fine-tuning.
     "separate": {"critic_layout": "separate", "critic_learning_rate": 3e-4},
-    # Its loss pulls at the policy's own adapter.
+    # The critic's loss also changes the policy's adapter, so it gets a small weight.
     "shared": {"critic_layout": "shared", "vf_coef": 0.1},
     "adapter": {"critic_layout": "adapter"},
     REWARD_ADAPTER: {"critic_layout": "adapter", "reward_weights": [0.0, 1.0]},
 }
-"""What each line changes in the preset, beside LORA."""
+"""The options that each line of the table changes in the preset, in addition to LORA."""
 MARGIN = 5.0
-"""Points of win-rate within which a layout counts as learning as full fine-tuning does."""
+"""Largest loss of win-rate, in percentage points, at which a layout counts as equal to full fine-tuning."""
 
 
 def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """What the table says in words, good or bad."""
+    """Returns a comparison of each layout with full fine-tuning, in words."""
     base = fmean(run.win_rate for run in outcomes[BASELINE])
     lines = []
     for name, runs in outcomes.items():
@@ -46,11 +47,11 @@ def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
             gap = fmean(run.win_rate for run in runs) - base
             verdict = "within" if gap >= -MARGIN else "not within"
             lines.append(f"- {name}: {gap:+.1f} points of win-rate, {verdict} {MARGIN:.0f} of full fine-tuning.")
-    return "Against full fine-tuning, means over the seeds:\n\n" + "\n".join(lines)
+    return "Compared with full fine-tuning, means over the seeds:\n\n" + "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
-    """Runs what is not there yet, writes the report's section, and returns each layout's runs."""
+    """Runs the missing stages, writes the report's section, and returns the results of each layout."""
     arguments, lab_arguments = parse_args([ResultsArguments, LabArguments], argv)
     lab, seeds = Lab(lab_arguments), arguments.seeds
     full = {f"{BASELINE} {seed}": lab.ppo(f"ppo_seed_{seed}", seed=seed) for seed in seeds}
@@ -58,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     for name in LAYOUTS:
         outcomes[f"LoRA, {name}"] = outcomes_of(lab, {f"{name} {seed}": _run(lab, name, seed) for seed in seeds})
     text = (
-        f"Written by `make lora`: LoRA of rank {LORA['lora_r']} on every linear layer, the supervised model as the "
-        f"frozen base and, with its adapter off, as the reference; {len(seeds)} seeds each; mean ± standard deviation. "
-        "The last line's reward model is an adapter on the same base, trained on the same pairs: it agrees with the "
-        f"gold score on {_agreement(lab.reward_adapter)} of the held-out ones, the other lines' reward model on "
-        f"{_agreement(lab.reward_model)}. Its seeds share one adapter; how adapters differ is not in the spread. "
-        "LoRA's rates were chosen on two other reward models and another seed. Seconds are of one machine, whatever "
-        "else it did."
+        f"Written by `make lora`: LoRA of rank {LORA['lora_r']} on every linear layer. The supervised model is the "
+        f"frozen base and, with adapters off, the reference. {len(seeds)} seeds each; mean ± standard deviation. In "
+        "the last line the reward model is an adapter on the same base, trained on the same pairs. It agrees with the "
+        f"gold score on {_agreement(lab.reward_adapter)} of the held-out pairs, the reward model of the other lines on "
+        f"{_agreement(lab.reward_model)}. All its seeds use one adapter, so the spread does not include differences "
+        "between adapters. LoRA's learning rates were chosen with two other reward models and another seed. The "
+        "seconds are from one machine, which was not idle."
         f"\n\n{table(outcomes)}\n\n"
         f"{reading(outcomes)}\n\nMade on {machine()}."
     )

@@ -1,8 +1,8 @@
-"""Over-optimisation: `python -m examples.mini_farm.overopt` trains long under a weak KL penalty and draws what happens.
+"""Over-optimisation: `python -m examples.mini_farm.overopt` makes a long run with a weak KL penalty, and plots it.
 
-The reward model's score keeps rising, the annotators' rises and then falls (Gao et al., arXiv:2210.10760; AlpacaFarm,
-arXiv:2305.14387, section 4.3). The supervised model is the quickstart's; the reward model has seen fewer comparisons,
-so that the turn comes early.
+The reward model's score keeps rising, while the annotators' score rises and then falls (Gao et al., arXiv:2210.10760;
+AlpacaFarm, arXiv:2305.14387, section 4.3). The supervised model is that of the quickstart. The reward model is trained
+on fewer comparisons, so that the score turns down early.
 """
 
 from collections.abc import Sequence
@@ -17,37 +17,37 @@ from examples.mini_farm.report import REPORT, SECTIONS, machine, write_section
 from examples.mini_farm.splits import read_rows
 
 WINDOW = 8
-"""PPO steps whose mean is a figure of the report: about a thousand answers."""
+"""PPO steps that the report averages over: about a thousand answers."""
 SHOWN_ANSWERS = 4
 
 
 @dataclass(frozen=True)
 class OveroptArguments:
-    """Which run, and where the report goes."""
+    """The run, and the report's file."""
 
     overopt_preset: str = field(
         default=str(PRESETS / "mini_farm_overopt.yaml"), metadata={"help": "YAML of the long run."}
     )
-    pairs: int = field(default=1500, metadata={"help": "Comparisons that the reward model learns from."})
+    pairs: int = field(default=1500, metadata={"help": "Comparisons to train the reward model on."})
     seed: int = field(default=1, metadata={"help": "Seed of PPO."})
     report: str = field(default=str(REPORT), metadata={"help": "File to write."})
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Means over some successive steps, `first` to `last`."""
+    """Means over the consecutive steps `first` to `last`."""
 
     first: int
     last: int
     proxy: float
     gold: float
     gold_error: float
-    """Standard error of `gold`, from the spread of the steps."""
+    """Standard error of `gold`, from the spread over the steps."""
     kl: float
 
 
 def stretches(metrics: Metrics, *, window: int) -> list[Stretch]:
-    """Every `window` successive steps of a run; `window` is at least 2 and at most the run's length."""
+    """Returns the means of every `window` consecutive steps; `window` is at least 2 and at most the run's length."""
     parts = [metrics[start : start + window] for start in range(len(metrics) - window + 1)]
     return [
         Stretch(
@@ -63,7 +63,10 @@ def stretches(metrics: Metrics, *, window: int) -> list[Stretch]:
 
 
 def reading(metrics: Metrics, *, window: int = WINDOW) -> str:
-    """Start, highest gold and end of a run of at least `window` steps: a table, and whether it is over-optimisation."""
+    """Returns a table of start, highest gold and end of a run, and whether that shows over-optimisation.
+
+    The run has at least `window` steps.
+    """
     parts = stretches(metrics, window=window)
     best, end = max(parts, key=lambda part: part.gold), parts[-1]
     lines = [
@@ -73,20 +76,20 @@ def reading(metrics: Metrics, *, window: int = WINDOW) -> str:
     ]
     rise, fall, error = end.proxy - best.proxy, best.gold - end.gold, (best.gold_error**2 + end.gold_error**2) ** 0.5
     verdict = (
-        "The reward model is ever more pleased with what the annotators like ever less: over-optimisation."
+        "The reward model's score rises while the annotators' falls: over-optimisation."
         if rise > 0 and fall > 4 * error
-        else "That is no over-optimisation: the run is too short, or the KL penalty too strong."
+        else "This is not over-optimisation: the run is too short, or the KL penalty too strong."
     )
     return (
         "| | PPO steps | proxy reward | gold score | KL to SFT (nats) |\n|---|---|---|---|---|\n"
         + "\n".join(lines)
-        + f"\n\nFrom the stretch of highest gold to the end, the proxy reward changed by {rise:+.2f} and the gold "
+        + f"\n\nFrom the steps of highest gold to the end, the proxy reward changed by {rise:+.2f} and the gold "
         f"score by {-fall:+.2f} ± {error:.2f}. {verdict}"
     )
 
 
 def last_answers(run: Path) -> str:
-    """A few answers of the last step of a PPO run, as a list."""
+    """Returns a few answers of the last step of a PPO run, as a Markdown list."""
     (*_, last) = sorted((run / "rollouts").glob("step_*.jsonl"))
     return "\n".join(
         f"- *{row['prompt'].strip()}* {row['response'].removesuffix('<eos>')} (proxy {row['score']:.1f})"
@@ -95,7 +98,7 @@ def last_answers(run: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Runs what is not there yet, writes the report's section and its figure, and returns the section's text."""
+    """Runs the missing stages, writes the report's section and its figure, and returns the section's text."""
     arguments, lab_arguments = parse_args([OveroptArguments, LabArguments], argv)
     lab = Lab(lab_arguments)
     preset, judge = Path(arguments.overopt_preset), lab.reward_model_of("overopt_reward_model", pairs=arguments.pairs)
@@ -103,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     metrics, figure = read_metrics(run), lab.root / "overopt.png"
     plot_overoptimisation(metrics, figure)
     text = (
-        f"Written by `make overopt`: one long run (`{preset.name}`) under a weak KL penalty, on the same supervised "
-        f"model and a reward model of {arguments.pairs} comparisons. Means over {WINDOW} steps, ± standard error.\n\n"
+        f"Written by `make overopt`: one long run (`{preset.name}`) with a weak KL penalty, the same supervised model, "
+        f"and a reward model trained on {arguments.pairs} comparisons. Means over {WINDOW} steps, ± standard error.\n\n"
         f"{reading(metrics)}\n\nThe first answers recorded at the last step:\n\n{last_answers(run)}\n\n"
         f"Made on {machine()}."
     )

@@ -1,4 +1,4 @@
-"""The laboratory's stages, from a grammar to a trained policy: what each one writes, and what it depends on."""
+"""The stages of the laboratory, from the grammar to a trained policy: what each one writes and depends on."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from examples.mini_farm.stages import run_stage
 EXAMPLES = Path(__file__).resolve().parents[1]
 PRESETS = EXAMPLES / "configs"
 PACKAGE = sorted((EXAMPLES.parent / "alpaca_ppo").rglob("*.py"))
-"""A change of it trains PPO again, and only PPO: that is what one works on."""
+"""A change of the package repeats the PPO stages only, because PPO is what users of this repository work on."""
 KEEP_NOTHING = {"save_strategy": "no", "disable_tqdm": "true"}
 GOLD = "examples.mini_farm.annotators:gold"
 
@@ -35,27 +35,27 @@ def _arg(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class LabArguments:
-    """Sizes of the laboratory; the defaults fit two CPU cores and some five minutes."""
+    """The sizes of the laboratory; with the defaults, all stages take about five minutes on two CPU cores."""
 
-    root: str = _arg("outputs/quickstart", "Folder of all stages.")
+    root: str = _arg("outputs/quickstart", "Folder for all stages.")
     data_seed: int = _arg(0, "Seed of everything before PPO.")
     sft_rows: int = _arg(8000, "Demonstrations.")
     preference_rows: int = _arg(3000, "Instructions whose answers are compared.")
-    held_out_pairs: int = _arg(500, "How many of the comparisons only measure the reward model.")
+    held_out_pairs: int = _arg(500, "Comparisons that are held out to measure the reward model.")
     unlabeled_rows: int = _arg(4000, "Instructions for PPO.")
     val_rows: int = _arg(512, "Held-out instructions.")
     vocab_size: int = _arg(1024, "Tokens of the tokenizer, at most.")
     hidden_size: int = _arg(160, "Width of the model.")
-    num_layers: int = _arg(3, "Its layers.")
+    num_layers: int = _arg(3, "Layers of the model.")
     sft_epochs: float = _arg(2.5, "Passes over the demonstrations.")
     reward_epochs: float = _arg(2.0, "Passes over the pairs.")
     best_of: int = _arg(16, "Samples of best-of-n.")
-    ppo_preset: str = _arg(str(PRESETS / "mini_farm.yaml"), "YAML of train_ppo.py.")
-    ppo_episodes: int | None = _arg(None, "Prompts of a PPO run, instead of the preset's.")
+    ppo_preset: str = _arg(str(PRESETS / "mini_farm.yaml"), "YAML for train_ppo.py.")
+    ppo_episodes: int | None = _arg(None, "Prompts of a PPO run, instead of the preset's number.")
 
 
 class Lab:
-    """The stages under one root. Each property and method returns the folder of its stage, filled."""
+    """The stages in one root folder. A property or method runs its stage if necessary, and returns its folder."""
 
     def __init__(self, arguments: LabArguments) -> None:
         self.arguments = arguments
@@ -75,7 +75,7 @@ class Lab:
 
     @cached_property
     def base(self) -> Path:
-        """Tokenizer and untrained model."""
+        """The tokenizer and the untrained model."""
         settings = {
             "vocab_size": self.arguments.vocab_size,
             "hidden_size": self.arguments.hidden_size,
@@ -100,7 +100,7 @@ class Lab:
 
     @cached_property
     def sft(self) -> Path:
-        """The supervised model."""
+        """The supervised model (SFT)."""
         preset = PRESETS / "mini_farm_sft.yaml"
         settings = {"num_train_epochs": self.arguments.sft_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
 
@@ -118,7 +118,7 @@ class Lab:
 
     @cached_property
     def pairs(self) -> Path:
-        """Labelled comparisons: train.jsonl and, to measure the reward model with, test.jsonl."""
+        """Labeled comparisons: train.jsonl, and test.jsonl to measure the reward model."""
         settings = {"seed": self.arguments.data_seed, "held_out": self.arguments.held_out_pairs}
 
         def fill(folder: Path) -> None:
@@ -129,7 +129,7 @@ class Lab:
 
         return run_stage(
             self.root / "pairs",
-            "pairs, compared by the annotators",
+            "pairs, labeled by the annotators",
             fill,
             settings=settings,
             parents=[self.data, self.sft],
@@ -138,11 +138,11 @@ class Lab:
 
     @cached_property
     def reward_model(self) -> Path:
-        """The reward model of all pairs; agreement.json says how often it agrees with gold on held-out ones."""
+        """The reward model of all pairs, and in agreement.json how often it agrees with gold on the held-out pairs."""
         return self.reward_model_of("reward_model")
 
     def reward_model_of(self, name: str, *, pairs: int | None = None) -> Path:
-        """A reward model trained on the first `pairs` comparisons, all by default."""
+        """Returns the folder of a reward model trained on the first `pairs` comparisons, by default on all."""
         preset = PRESETS / "mini_farm_reward.yaml"
         settings = {"num_train_epochs": self.arguments.reward_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
 
@@ -162,11 +162,11 @@ class Lab:
 
     @cached_property
     def reward_adapter(self) -> Path:
-        """The same with LoRA on the supervised model: an adapter and a head. `merged` holds the model they make."""
+        """The reward model as a LoRA adapter and a head on the supervised model; `merged` has the merged model."""
         preset = PRESETS / "mini_farm_reward.yaml"
         settings = {"num_train_epochs": self.arguments.reward_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
-        # The rate that agrees most with gold on the held-out pairs: 5e-4 and 1e-3 agree less in the mean of three or
-        # four starts, 4e-3 (one start) much less.
+        # The learning rate with the best agreement with gold on the held-out pairs. 5e-4 and 1e-3 agree less, in the
+        # mean of three or four seeds; 4e-3 (one seed) agrees much less.
         settings |= {"use_peft": "true", "learning_rate": 2e-3}
 
         def fill(folder: Path) -> None:
@@ -188,12 +188,12 @@ class Lab:
 
     @property
     def held_out(self) -> list[Row]:
-        """The instructions of the evaluation."""
+        """The held-out instructions."""
         return read_rows(self.data / "val.jsonl")
 
     @cached_property
     def sft_answers(self) -> Path:
-        """Answers of the supervised model and of best-of-n to the held-out instructions."""
+        """The answers of the supervised model and of best-of-n to the held-out instructions."""
         settings = {"best_of": self.arguments.best_of, "seed": self.arguments.data_seed}
 
         def fill(folder: Path) -> None:
@@ -218,9 +218,15 @@ class Lab:
         reward_adapter: Path | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> Path:
-        """One PPO run by `examples/train_ppo.py`, in a process of its own; the trained policy is in final/policy.
+        """Returns the folder of a PPO run by `examples/train_ppo.py`, with the trained policy in final/policy.
 
-        `overrides` are further flags, which win over the preset. A `reward_adapter` takes the reward model's place.
+        Args:
+            name: name of the folder.
+            seed: seed of PPO.
+            preset: YAML for train_ppo.py; by default that of the arguments.
+            reward_model: folder of the reward model; by default the one trained on all pairs.
+            reward_adapter: folder of a reward adapter, which replaces the reward model.
+            overrides: further flags, which override the preset.
         """
         preset = preset or Path(self.arguments.ppo_preset)
         judge = reward_adapter or reward_model or self.reward_model
@@ -231,7 +237,7 @@ class Lab:
 
         def fill(folder: Path) -> None:
             rewards: dict[str, Any] = {"reward_funcs": GOLD}
-            # The gold score is only watched: weight 0. An adapter's weight stands last, a model's first.
+            # The gold score is only logged, with weight 0. The weight of a model comes first, that of an adapter last.
             rewards |= {"reward_adapter": judge} if reward_adapter else {"reward_model_name_or_path": judge}
             argv = _argv(preset, self.sft, self.data / "unlabeled.jsonl", folder, {**rewards, **settings})
             subprocess.run([sys.executable, str(EXAMPLES / "train_ppo.py"), *argv], check=True, env=_environment())
@@ -246,7 +252,7 @@ class Lab:
         )
 
     def ppo_answers(self, run: Path) -> Path:
-        """Answers of the policy that the PPO run in `run` ended with to the held-out instructions."""
+        """Returns the folder with the answers of the trained policy of `run` to the held-out instructions."""
         settings = {"seed": self.arguments.data_seed + 1}
 
         def fill(folder: Path) -> None:
@@ -269,7 +275,7 @@ def _code(*modules: str) -> list[Path]:
 
 
 def _merge_reward_adapter(adapter: Path, target: Path) -> Path:
-    """`target`, with the sequence classifier that `adapter` and its base make: what scores texts outside of PPO."""
+    """Writes the sequence classifier merged from `adapter` and its base to `target`, to score texts outside of PPO."""
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model: Any = AutoPeftModelForSequenceClassification.from_pretrained(
         str(adapter), num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
@@ -280,13 +286,13 @@ def _merge_reward_adapter(adapter: Path, target: Path) -> Path:
 
 
 def _argv(preset: Path, model: Path, data: Path, output: Path, settings: Mapping[str, Any]) -> list[str]:
-    """The command line of a training script: its preset, what it reads and writes, and the settings that win."""
+    """Returns the command line of a training script; `settings` override the preset."""
     paths = {"config": preset, "model_name_or_path": model, "dataset_name": data, "output_dir": output}
     given = {name: value if isinstance(value, list) else [value] for name, value in {**paths, **settings}.items()}
     return [str(part) for name, values in given.items() for part in (f"--{name}", *values)]
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with the folder of `examples` on the path of modules."""
+    """Returns this process's environment with the parent folder of `examples` on PYTHONPATH."""
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""Two figures: how a PPO run went, and how too long a run goes wrong."""
+"""Two figures: the curves of PPO runs, and the over-optimisation of a long run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,20 @@ Metrics = Sequence[Mapping[str, Any]]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The steps of a PPO run, from its metrics.jsonl."""
+    """Returns the steps of a PPO run, from its metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def smooth(numbers: Sequence[float], *, window: int = 5) -> list[float]:
-    """The running mean over the last `window` steps, fewer at the start."""
+    """Returns the running mean over the last `window` steps, or over fewer at the start."""
     return [sum(part) / len(part) for part in (numbers[max(0, i + 1 - window) : i + 1] for i in range(len(numbers)))]
 
 
 def plot_run(runs: Mapping[str, Metrics], summaries: Sequence[Summary], path: Path) -> None:
-    """Rewards, KL, length and explained variance over the steps of `runs`; gold against KL, with the table's points."""
+    """Writes the curves of `runs`: rewards, KL, length and explained variance by step, and gold by KL.
+
+    The last panel also has the points of the table.
+    """
     figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), layout="constrained")
     figure.suptitle("PPO in the laptop laboratory (thin: each step, thick: mean of 5 steps)", fontsize=14)
     panels = (
@@ -50,7 +53,7 @@ def plot_run(runs: Mapping[str, Metrics], summaries: Sequence[Summary], path: Pa
 
 
 def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
-    """Proxy and gold over the steps and over the KL of one long run, each relative to the supervised model."""
+    """Writes proxy and gold of one long run by step and by KL, both relative to the supervised model."""
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5.2), layout="constrained", sharey=True)
     figure.suptitle("A long run under a weak KL penalty: what PPO maximises, and what is wanted", fontsize=14)
     steps, kl = [row["step"] for row in metrics], smooth([row[KL] for row in metrics])
@@ -74,7 +77,7 @@ def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
 
 
 def _shade(number: int, runs: Mapping[str, Metrics], alone: str) -> str:
-    """The colour of a run in all panels; `alone` where there is no other."""
+    """Returns the colour of a run in all panels; `alone` if it is the only one."""
     return alone if len(runs) == 1 else f"C{number}"
 
 
@@ -115,7 +118,7 @@ def _gold_against_kl(axis: Axes, runs: Mapping[str, Metrics], summaries: Sequenc
 
 
 def _save(figure: Any, path: Path) -> None:
-    """As PNG of 128 colours, a third of the size."""
+    """Writes a PNG with 128 colours, which is a third of the size."""
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100)
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""Preference pairs: two different answers of the supervised model to each instruction, one preferred."""
+"""Preference pairs: two different answers of the supervised model to each instruction, one of them preferred."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from examples.mini_farm.splits import Row
 
 
 def collect_pairs(sft_folder: Path, rows: Sequence[Row], *, seed: int) -> list[Row]:
-    """`rows` with `chosen` and `rejected`; a row whose two answers are the same text is left out."""
+    """Returns `rows` with the columns `chosen` and `rejected`; rows whose two answers are equal are left out."""
     rng = random.Random(seed)
     pairs = []
     for row, answers in zip(rows, sample_answers(sft_folder, rows, samples=2, seed=seed), strict=True):
@@ -22,7 +22,7 @@ def collect_pairs(sft_folder: Path, rows: Sequence[Row], *, seed: int) -> list[R
 
 
 def agreement(reward_folder: Path, pairs: Sequence[Row]) -> dict[str, float]:
-    """How often the reward model and the noisy labels agree with the noiseless gold score on `pairs`."""
+    """Returns how often the reward model and the noisy labels agree with the gold score on `pairs`."""
     chosen, rejected = (
         proxy_rewards(reward_folder, pairs, [pair[side] for pair in pairs]) for side in ("chosen", "rejected")
     )

@@ -1,4 +1,4 @@
-"""RESULTS.md: one section for each command that adds to it, and the figures beside it."""
+"""The report RESULTS.md, with a section for each command that writes to it, and figures in the same folder."""
 
 import os
 import platform
@@ -11,24 +11,27 @@ from alpaca_ppo.atomic_io import write_text_atomically
 REPORT = Path(__file__).with_name("RESULTS.md")
 TITLE = "# Results of the laptop laboratory"
 SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared", "LoRA")
-"""In the order in which they stand in the report."""
+"""In the order of the report."""
 
 
 def write_section(report: Path, title: str, text: str, figure: Path | None = None) -> None:
-    """Puts `text` and `figure`, copied beside `report`, under the heading `title` of `SECTIONS`; others stay."""
+    """Writes `text` and `figure` under the heading `title`, one of `SECTIONS`; the other sections stay.
+
+    The figure is copied to the folder of `report`.
+    """
     sections = dict.fromkeys(SECTIONS, "") | _read(report)
     sections[title] = text.strip()
     if figure is not None:
-        beside = report.with_name(figure.name)
-        if beside.resolve() != figure.resolve():
-            shutil.copyfile(figure, beside)
+        target = report.with_name(figure.name)
+        if target.resolve() != figure.resolve():
+            shutil.copyfile(figure, target)
         sections[title] += f"\n\n![{title}]({figure.name})"
     parts = [f"## {name}\n\n{body.strip()}\n" for name, body in sections.items() if body]
     write_text_atomically(report, "\n".join([f"{TITLE}\n", *parts]))
 
 
 def machine() -> str:
-    """What the numbers depend on besides the code."""
+    """Returns hardware and versions, on which the numbers depend."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {packages}"
 

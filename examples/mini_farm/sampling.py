@@ -1,4 +1,4 @@
-"""Answers of a model, by the package's own sampler at temperature 1, and what a reward model thinks of them."""
+"""Answers of a model, sampled with the package's sampler at temperature 1, and their scores under a reward model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ class Answer:
 
     text: str
     kl: float
-    """Log-probability under the model that wrote it less that under the reference, in nats; 0 without a reference."""
+    """Log-probability under the model less that under the reference, in nats; 0 without a reference."""
 
 
 def sample_answers(
     model_folder: Path, rows: Sequence[Row], *, samples: int, seed: int, reference_folder: Path | None = None
 ) -> list[list[Answer]]:
-    """`samples` answers to each row, sampled from the model in `model_folder` at temperature 1.
+    """Returns `samples` answers to each row, sampled from the model in `model_folder` at temperature 1.
 
-    The mean of `Answer.kl` over answers estimates KL(model || reference) of a whole answer without bias.
+    The mean of `Answer.kl` over answers is an unbiased estimate of KL(model || reference) per answer.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = load_causal_lm(str(model_folder))
@@ -63,19 +63,19 @@ def sample_answers(
         else:
             logratios = logratios - _logprobs(reference, batch, sampled.responses, sampled.response_mask).sum(dim=1)
         texts = tokenizer.batch_decode(sampled.responses, skip_special_tokens=True)
-        for place, (text, logratio) in enumerate(zip(texts, logratios.tolist(), strict=True)):
-            answers[int(batch["prompt_ids"][place // samples])].append(Answer(text, logratio))
+        for i, (text, logratio) in enumerate(zip(texts, logratios.tolist(), strict=True)):
+            answers[int(batch["prompt_ids"][i // samples])].append(Answer(text, logratio))
     return answers
 
 
 def proxy_rewards(reward_folder: Path, rows: Sequence[Row], texts: Sequence[str]) -> list[float]:
-    """The reward model's score of each text as an answer to its row."""
+    """Returns the reward model's score of each text as an answer to its row."""
     scorer = build_reward(str(reward_folder), batch_size=_BATCH)
     return scorer([prompt_of(row) for row in rows], texts, [[] for _ in texts], list(rows)).rewards.tolist()
 
 
 def _batches(rows: Sequence[Row], tokenizer: Any, *, size: int) -> Iterator[PromptBatch]:
-    """Prompts of similar length together, so that padding stays small."""
+    """Yields batches of prompts of similar length, which need little padding."""
     dataset = Dataset.from_list(list(rows))
     prompts = prepare_prompts(
         dataset, tokenizer, query_len=QUERY_LEN, prompt_template=PROMPT_TEMPLATE, overlong="error"
@@ -90,7 +90,7 @@ def _batches(rows: Sequence[Row], tokenizer: Any, *, size: int) -> Iterator[Prom
 
 @torch.no_grad()
 def _logprobs(policy: Policy, batch: PromptBatch, responses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B * n, R) log-probs under `policy` of `responses`, n to each prompt of `batch`."""
+    """Returns the log-probs (B * n, R) under `policy` of `responses`, n for each prompt of `batch`."""
     samples = len(responses) // len(batch["queries"])
     queries, masks = (batch[key].repeat_interleave(samples, dim=0) for key in ("queries", "query_attn_masks"))
     return policy(queries, masks, responses, mask, temperature=1.0, chunk_size=4096).logprobs

@@ -5,8 +5,8 @@
     unlabeled    instructions for PPO, without any answer
     val          held-out instructions, for evaluation
 
-A row also carries `asks` and `avoids`, which the annotators read and no model ever sees. No pair of instruction and
-input stands in two rows, within a split or across.
+A row also has `asks` and `avoids`, which only the annotators use. No pair of instruction and input occurs in two rows,
+in the same split or in different ones.
 """
 
 import itertools
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def draw_splits(seed: int, sizes: Mapping[str, int]) -> dict[str, list[Row]]:
-    """The rows of each split; `sizes` says how many of each. Only `sft` rows have a non-empty `output`."""
+    """Returns the rows of each split; `sizes` has their numbers. Only `sft` rows have a non-empty `output`."""
     endless = tasks(seed)
     drawn = {
         split: [_row(task) for task in itertools.islice(endless, sizes[split])] for split in SPLITS if split != "sft"
@@ -47,15 +47,15 @@ def _row(task: Task) -> Row:
 
 
 def prompt_of(row: Mapping[str, Any]) -> str:
-    """The text a model answers."""
+    """Returns the text that a model answers."""
     return PROMPT_TEMPLATE.format(**row)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Writes one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote."""
+    """Reads rows that `write_rows` wrote."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,7 +1,7 @@
-"""Stages of an experiment on disk: each fills one folder, and runs again only when what it depends on has changed.
+"""Stages of an experiment on disk: each one fills a folder, and runs again only if something it depends on changed.
 
-The screen gets one line a stage. Whatever the stage itself has to say (progress bars, warnings, losses) goes to log.txt
-in its folder, and the end of that to the screen where the stage fails.
+The screen shows one line per stage. The output of the stage itself (progress bars, warnings, losses) goes to log.txt in
+its folder; if the stage fails, the end of that log is printed.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from alpaca_ppo.atomic_io import write_text_atomically
 
 MARKER, LOG = "stage.json", "log.txt"
 SHOWN_ON_FAILURE = 25
-"""Lines of the log."""
+"""Lines of the log that are printed if a stage fails."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -32,15 +32,15 @@ def run_stage(
     sources: Sequence[Path] = (),
     parents: Sequence[Path] = (),
 ) -> Path:
-    """`folder`, filled by `fill` unless an earlier run filled it from the same settings, sources and parents.
+    """Returns `folder`, filled by `fill` unless an earlier run filled it with the same settings, sources and parents.
 
-    A folder counts as filled when its marker, written last, holds the fingerprint of all three; whatever a killed run
-    left behind has none and is removed.
+    A folder is complete if its marker, which is written last, has the fingerprint of all three. An incomplete folder,
+    such as that of a killed run, is removed first.
 
     Args:
-        folder: the stage's own folder.
-        title: what is said on the screen.
-        fill: writes the stage's files into the folder that it is given.
+        folder: the stage's folder.
+        title: the line on the screen.
+        fill: writes the stage's files to the folder passed to it.
         settings: plain values that `fill` depends on.
         sources: files that it depends on (code, presets).
         parents: folders of earlier stages that it reads.
@@ -70,14 +70,15 @@ def run_stage(
 
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
-    """Sends to `log` what this process and its children write to standard output and error.
+    """Redirects standard output and error of this process and its children to `log`.
 
-    By file descriptor: loggers and progress bars hold on to the stream that was there when they were made.
+    The file descriptors are redirected, because loggers and progress bars keep the stream that existed at their
+    creation.
     """
     streams = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.flush()
-    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    originals = [os.dup(descriptor) for descriptor in (1, 2)]
     with log.open("wb") as file:
         try:
             for descriptor in (1, 2):
@@ -86,7 +87,7 @@ def _output_to(log: Path) -> Iterator[None]:
         finally:
             for stream in streams:
                 stream.flush()
-            for descriptor, original in zip((1, 2), kept, strict=True):
+            for descriptor, original in zip((1, 2), originals, strict=True):
                 os.dup2(original, descriptor)
                 os.close(original)
 
@@ -101,7 +102,7 @@ def _fingerprint(settings: Mapping[str, Any], sources: Sequence[Path], parents: 
 
 
 def _name(path: Path) -> str:
-    """The path of a source from the repository on, so that a checkout that moved keeps its stages."""
+    """Returns a source's path relative to the repository, so that a moved checkout keeps its stages."""
     path = path.resolve()
     return str(path.relative_to(_REPOSITORY)) if path.is_relative_to(_REPOSITORY) else path.name
 

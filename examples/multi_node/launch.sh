@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# One node's share of a run on several. Start it where examples/ is on every node, all values but MACHINE_RANK the same:
+# Starts one node's processes of a run on several nodes. Run it on every node, in the folder that contains examples/, with
+# the same values except for MACHINE_RANK:
 #
 #     MACHINE_RANK=0 MAIN_IP=10.0.0.1 examples/multi_node/launch.sh --config run.yaml   # on 10.0.0.1
 #     MACHINE_RANK=1 MAIN_IP=10.0.0.1 examples/multi_node/launch.sh --config run.yaml   # on the other
 #
-# Everything after the name goes to examples/train_ppo.py.
+# All arguments are passed to examples/train_ppo.py.
 set -euo pipefail
 
-: "${MACHINE_RANK:?0 on the node that MAIN_IP belongs to, 1 on the next}"
-: "${MAIN_IP:?the address of the node of rank 0, as the others reach it}"
+: "${MACHINE_RANK:?set it to 0 on the node with the address MAIN_IP, to 1 on the next}"
+: "${MAIN_IP:?set it to the address of the node of rank 0, as the other nodes reach it}"
 NODES=${NODES:-2}
 PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-1}
 MAIN_PORT=${MAIN_PORT:-29500}

@@ -2,7 +2,7 @@
 
     --reward_funcs examples.rewards.gsm8k:correctness examples.rewards.gsm8k:well_formed
 
-Both take TRL's signature. `correctness` needs the dataset's `answer` column. Leaves out any judgement of the reasoning.
+Both have TRL's signature. `correctness` needs the dataset's `answer` column. The reasoning is not judged.
 """
 
 import re
@@ -10,18 +10,18 @@ from decimal import Decimal
 from typing import Any
 
 _NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
-# "$-5" and "-$5" are both written.
+# Both "$-5" and "-$5" occur.
 _RESULT = re.compile(rf"####\s*([-$\s]*)({_NUMBER})")
 _LAST_LINE = re.compile(r"(?:\A|\n)#### -?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?\s*\Z")
 
 
 def correctness(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1.0 where the number after the completion's last `####` equals the one in `answer`, else 0.0.
+    """Returns 1.0 if the number after the completion's last `####` equals the one in `answer`, else 0.0.
 
     Numbers are compared by value: commas, a dollar sign, a final period and trailing zeros do not matter.
 
     Raises:
-        ValueError: where an `answer` has no `#### number`.
+        ValueError: if an `answer` has no `#### number`.
     """
     return [
         _is_correct(_text(completion), reference) for completion, reference in zip(completions, answer, strict=True)
@@ -29,15 +29,17 @@ def correctness(completions: list[Any], answer: list[str], **columns: Any) -> li
 
 
 def well_formed(completions: list[Any], **columns: Any) -> list[float]:
-    """1.0 where the completion's last line is `#### number`, its only `####`, with nothing after it but blanks; else
-    0.0."""
+    """Returns 1.0 if the completion ends with a line `#### number` and has no other `####`, else 0.0.
+
+    White space may follow the number.
+    """
     return [_is_well_formed(_text(completion)) for completion in completions]
 
 
 def _is_correct(text: str, reference: str) -> float:
     expected = _result(reference)
     if expected is None:
-        raise ValueError(f"the answer has no '#### number': {reference!r}")
+        raise ValueError(f"the answer has no '#### number': {reference!r}; use a dataset with GSM8K's answers")
     return float(_result(text) == expected)
 
 
@@ -46,7 +48,7 @@ def _is_well_formed(text: str) -> float:
 
 
 def _result(text: str) -> Decimal | None:
-    """The number after the last `####`, or None where it has none: an earlier result was taken back."""
+    """Returns the number after the last `####`, or None; a number after an earlier `####` was superseded."""
     start = text.rfind("####")
     match = _RESULT.match(text, start) if start >= 0 else None
     if match is None:
@@ -57,5 +59,5 @@ def _result(text: str) -> Decimal | None:
 
 
 def _text(completion: Any) -> str:
-    """A completion's text, also where it is a list of messages."""
+    """Returns the text of a completion, which may be a list of messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,4 +1,4 @@
-"""Several roles on one base: each role's numbers are those it would have alone."""
+"""Several roles on one base: each computes the numbers it would compute on a base of its own."""
 
 import copy
 import json
@@ -10,9 +10,17 @@ from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, 
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from alpaca_ppo.adapters import POLICY, REFERENCE, VALUE, attach, from_peft_model, load_adapters, merged_weights
+from alpaca_ppo.adapters import (
+    POLICY,
+    REFERENCE,
+    VALUE,
+    add_policy_adapter,
+    from_peft_model,
+    load_adapters,
+    merged_weights,
+)
 from alpaca_ppo.models import Policy, build_actor_critic, load_causal_lm, loading
-from alpaca_ppo.models.reference import without_adapters
+from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier
 
@@ -29,7 +37,7 @@ def lora(**settings):
 
 
 def stirred(adapters, *names, seed=0):
-    """Random numbers in the adapters, whose product PEFT starts at zero."""
+    """Fills adapters with random numbers, because PEFT initializes their product to zero."""
     generator = torch.Generator().manual_seed(seed)
     for name in names:
         for parameter in adapters.parameters_of(name):
@@ -45,7 +53,7 @@ def flags(module):
 def test_switched_off_the_model_is_the_base_and_on_again_the_policy(arch):
     base = load_causal_lm(tiny_causal_lm(arch))
     alone = Policy(base)(*BATCH, **HOW).logprobs
-    adapters = stirred(attach(base, lora()), POLICY)
+    adapters = stirred(add_policy_adapter(base, lora()), POLICY)
     policy, before = Policy(adapters.model, adapters), flags(adapters.peft)
     own = policy(*BATCH, **HOW).logprobs
     assert not torch.allclose(own, alone, atol=1e-3)
@@ -62,7 +70,7 @@ def test_switched_off_the_model_is_the_base_and_on_again_the_policy(arch):
 def test_actor_critic_and_reference_on_one_base_are_those_on_their_own(settings):
     base = tiny_causal_lm("llama", tie_word_embeddings=False)
     plain = copy.deepcopy(base)
-    adapters = attach(base, lora(**settings))
+    adapters = add_policy_adapter(base, lora(**settings))
     built = build_actor_critic(adapters, critic_layout="adapter")
     stirred(adapters, POLICY, VALUE)
     built.critic.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
@@ -88,7 +96,7 @@ def test_a_reward_adapter_scores_as_the_classifier_that_it_was_trained_in(arch, 
     classifier.eval().save_pretrained(tmp_path)
     base = tiny_causal_lm(arch)
     base.base_model.load_state_dict(tiny_sequence_classifier(arch).base_model.state_dict())
-    adapters = attach(base, lora())
+    adapters = add_policy_adapter(base, lora())
     model = AdapterClassifier(adapters, str(tmp_path), pad_token_id=PAD)
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     expected = [classifier(input_ids=row[keep.bool()].unsqueeze(0)).logits for row, keep in zip(ids, mask, strict=True)]
@@ -107,13 +115,13 @@ ROWS = {
 @pytest.mark.parametrize("pad", [PAD, EOS])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_reward_adapter_reads_its_score_where_transformers_classifier_does(arch, pad, side, tmp_path):
-    """With pad == eos that is before the eos that a text ends with: the last token that is not the pad id."""
+    """A classifier reads the last token that is not padding; with pad == eos, the one before the final eos."""
     classifier = get_peft_model(tiny_sequence_classifier(arch, pad_token_id=pad), lora(task_type="SEQ_CLS"))
     classifier.eval().save_pretrained(tmp_path)
-    # The base says nothing of the pad id that the classifier was trained with, or something else.
+    # The base has no pad id, or another one than the classifier was trained with.
     base = tiny_causal_lm(arch, pad_token_id=None if pad == EOS else EOS)
     base.base_model.load_state_dict(tiny_sequence_classifier(arch).base_model.state_dict())
-    model = AdapterClassifier(attach(base, lora()), str(tmp_path), pad_token_id=pad)
+    model = AdapterClassifier(add_policy_adapter(base, lora()), str(tmp_path), pad_token_id=pad)
     ids = torch.tensor([[pad if token == PAD else token for token in row] for row in ROWS[side]])
     mask = torch.tensor([[int(token != PAD) for token in row] for row in ROWS[side]])
     expected = classifier(input_ids=ids, attention_mask=mask).logits
@@ -128,8 +136,8 @@ def test_a_reward_adapters_pad_id_is_its_bases_where_its_tokenizer_has_none(tmp_
     for pad, rows in ((EOS, ids), (None, ids[:1])):
         base = tiny_causal_lm("llama", pad_token_id=pad)
         base.base_model.load_state_dict(tiny_sequence_classifier("llama").base_model.state_dict())
-        model = AdapterClassifier(attach(base, lora()), str(tmp_path), pad_token_id=None)
-        # transformers scores a row of nothing but padding at its first token, and without a pad id one row alone.
+        model = AdapterClassifier(add_policy_adapter(base, lora()), str(tmp_path), pad_token_id=None)
+        # transformers scores a row of padding only at its first token, and without a pad id accepts only one row.
         classifier.get_base_model().config.pad_token_id = pad
         expected = classifier(input_ids=rows, attention_mask=mask[: len(rows)]).logits
         assert_close(model(rows, mask[: len(rows)]).logits, expected, atol=1e-6, rtol=1e-6)
@@ -137,7 +145,7 @@ def test_a_reward_adapters_pad_id_is_its_bases_where_its_tokenizer_has_none(tmp_
 
 def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_path):
     base = tiny_causal_lm("llama")
-    supervised = stirred(attach(copy.deepcopy(base), lora(task_type="CAUSAL_LM")), POLICY)
+    supervised = stirred(add_policy_adapter(copy.deepcopy(base), lora(task_type="CAUSAL_LM")), POLICY)
     supervised.peft.save_pretrained(tmp_path)
     expected = Policy(supervised.model)(*BATCH, **HOW).logprobs
     adapters = load_adapters(base, str(tmp_path))
@@ -147,7 +155,7 @@ def test_a_policy_that_is_an_adapter_keeps_a_frozen_copy_as_its_reference(tmp_pa
     stirred(adapters, POLICY, seed=5)
     with adapters.active(REFERENCE):
         assert_close(policy(*BATCH, **HOW).logprobs, expected)
-    assert_close(Policy(without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert_close(Policy(copy_without_adapters(policy))(*BATCH, **HOW).logprobs, expected, atol=1e-5, rtol=1e-5)
     assert not any(p.requires_grad for p in adapters.parameters_of(REFERENCE))
     assert all(p.requires_grad for p in adapters.parameters_of(POLICY))
 
@@ -167,13 +175,13 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "their/base"}))
     base = tiny_causal_lm("llama")
     base.config.name_or_path = "our/base"
-    with pytest.warns(UserWarning, match="was trained on their/base, and the base here is our/base"):
-        AdapterClassifier(attach(base, lora()), str(tmp_path), pad_token_id=PAD)
+    with pytest.warns(UserWarning, match="was trained on their/base, but the base here is our/base"):
+        AdapterClassifier(add_policy_adapter(base, lora()), str(tmp_path), pad_token_id=PAD)
 
 
 def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
     base = tiny_causal_lm("llama")
-    adapters = stirred(attach(base, lora()), POLICY)
+    adapters = stirred(add_policy_adapter(base, lora()), POLICY)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
     merged = tiny_causal_lm("llama", seed=9)
     assert merged.load_state_dict(merged_weights(adapters)).missing_keys == []
@@ -186,37 +194,43 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lora(bias="all"), "bias 'all': trained biases stay when the adapter is switched off"),
-        (IA3Config(), "peft_config is a IA3Config; only LoRA"),
-        (lora(target_modules=["lm_head"]), "acts on the language-model head .* leave the head out"),
-        (lora(modules_to_save=["lm_head"]), "acts on the language-model head"),
-        (lora(init_lora_weights="pissa"), "init_lora_weights 'pissa': the policy would not start from the base"),
+        (lora(bias="all"), "bias 'all'; trained biases stay in place when the adapter is switched off"),
+        (IA3Config(), "peft_config is a IA3Config, but only LoRA"),
+        (lora(target_modules=["lm_head"]), "adapts the language-model head .* leave the head out"),
+        (lora(modules_to_save=["lm_head"]), "adapts the language-model head"),
+        (
+            lora(init_lora_weights="pissa"),
+            "init_lora_weights 'pissa', with which training would not start from the unch",
+        ),
         (lora(init_lora_weights=False), "init_lora_weights False"),
-        (lora(lora_bias=True), "lora_bias True, which is no part of an adapter that can be switched off"),
+        (lora(lora_bias=True), "lora_bias True, but an adapter with that setting cannot be switched off"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices"),
         (lora(layer_replication=[(0, 2)]), "layer_replication"),
         (lora(kasa_config=KasaConfig()), r"kasa_config KasaConfig\(.*leave it out, at its default None"),
-        (lora(alora_invocation_tokens=[5, 6]), r"alora_invocation_tokens \[5, 6\], which is no part of an adapter"),
+        (
+            lora(alora_invocation_tokens=[5, 6]),
+            r"alora_invocation_tokens \[5, 6\], but an adapter with that setting cannot",
+        ),
         (lora(monteclora_config=MontecloraConfig()), "monteclora_config"),
         (lora(velora_config=VeloraConfig()), "velora_config"),
         (lora(arrow_config=ArrowConfig()), "arrow_config"),
         (lora(use_bdlora=BdLoraConfig()), "use_bdlora"),
         (lora(target_parameters=["q_proj.weight"]), "target_parameters"),
         (lora(use_qalora=True), "use_qalora True"),
-        (AdaLoraConfig(r=4, total_step=9, target_modules=["q_proj"]), "peft_config is a AdaLoraConfig; only LoRA"),
+        (AdaLoraConfig(r=4, total_step=9, target_modules=["q_proj"]), "peft_config is a AdaLoraConfig, but only LoRA"),
     ],
 )
 def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        attach(tiny_causal_lm("llama", tie_word_embeddings=False), config)
+        add_policy_adapter(tiny_causal_lm("llama", tie_word_embeddings=False), config)
 
 
 def test_every_plain_field_of_a_lora_configuration_is_taken():
     settings = {"lora_dropout": 0.1, "exclude_modules": ["up_proj"], "rank_pattern": {"q_proj": 2}, "revision": "main"}
     layers = {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": ["q_proj", "k_proj"]}
-    # Earlier versions of PEFT wrote null where an empty table is the default now.
+    # Earlier versions of PEFT wrote null where the default now is an empty dictionary.
     for config in (lora(**settings, alpha_pattern={"q_proj": 4}), lora(**layers), lora(loftq_config=None)):
-        adapters = attach(tiny_causal_lm("llama"), config)
+        adapters = add_policy_adapter(tiny_causal_lm("llama"), config)
         assert adapters.parameters_of(POLICY)
 
 
@@ -225,9 +239,9 @@ def test_every_plain_field_of_a_lora_configuration_is_taken():
     [
         (
             {"target_modules": ["nosuch"]},
-            r"target_modules \(--lora_target_modules\) is \['nosuch'\], which fits no .*'q_p",
+            r"target_modules \(--lora_target_modules\) is \['nosuch'\], which matches no .*'q_p",
         ),
-        ({"target_modules": "nosuch"}, "is nosuch, which fits no layers .* or leave it out for every linear layer"),
+        ({"target_modules": "nosuch"}, "is nosuch, which matches no layers .* or leave it out for every linear layer"),
         ({"target_modules": ["input_layernorm"]}, "LlamaRMSNorm.* is not supported.* or leave it out for every linear"),
         (
             {"target_modules": ["q_proj", "v_prj"]},
@@ -235,20 +249,20 @@ def test_every_plain_field_of_a_lora_configuration_is_taken():
         ),
         (
             {"modules_to_save": ["embed_tokens", "nrom"]},
-            r"modules_to_save .* is \['embed_tokens', 'nrom'\], but LlamaForCausalLM has no layers \['nrom'\], ",
+            r"modules_to_save .* is \['embed_tokens', 'nrom'\], but LlamaForCausalLM has no layers \['nrom'\]; ",
         ),
     ],
 )
 def test_a_name_that_fits_no_layer_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        attach(tiny_causal_lm("llama", tie_word_embeddings=False), lora(**settings))
+        add_policy_adapter(tiny_causal_lm("llama", tie_word_embeddings=False), lora(**settings))
 
 
 def test_an_adapter_s_name_is_not_that_of_a_layer():
     base = tiny_causal_lm("llama")
     attention = base.base_model.layers[0].self_attn
     attention.value = torch.nn.Linear(4, 4)
-    adapters = attach(base, lora())
+    adapters = add_policy_adapter(base, lora())
     assert adapters.parameters_of(VALUE) == []
     adapters.add(VALUE, lora(), trainable=True)
     names = {id(parameter): key for key, parameter in adapters.peft.named_parameters()}
@@ -261,7 +275,7 @@ def test_an_adapter_s_name_is_not_that_of_a_layer():
 def test_an_adapter_may_not_have_the_name_of_a_run_s_own(name):
     peft = get_peft_model(tiny_causal_lm("llama"), lora())
     peft.add_adapter(name, lora())
-    with pytest.raises(ValueError, match=rf"an adapter named '{name}' already .*delete_adapter\('{name}'\)"):
+    with pytest.raises(ValueError, match=rf"already has an adapter named '{name}' .*delete_adapter\('{name}'\)"):
         from_peft_model(peft)
     peft.delete_adapter(name)
     assert from_peft_model(peft).starting_point == REFERENCE
@@ -280,7 +294,7 @@ def test_what_4_bits_need_and_is_not_there_is_named(there, are, monkeypatch):
 def test_what_trains_beside_adapters_is_not_in_half_precision():
     base = tiny_causal_lm("llama", tie_word_embeddings=False, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="embed_tokens.* would train in torch.bfloat16"):
-        attach(base, lora(modules_to_save=["embed_tokens"]))
+        add_policy_adapter(base, lora(modules_to_save=["embed_tokens"]))
     peft = get_peft_model(tiny_causal_lm("llama", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
     adapters = from_peft_model(peft)
     assert {p.dtype for p in adapters.parameters_of(POLICY)} == {torch.float32}
@@ -300,7 +314,7 @@ def test_a_reward_adapter_has_no_dropout(tmp_path):
         if parameter.requires_grad:
             parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(3))
     classifier.save_pretrained(tmp_path)
-    model = AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path), pad_token_id=PAD)
+    model = AdapterClassifier(add_policy_adapter(tiny_causal_lm("llama"), lora()), str(tmp_path), pad_token_id=PAD)
     model.adapters.peft.train()
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
     assert torch.equal(model(ids, mask).logits, model(ids, mask).logits)
@@ -313,15 +327,17 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
         from_peft_model(peft)
     with pytest.raises(ValueError, match=r"adapters are \['mine'\]; the policy's must be named 'default'"):
         from_peft_model(PeftModel(tiny_causal_lm("llama"), lora(), adapter_name="mine"))
-    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has none"):
+    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has no adapters"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout="adapter")
     get_peft_model(tiny_sequence_classifier("llama"), lora(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
-    adapters = attach(tiny_causal_lm("llama"), lora())
-    with pytest.raises(ValueError, match="has no score head of one label"):
+    adapters = add_policy_adapter(tiny_causal_lm("llama"), lora())
+    with pytest.raises(ValueError, match="has no score head with one label"):
         AdapterClassifier(adapters, str(tmp_path / "a"), pad_token_id=PAD)
     get_peft_model(tiny_sequence_classifier("gpt2"), lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "b")
-    with pytest.raises(ValueError, match="has weights for transformer.h.0.attn.c_attn, which LlamaForCausalLM has not"):
-        AdapterClassifier(attach(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"), pad_token_id=PAD)
+    with pytest.raises(
+        ValueError, match="has weights for transformer.h.0.attn.c_attn, which LlamaForCausalLM does not have"
+    ):
+        AdapterClassifier(add_policy_adapter(tiny_causal_lm("llama"), lora()), str(tmp_path / "b"), pad_token_id=PAD)
 
 
 def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
@@ -330,19 +346,38 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     tensors = load_file(path)
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, path)
-    adapters = attach(tiny_causal_lm("llama"), lora())
-    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: they differ in .*lora_A"):
+    adapters = add_policy_adapter(tiny_causal_lm("llama"), lora())
+    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: it lacks, or has in excess, .*lora_A"):
         AdapterClassifier(adapters, str(tmp_path), pad_token_id=PAD)
     assert list(adapters.peft.peft_config) == [POLICY]
 
 
-def test_checkpointed_activations_are_not_computed_again_with_the_wrong_adapter():
-    built = build_actor_critic(attach(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
-    assert not built.policy.recomputes
-    built.policy.model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gradient_checkpointing would compute the critic's activations again"):
-        built(*BATCH, **HOW)
-    with built.critic_active():
-        assert built(*BATCH, **HOW, with_policy=False).values.requires_grad
-    built.policy.model.gradient_checkpointing_disable()
-    assert not built.policy.recomputes and built(*BATCH, **HOW).values.requires_grad
+def gradients_of_both(built):
+    """Gradients of a loss of policy and critic in one graph."""
+    built.zero_grad()
+    outputs = built(*BATCH, **HOW)
+    (outputs.logprobs.sum() + (outputs.values - 1).square().sum()).backward()
+    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+def test_checkpointed_activations_are_computed_again_with_the_adapter_that_made_them():
+    built = build_actor_critic(add_policy_adapter(tiny_causal_lm("llama"), lora()), critic_layout="adapter")
+    torch.manual_seed(0)
+    for name, parameter in built.named_parameters():
+        if "lora_B" in name or "critic.head" in name:
+            parameter.data.normal_()
+    built.train()
+    assert not built.policy.is_gradient_checkpointing
+    expected = gradients_of_both(built)
+    built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert built.policy.is_gradient_checkpointing
+    found = gradients_of_both(built)
+    assert found.keys() == expected.keys() and any("value" in name for name in found)
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(
+        ValueError,
+        match="reentrant gradient checkpointing, which cannot activate the adapter 'value' again; call .*{'use_re",
+    ):
+        gradients_of_both(built)

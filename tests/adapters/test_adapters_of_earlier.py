@@ -1,4 +1,4 @@
-"""What a model in memory brings that has adapters already: the user's own, or an earlier trainer's."""
+"""Models in memory that already have adapters: the user's own, or those of an earlier trainer."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from alpaca_ppo.adapters import POLICY, REFERENCE, VALUE, attach, from_peft_model
+from alpaca_ppo.adapters import POLICY, REFERENCE, VALUE, add_policy_adapter, from_peft_model
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
@@ -51,14 +51,14 @@ def test_a_second_trainer_of_the_same_model_makes_its_own_adapters_anew(tmp_path
 @pytest.mark.parametrize("name", ["value", "reward", "reference"])
 def test_an_adapter_of_the_user_s_own_is_not_replaced(name):
     peft = supervised()
-    # Also after an earlier trainer had one of this name, and in a copy of the model.
+    # Also if an earlier trainer had an adapter of this name, and in a copy of the model.
     from_peft_model(peft)
     if name in peft.peft_config:
         peft.delete_adapter(name)
     peft.add_adapter(name, lora())
     for model in (peft, copy.deepcopy(peft)):
         before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-        with pytest.raises(ValueError, match=rf"an adapter named '{name}' already .*delete_adapter\('{name}'\)"):
+        with pytest.raises(ValueError, match=rf"already has an adapter named '{name}' .*delete_adapter\('{name}'\)"):
             from_peft_model(model)
         assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     peft.delete_adapter(name)
@@ -75,11 +75,11 @@ def test_a_copy_of_a_trained_model_serves_a_second_trainer_too():
 def test_a_base_with_adapters_in_its_layers_is_no_base(tmp_path):
     model = tiny_causal_lm("llama")
     trainer = trainer_of(model, tmp_path, peft_config=lora(), reward_funcs=lambda completions, **columns: [0.0] * 10)
-    message = r"LlamaForCausalLM has adapters \['default', 'value'\] in its layers already.* \(base = peft.unload\(\)\)"
+    message = r"LlamaForCausalLM already has adapters \['default', 'value'\] in its layers.* \(base = peft.unload\(\)\)"
     with pytest.raises(ValueError, match=message):
-        attach(model, lora())
+        add_policy_adapter(model, lora())
     base = trainer.actor_critic.policy.adapters.peft.unload()
-    assert attach(base, lora()).starting_point is None
+    assert add_policy_adapter(base, lora()).starting_point is None
 
 
 def test_an_adapter_that_does_not_act_is_refused_with_what_makes_it_act():
@@ -87,7 +87,7 @@ def test_an_adapter_that_does_not_act_is_refused_with_what_makes_it_act():
     peft.add_adapter("other", lora())
     for active in ("other", ["default", "other"]):
         peft.base_model.set_adapter(active)
-        with pytest.raises(ValueError, match=r"not the one that acts, .*: call model.set_adapter\('default'\)"):
+        with pytest.raises(ValueError, match=r"must be the only active one, .*: call model.set_adapter\('default'\)"):
             from_peft_model(peft)
     peft.set_adapter(POLICY)
     peft.base_model.disable_adapter_layers()
@@ -112,8 +112,8 @@ def test_a_refused_adapter_leaves_the_base_to_the_next(settings, tied):
     ids = torch.tensor([[5, 9, 11]])
     before, names = model(ids).logits, [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match="language-model head|would train in torch.bfloat16|has no layers"):
-        attach(model, lora(**settings))
+        add_policy_adapter(model, lora(**settings))
     assert [name for name, _ in model.named_parameters()] == names and torch.equal(model(ids).logits, before)
     assert all(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
-        torch.testing.assert_close(attach(model, lora()).model(ids).logits, before)
+        torch.testing.assert_close(add_policy_adapter(model, lora()).model(ids).logits, before)

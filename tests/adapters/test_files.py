@@ -1,4 +1,4 @@
-"""What is told of a saved adapter before any model is loaded, and adapters that are hub ids."""
+"""Checks of saved adapters before any model is loaded, and adapters on the hub."""
 
 import json
 
@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.adapters import (
-    attach,
+    add_policy_adapter,
     check_adapter_shapes,
     check_reward_adapter,
     files,
@@ -55,9 +55,7 @@ def save_policy(folder, base, **settings):
 
 
 def in_hub_cache(monkeypatch, cache, repository, *, lacking=()):
-    """The folder of `repository` in a hub cache, to fill: what an earlier download would have left, files found
-    `lacking` among it.
-    """
+    """An empty folder for `repository` in a hub cache, as after a download that missed the files in `lacking`."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     folder = cache / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
@@ -125,7 +123,7 @@ def test_a_policy_does_not_start_from_a_reward_adapter_nor_from_one_without_a_ba
     with pytest.raises(ValueError, match=r"is an adapter of a sequence classifier \(task_type SEQ_CLS, .*reward_adapt"):
         read_policy_adapter(save_reward(tmp_path / "reward"))
     folder = save_policy(tmp_path / "policy", None)
-    with pytest.raises(ValueError, match="model_name_or_path .*policy is an adapter that names no base"):
+    with pytest.raises(ValueError, match="model_name_or_path .*policy is an adapter that does not name its base"):
         read_policy_adapter(folder)
 
 
@@ -143,7 +141,7 @@ def test_a_policy_s_adapter_may_hold_whole_layers(tmp_path):
 
 
 def test_a_reward_adapter_holds_lora_and_a_head_of_one_label_in_safetensors(tmp_path):
-    with pytest.raises(ValueError, match=r"whole has the modules_to_save \['embed_tokens'\] beside its score head"):
+    with pytest.raises(ValueError, match=r"whole has modules_to_save \['embed_tokens'\] beside its score head"):
         read_reward_adapter(save_reward(tmp_path / "whole", modules_to_save=["embed_tokens"]))
     with pytest.raises(ValueError, match="reward_adapter .*biased has bias 'all'"):
         read_reward_adapter(save_reward(tmp_path / "biased", bias="all"))
@@ -151,13 +149,13 @@ def test_a_reward_adapter_holds_lora_and_a_head_of_one_label_in_safetensors(tmp_
     path = tmp_path / "headless/adapter_model.safetensors"
     tensors = {key: value for key, value in load_file(path).items() if "score" not in key}
     save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"headless has no score head of one label \(it holds none\)"):
+    with pytest.raises(ValueError, match=r"headless has no score head with one label \(its heads: none\)"):
         check_reward_adapter(folder)
     save_file({**tensors, "base_model.model.score.weight": torch.zeros(3, 32)}, path)
-    with pytest.raises(ValueError, match=r"no score head of one label \(it holds .*score.weight': \(3, 32\)"):
+    with pytest.raises(ValueError, match=r"no score head with one label \(its heads: .*score.weight': \(3, 32\)"):
         check_reward_adapter(folder)
     path.rename(path.with_suffix(".bin"))
-    with pytest.raises(ValueError, match="headless has no adapter_model.safetensors, the only form that is read"):
+    with pytest.raises(ValueError, match="headless has no adapter_model.safetensors, the only format that is read"):
         check_reward_adapter(folder)
 
 
@@ -172,23 +170,25 @@ def test_a_base_that_is_not_there_is_named_before_its_adapters(tmp_path):
 def test_an_adapter_of_another_size_is_refused_with_both_shapes(arch, tmp_path):
     sizes = {"llama": {"hidden_size": 64}, "gpt2": {"n_embd": 64}}[arch]
     folder = save_reward(tmp_path / "wide", arch, sizes)
-    message = r"reward_adapter .*wide does not fit .*: its .* is of shape \(.*64.*\), and \(.*32.*\) would fit; give an"
+    message = (
+        r"reward_adapter .*wide does not fit .*: its .* has shape \(.*64.*\), but the layer needs \(.*32.*\); use an"
+    )
     with pytest.raises(ValueError, match=message):
         check_adapter_shapes("reward_adapter", folder, tiny_causal_lm(arch))
     with pytest.raises(ValueError, match=message):
-        AdapterClassifier(attach(tiny_causal_lm(arch), lora()), folder, pad_token_id=None)
+        AdapterClassifier(add_policy_adapter(tiny_causal_lm(arch), lora()), folder, pad_token_id=None)
     check_adapter_shapes("reward_adapter", folder, tiny_causal_lm(arch, **sizes))
-    check_adapter_shapes("reward_adapter", folder, attach(tiny_causal_lm(arch, **sizes), lora()).model)
+    check_adapter_shapes("reward_adapter", folder, add_policy_adapter(tiny_causal_lm(arch, **sizes), lora()).model)
 
 
 def test_an_adapter_that_gives_or_scores_another_size_is_refused_too(tmp_path):
     folder = save_reward(tmp_path / "reward", sizes={"intermediate_size": 96})
     path = tmp_path / "reward/adapter_model.safetensors"
-    for part, shapes in {"lora_A": r"\(4, 96\), and \(4, 48\)", "lora_B": r"\(96, 4\), and \(48, 4\)"}.items():
+    for part, has, needs in (("lora_A", r"\(4, 96\)", r"\(4, 48\)"), ("lora_B", r"\(96, 4\)", r"\(48, 4\)")):
         tensors = load_file(path)
-        with pytest.raises(ValueError, match=rf"its .*{part}.weight is of shape {shapes} would fit"):
+        with pytest.raises(ValueError, match=rf"its .*{part}.weight has shape {has}, but the layer needs {needs}; use"):
             check_adapter_shapes("reward_adapter", folder, tiny_causal_lm("llama"))
         save_file({key: tensor for key, tensor in tensors.items() if part not in key}, path)
     save_file({"base_model.model.score.weight": torch.zeros(1, 64)}, path)
-    with pytest.raises(ValueError, match=r"its .*score.weight is of shape \(1, 64\), and \(1, 32\) would fit"):
+    with pytest.raises(ValueError, match=r"its .*score.weight has shape \(1, 64\), but the layer needs \(1, 32\);"):
         check_adapter_shapes("reward_adapter", folder, tiny_causal_lm("llama"))

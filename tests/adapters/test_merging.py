@@ -1,4 +1,4 @@
-"""A merged model is the adapter on the base as it is stored, also when the run held that base in half precision."""
+"""A merged model is the adapter on the stored base, also if the run held the base in half precision."""
 
 import shutil
 
@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.models import load_causal_lm
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -26,7 +26,7 @@ def logits(model):
 
 
 def stirred(base, **settings):
-    adapters = attach(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
+    adapters = add_policy_adapter(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -40,7 +40,7 @@ def stirred(base, **settings):
         ("llama", {"use_dora": True}),
         ("gpt2", {}),
         ("gpt2", {"target_modules": ["c_attn", "wte"]}),
-        # PEFT writes this embedding itself into the adapter's folder, as the run held it.
+        # PEFT saves this embedding in the adapter's folder, in the run's precision.
         ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
         ("qwen2", {"target_modules": ["q_proj"]}),
         ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
@@ -56,7 +56,7 @@ def test_a_merged_model_is_the_adapter_on_the_stored_base(arch, settings, tmp_pa
     assert not any(report.values()) and merged.dtype == torch.float32
     on_stored = PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "policy")
     torch.testing.assert_close(logits(merged), logits(on_stored), atol=1e-4, rtol=0)
-    # What rounding the base would have cost.
+    # The error that rounding the base would have caused.
     rounded = loaded(tmp_path / "base", torch.bfloat16).float()
     assert (logits(PeftModel.from_pretrained(rounded, tmp_path / "policy")) - logits(merged)).abs().max() > 1e-3
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
@@ -66,7 +66,7 @@ def test_a_merged_model_is_the_adapter_on_the_stored_base(arch, settings, tmp_pa
 def test_an_adapter_in_half_precision_is_merged_in_float32(settings, tmp_path):
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     adapters = stirred(load_causal_lm(str(tmp_path / "base"), dtype=torch.bfloat16), **settings)
-    # As DeepSpeed holds it with bf16.
+    # As under DeepSpeed with bf16.
     for parameter in adapters.parameters_of("default"):
         parameter.data = parameter.data.bfloat16()
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
@@ -82,7 +82,7 @@ def test_an_adapter_in_half_precision_is_merged_in_float32(settings, tmp_path):
 def test_a_layer_of_the_adapter_s_own_is_merged_as_it_trained(tmp_path):
     tiny_causal_lm("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "base")
     base = load_causal_lm(str(tmp_path / "base"))
-    # All but this: half precision does not train.
+    # All other parameters: half precision is not trained.
     for name, parameter in base.named_parameters():
         if "embed_tokens" not in name:
             parameter.data = parameter.data.bfloat16()
@@ -128,7 +128,7 @@ def test_without_the_stored_base_the_loaded_one_is_merged_and_a_warning_says_so(
     if change in ("other", "less"):
         other = {"other": {"seed": 5}, "less": {"num_hidden_layers": 1}}[change]
         tiny_causal_lm("llama", **other).save_pretrained(folder)
-    with pytest.warns(UserWarning, match=rf"{reason}.*: the merged model is .* on the base rounded to torch.bfloat16"):
+    with pytest.warns(UserWarning, match=rf"{reason}.*: the adapter is merged into the base rounded to torch.bfloat16"):
         save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
     on_rounded = PeftModel.from_pretrained(rounded, tmp_path / "policy")
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), logits(on_rounded), atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""LoRA on mixtures of experts: PEFT rewrites such a configuration, and wraps the experts' parameters if it may."""
+"""LoRA on mixtures of experts, where PEFT rewrites the configuration and would adapt the experts' parameters."""
 
 import json
 
@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from alpaca_ppo.adapters import POLICY, attach, from_peft_model, load_adapters, read_policy_adapter
-from alpaca_ppo.estimate_memory import estimator
+from alpaca_ppo.adapters import POLICY, add_policy_adapter, from_peft_model, load_adapters, read_policy_adapter
+from alpaca_ppo.estimate_memory.__main__ import main
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import MIXTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, tiny_trainer
@@ -73,18 +73,18 @@ def test_what_reaches_into_the_experts_is_refused_before_training(arch, tmp_path
     model, config = tiny_causal_lm(arch), lora(target_modules="all-linear")
     message = (
         r"target_modules \(--lora_target_modules\) is all-linear, .* parameters \['down_proj', .*'gate_up_proj'\] of "
-        r".*: name linear layers .*\['k_proj', 'o_proj', 'q_proj', 'v_proj'\]"
+        r".*: name only linear layers, .*\['k_proj', 'o_proj', 'q_proj', 'v_proj'\]"
     )
     before, flags = logits(model), [p.requires_grad for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
-        attach(model, config)
-    # Neither the model nor the configuration keeps a trace of it.
+        add_policy_adapter(model, config)
+    # Model and configuration are unchanged.
     assert config.target_modules == "all-linear" and config.target_parameters is None
     assert torch.equal(logits(model), before) and [p.requires_grad for p in model.parameters()] == flags
-    assert_close(logits(attach(model, lora()).model), before)
+    assert_close(logits(add_policy_adapter(model, lora()).model), before)
     names = {"mixtral": ["w1", "w2", "w3"], "qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}[arch]
     with pytest.raises(ValueError, match=r"is \[.*'k_proj', 'o_proj', 'q_proj', 'v_proj'\]"):
-        attach(tiny_causal_lm(arch), lora(target_modules=names))
+        add_policy_adapter(tiny_causal_lm(arch), lora(target_modules=names))
 
 
 def test_a_saved_adapter_of_experts_is_refused_with_what_to_do(tmp_path):
@@ -97,7 +97,7 @@ def test_a_saved_adapter_of_experts_is_refused_with_what_to_do(tmp_path):
     peft.save_pretrained(tmp_path / "sft")
     with pytest.raises(ValueError, match=rf"model_name_or_path .*sft {message}"):
         read_policy_adapter(str(tmp_path / "sft"))
-    # As earlier versions of PEFT wrote it: with the names of layers that are parameters now.
+    # As written by earlier versions of PEFT: with names of layers that are parameters now.
     path = tmp_path / "sft/adapter_config.json"
     names = {"target_parameters": None, "target_modules": ["q_proj", "w1", "w2", "w3"], "rank_pattern": {}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **names, "alpha_pattern": {}}))
@@ -110,20 +110,20 @@ def test_a_saved_adapter_of_experts_is_refused_with_what_to_do(tmp_path):
 def test_a_reward_adapter_of_layers_scores_and_one_of_experts_is_refused(tmp_path):
     classifier = get_peft_model(tiny_sequence_classifier("mixtral"), lora(task_type="SEQ_CLS"))
     classifier.save_pretrained(tmp_path / "reward")
-    adapters = attach(tiny_causal_lm("mixtral"), lora())
+    adapters = add_policy_adapter(tiny_causal_lm("mixtral"), lora())
     model = AdapterClassifier(adapters, str(tmp_path / "reward"), pad_token_id=None)
     assert model(IDS, torch.ones_like(IDS)).logits.isfinite().all()
     path = tmp_path / "reward/adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": ["q_proj", "w1", "w2", "w3"]}))
-    adapters = attach(tiny_causal_lm("mixtral"), lora())
+    adapters = add_policy_adapter(tiny_causal_lm("mixtral"), lora())
     with pytest.raises(ValueError, match=r"reward_adapter .*reward has target_parameters \['down_proj'"):
         AdapterClassifier(adapters, str(tmp_path / "reward"), pad_token_id=None)
     assert list(adapters.peft.peft_config) == [POLICY]
 
 
 @pytest.mark.parametrize("arch", MIXTURES)
-def test_a_run_on_a_mixture_is_planned(arch, tmp_path, capsys):
+def test_a_run_on_a_mixture_is_estimated(arch, tmp_path, capsys):
     base = saved(tmp_path / "base", arch)
     flags = ["--model_name_or_path", base, "--use_peft", "--critic_layout", "adapter", "--output_dir", str(tmp_path)]
-    estimator.main([*flags, "--lora_target_modules", "q_proj", "v_proj", "--dtype", "bfloat16", "--json"])
+    main([*flags, "--lora_target_modules", "q_proj", "v_proj", "--dtype", "bfloat16", "--json"])
     assert json.loads(capsys.readouterr().out)

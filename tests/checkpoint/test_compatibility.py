@@ -1,4 +1,4 @@
-"""A run does not go on from what is not its own: an error that names it, and nothing in the folder has changed."""
+"""A run does not resume from what is not its own: an error names the difference, and the folder is unchanged."""
 
 import shutil
 
@@ -46,10 +46,10 @@ def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path)
     for name in ("final", "checkpoint-3"):
         (run / f".{name}.incomplete").mkdir()
         (run / f".{name}.incomplete/half").write_text("written")
-    refuse(run, "already holds checkpoint-2 of another run", resume=resume)
+    refuse(run, "holds a finished run .*raise total_epochs or total_episodes and set resume_from_", resume=resume)
     for step in (1, 2):
         shutil.rmtree(run / f"checkpoint-{step}")
-    refuse(run, "already holds final of another run", resume=resume)
+    refuse(run, "holds a finished run .*; to start a new run, choose another output_dir", resume=resume)
 
 
 def test_a_start_cleans_what_a_killed_run_left(run):
@@ -71,22 +71,26 @@ def other_tokenizer(change):
 @pytest.mark.parametrize("change", ["vocabulary", "special_tokens", "chat_template"])
 def test_another_tokenizer_is_refused(run, change):
     arguments = {"processing_class": other_tokenizer(change)}
-    message = rf"entry tokenizer\.{change}.* here; give the tokenizer it was written with as processing_class"
+    message = rf"entry tokenizer\.{change}.* here; pass the tokenizer it was written with as processing_class"
     refuse(run, message, trainer_arguments=arguments)
 
 
 def test_another_architecture_of_the_same_shapes_is_refused(run):
     rope = {"rope_type": "default", "rope_theta": 500.0}
     other = tiny_causal_lm("llama", rope_parameters=rope)
-    refuse(run, r"policy\.rope_parameters\.rope_theta is 10000\.0 in it and 500\.0 here; give the model", model=other)
-    refuse(run, r"policy\.model_type is llama in it and gpt2 here", model=tiny_causal_lm("gpt2"))
+    refuse(
+        run,
+        r"policy\.rope_parameters\.rope_theta is 10000\.0 in the checkpoint and 500\.0 here; use the model",
+        model=other,
+    )
+    refuse(run, r"policy\.model_type is llama in the checkpoint and gpt2 here", model=tiny_causal_lm("gpt2"))
     stops_elsewhere = tiny_causal_lm("llama")
     stops_elsewhere.generation_config.eos_token_id = [2, 9]
-    refuse(run, r"policy\.stop_tokens is 2 in it and \[2, 9\] here", model=stops_elsewhere)
+    refuse(run, r"policy\.stop_tokens is 2 in the checkpoint and \[2, 9\] here", model=stops_elsewhere)
     critic = tiny_causal_lm("llama", rms_norm_eps=1e-3).base_model
     model = tiny_trainer(run.parent / "other").actor_critic
     model.critic.backbone.config = critic.config
-    refuse(run, r"critic\.rms_norm_eps is 1e-06 in it and 0.001 here", model=model)
+    refuse(run, r"critic\.rms_norm_eps is 1e-06 in the checkpoint and 0.001 here", model=model)
 
 
 def changed(how):
@@ -107,7 +111,7 @@ def test_data_that_changed_are_refused_unless_that_is_asked_for(run, how):
     trainer = tiny_trainer(run, **RUN, **data, ignore_data_change=True)
     trainer.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(run)] == [0, 1, 2, 3]
-    # From then on the checkpoints are of the new rows, and the flag is needed no more.
+    # The checkpoints after that have the new rows, so the flag is no longer needed.
     tiny_trainer(run, **{**RUN, "total_episodes": 40}, **data).train(resume_from_checkpoint=True)
     assert metric_lines(run)[-1]["step"] == 4
 
@@ -121,7 +125,9 @@ def test_the_same_rows_from_another_place_are_the_same_data(run, tmp_path):
 
 def test_other_evaluation_data_are_warned_of(run):
     trainer = tiny_trainer(run, **RUN, trainer_arguments={"eval_dataset": prompts(4)})
-    with pytest.warns(UserWarning, match="eval_dataset is not the one that the checkpoint's run had .*'prompts': 4"):
+    with pytest.warns(
+        UserWarning, match="eval_dataset differs from the one that the checkpoint's run had .*'prompts': 4"
+    ):
         trainer.train(resume_from_checkpoint=True)
     assert metric_lines(run)[-1]["step"] == 3
 
@@ -139,7 +145,7 @@ def test_true_stops_at_a_damaged_newest_checkpoint_and_names_the_older_one(run, 
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
         path.write_bytes({"truncated": content[:-1], "flipped": flipped, "empty": b""}[damage])
-    refuse(run, r"checkpoint-2.*set resume_from_checkpoint to another one by name: [^,]*checkpoint-1$")
+    refuse(run, r"checkpoint-2.*set resume_from_checkpoint to another one: [^,]*checkpoint-1$")
 
 
 def test_an_older_checkpoint_named_by_hand_repairs_the_damaged_one(run):
@@ -154,11 +160,11 @@ def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_pat
     other = tmp_path / "other"
     tiny_trainer(other, total_episodes=20, seed=1).train()
     shutil.rmtree(other / "final")
-    refuse(other, "metrics.jsonl is of another run than the checkpoint", resume=str(run / "checkpoint-2"))
+    refuse(other, "metrics.jsonl belongs to another run than the checkpoint", resume=str(run / "checkpoint-2"))
     (other / "metrics.jsonl").unlink()
     tiny_trainer(other, **RUN).train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert [line["step"] for line in metric_lines(other)] == [3]
-    # The new folder's own checkpoint knows the new folder's records.
+    # The new folder's own checkpoint matches the new folder's records.
     tiny_trainer(other, **{**RUN, "total_episodes": 40}).train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(other)] == [3, 4]
-    refuse(run, "already holds checkpoint-2 of another run", resume=str(other / "checkpoint-3"))
+    refuse(run, "holds a finished run ", resume=str(other / "checkpoint-3"))

@@ -39,12 +39,12 @@ def test_a_checkpoint_from_elsewhere_is_not_resumed_among_those_of_another_run(t
     named = tmp_path / "there/checkpoint-7"
     assert resolve_checkpoint(str(named), tmp_path / "here") == named
     make_folders(tmp_path, "here/checkpoint-5")
-    with pytest.raises(ValueError, match="already holds checkpoint-5 of another run"):
+    with pytest.raises(ValueError, match="already holds checkpoint-5 of an earlier run"):
         resolve_checkpoint(str(named), tmp_path / "here")
 
 
-def test_only_the_named_checkpoints_files_are_looked_at_before_anything_is_loaded(tmp_path):
-    """Sizes are compared at once; contents, which may be many gigabytes, where they are read."""
+def test_manifest_checks_read_sizes_and_verification_reads_contents(tmp_path):
+    """Sizes are checked before models are loaded; contents, which may be many gigabytes, only when they are read."""
     folder = tmp_path / "checkpoint-2"
     make_folders(tmp_path, "checkpoint-1", "checkpoint-2", ".checkpoint-3.incomplete")
     for name in FILES:
@@ -54,27 +54,41 @@ def test_only_the_named_checkpoints_files_are_looked_at_before_anything_is_loade
     verify_files(folder)
     (folder / FILES[0]).write_text("CONTENT")
     check_manifest(folder)
-    with pytest.raises(ValueError, match="is damaged: its hash is .*another one by name: [^,]*checkpoint-1$"):
+    with pytest.raises(ValueError, match="is damaged: its hash is .*another one: [^,]*checkpoint-1$"):
         verify_files(folder)
     (folder / FILES[0]).write_text("longer content")
-    with pytest.raises(ValueError, match=f"{FILES[0]} is damaged: 14 bytes, written with 7"):
+    with pytest.raises(ValueError, match=f"{FILES[0]} is damaged: it has 14 bytes, but was written with 7"):
         check_manifest(folder)
     with pytest.raises(ValueError, match="has no readable manifest.json .*set resume_from_checkpoint to another one"):
         check_manifest(tmp_path / "checkpoint-1")
 
 
-@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
-def test_a_new_run_does_not_write_over_an_older_one(tmp_path, name):
+UNFINISHED = "already holds checkpoint-5 of an earlier run; set resume_from_checkpoint: true to continue"
+FINISHED = r"holds a finished run \(its models are in final/\); "
+EXTEND = "to train it further, raise total_epochs or total_episodes and set resume_from_checkpoint: true; "
+ANEW = "to start a new run, choose another output_dir, or move the old run away"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["checkpoint-5"], UNFINISHED),
+        (["final", "checkpoint-5"], FINISHED + EXTEND + ANEW),
+        # Without a checkpoint there is nothing to continue from.
+        (["final"], FINISHED + ANEW),
+    ],
+)
+def test_a_new_run_does_not_overwrite_an_earlier_one(tmp_path, names, message):
     refuse_finished_run(tmp_path)
-    make_folders(tmp_path, name)
-    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
+    make_folders(tmp_path, *names)
+    with pytest.raises(ValueError, match=message):
         refuse_finished_run(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["checkpoint-5", "final"])
-def test_a_folder_that_a_killed_run_was_about_to_replace_is_one_of_a_run(tmp_path, name):
+@pytest.mark.parametrize(("name", "message"), [("checkpoint-5", UNFINISHED), ("final", FINISHED)])
+def test_a_folder_that_a_killed_run_was_about_to_replace_counts(tmp_path, name, message):
     make_folders(tmp_path, f".{name}.replaced", f".{name}.incomplete")
-    with pytest.raises(ValueError, match=f"already holds {name} of another run"):
+    with pytest.raises(ValueError, match=message):
         refuse_finished_run(tmp_path)
     make_folders(tmp_path, "new", "new/.final.incomplete", "new/.checkpoint-5.incomplete")
     refuse_finished_run(tmp_path / "new")
@@ -99,7 +113,7 @@ def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep,
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"checkpoint-{n}" for n in left), "other"])
 
 
-def test_checkpoints_of_a_branch_that_is_left_are_set_aside_and_not_lost(tmp_path):
+def test_checkpoints_of_an_abandoned_branch_are_renamed_and_not_lost(tmp_path):
     for step in (2, 3, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "abandoned-checkpoint-10").mkdir()

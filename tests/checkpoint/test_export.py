@@ -1,6 +1,7 @@
 import copy
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.export import (
     matching_classifier,
@@ -28,7 +29,7 @@ from alpaca_ppo.checkpoint.export import (
     save_value_model,
 )
 from alpaca_ppo.checkpoint.model_card import write_model_card
-from alpaca_ppo.models import build_actor_critic, load_critic, make_head
+from alpaca_ppo.models import C51Head, IQNHead, QuantileHead, ScalarHead, build_actor_critic, load_critic
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
 FIGURES = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
@@ -37,7 +38,9 @@ IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
 
 
 def scalar_head(weight):
-    return make_head("scalar", weight.size(1), weight=weight)
+    head = ScalarHead(weight.size(1))
+    head.load_score_weight(weight)
+    return head
 
 
 def front_matter(folder):
@@ -111,15 +114,15 @@ def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(t
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "settings"),
     [
-        {"kind": "c51", "num_atoms": 5, "v_min": -2.0, "v_max": 3.0},
-        {"kind": "quantile", "num_quantiles": 4},
-        {"kind": "iqn", "num_quantiles": 4, "embedding_dim": 8},
+        (C51Head, {"num_atoms": 5, "v_min": -2.0, "v_max": 3.0}),
+        (QuantileHead, {"num_quantiles": 4}),
+        (IQNHead, {"num_quantiles": 4, "embedding_dim": 8}),
     ],
 )
-def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head):
-    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
+def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, settings):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=partial(head, **settings))
     for parameter in actor_critic.critic.head.parameters():
         torch.nn.init.normal_(parameter)
     save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
@@ -128,7 +131,7 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head):
     actor_critic.critic.head.risk_level = 0.25
     for loaded, own in zip(critic.head(states), actor_critic.critic.head(states), strict=True):
         assert torch.equal(loaded, own)
-    assert critic.head.settings() == head
+    assert type(critic.head) is head and critic.head.settings() == settings
     own, loaded = actor_critic.policy.model.base_model, critic.backbone
     assert torch.equal(loaded(IDS).last_hidden_state, own(IDS).last_hidden_state)
 
@@ -263,7 +266,7 @@ EMBEDDED = {"llama": "embed_tokens", "gpt2": "wte"}
 )
 def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapter, tmp_path):
     base = tiny_causal_lm(arch, tie_word_embeddings=tied)
-    adapters = attach(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **adapter}))
+    adapters = add_policy_adapter(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **adapter}))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
@@ -277,19 +280,19 @@ def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapt
     with torch.no_grad():
         torch.testing.assert_close(merged.eval()(IDS).logits, base.eval()(IDS).logits, atol=1e-4, rtol=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
-    # An embedding of the adapter's own is the head's no more, whatever reads the folder.
+    # The adapter's own embedding is not tied to the head, whatever loads the folder.
     own = EMBEDDED.get(arch) in [*adapter.get("modules_to_save", []), *adapter.get("target_modules", [])]
     assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] == (tied and not own)
     assert base.config.tie_word_embeddings == tied
 
 
 def test_merging_into_half_precision_loses_nothing(tmp_path):
-    # Without rotary frequencies, which this way of casting would round.
+    # A model without rotary frequencies, which this cast would round.
     base = tiny_causal_lm("gpt2", dtype=torch.bfloat16)
-    adapters = attach(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    adapters = add_policy_adapter(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters.parameters_of("default"):
-        # So small that most of it is less than half a step of bfloat16.
+        # So small that bfloat16 would round most of it away.
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
     save_merged(tmp_path / "merged", adapters, tiny_tokenizer())

@@ -1,6 +1,6 @@
-"""A disk that is full: the error says where and how much, nothing half written stays, and the older files do.
+"""A full disk: the error names the path and the bytes needed, no partial file stays, and older files are intact.
 
-Files are limited in length here, which works anywhere; tests/integration fills a disk.
+Here the length of files is limited, which works anywhere; tests/integration fills a disk.
 """
 
 import errno
@@ -26,7 +26,7 @@ def everything(folder):
 
 
 def full_after(step, size, folder, **overrides):
-    """Runs until the disk is full; returns what the run said, and the files that were there before the first step."""
+    """Runs until the disk is full; returns the error's text and the files that existed before the first step."""
     arguments = {"callbacks": [LargestFile(step, size)]}
     trainer = tiny_trainer(folder, **overrides, trainer_arguments=arguments)
     with pytest.raises(OSError, match="no room for") as said:
@@ -75,8 +75,8 @@ def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, largest_file):
 def test_a_folder_says_what_it_needed_where_that_is_known(tmp_path, largest_file):
     largest_file(100)
     for needed, text in ((None, "needed more than 100 bytes"), (700, "needed 700 bytes")):
-        with pytest.raises(OSError, match=text), write_folder_atomically(tmp_path / "final", needed=needed) as aside:
-            (aside / "file").write_text("x" * 500)
+        with pytest.raises(OSError, match=text), write_folder_atomically(tmp_path / "final", needed=needed) as tmp_dir:
+            (tmp_dir / "file").write_text("x" * 500)
         assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from alpaca_ppo.checkpoint.directory import FILES
 from alpaca_ppo.checkpoint.serialization import load_checkpoint, random_states, save_checkpoint
-from alpaca_ppo.distributed.engine import WholeState
+from alpaca_ppo.distributed.engine import TrainState
 from tests.tiny_models import tiny_causal_lm
 
 EXTRA = {
@@ -23,7 +23,7 @@ EXTRA = {
 
 
 class Model(nn.Module):
-    """Two linear maps of which one is used twice, half-precision weights, and a buffer."""
+    """Two linear layers, one of them used twice, half-precision weights, and a buffer."""
 
     def __init__(self, seed=0, width=4):
         super().__init__()
@@ -48,15 +48,15 @@ def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
 
 
 def written(run):
-    """What of `run` a checkpoint holds."""
-    whole = WholeState(run["model"], run["optimizer"])
+    """What a checkpoint saves of `run`."""
+    whole = TrainState(run["model"], run["optimizer"])
     parts = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
     return {**parts, "scheduler": run["scheduler"]}
 
 
 def read(run):
-    """Where a checkpoint puts it back."""
-    return {"trained": WholeState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
+    """Where a checkpoint is restored to."""
+    return {"trained": TrainState(run["model"], run["optimizer"]), "scheduler": run["scheduler"]}
 
 
 def train(run, steps):
@@ -128,11 +128,13 @@ def test_what_extra_must_say_is_checked_before_anything_changes(saved):
 
     with pytest.raises(ValueError, match="step 3 will not do"):
         load_checkpoint(saved, **read(run), check=check)
-    with pytest.raises(ValueError, match=r"entry kl\.value is 0.3.* in it and 0.5 here; start anew"):
+    with pytest.raises(ValueError, match=r"entry kl\.value is 0.3.* in the checkpoint and 0.5 here; start a new run"):
         load_checkpoint(
-            saved, **read(run), expected={"kl": {"value": 0.5, "limit": math.inf}}, remedies={"kl": "start anew"}
+            saved, **read(run), expected={"kl": {"value": 0.5, "limit": math.inf}}, remedies={"kl": "start a new run"}
         )
-    with pytest.raises(ValueError, match=r"entry kl\.limit is inf in it and absent here; resume with the models"):
+    with pytest.raises(
+        ValueError, match=r"entry kl\.limit is inf in the checkpoint and absent here; resume with the models"
+    ):
         load_checkpoint(saved, **read(run), expected={"kl": {"value": 0.1 + 0.2}})
     assert snapshot(run) == before
 
@@ -199,7 +201,7 @@ def test_nothing_in_a_checkpoint_is_pickled(saved):
 
 
 def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_and_leaves_no_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; give it as plain values"):
+    with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; use plain values"):
         save_checkpoint(tmp_path / "checkpoint-1", **written(make_run()), extra={"when": 1j})
     assert list(tmp_path.iterdir()) == []
 
@@ -230,9 +232,9 @@ def replace_with_another_run_s(path):
 
 def damages():
     for name in FILES:
-        yield lambda folder, name=name: (folder / name).write_text(""), f"{name} is damaged: 0 bytes"
+        yield lambda folder, name=name: (folder / name).write_text(""), f"{name} is damaged: it has 0 bytes"
         yield lambda folder, name=name: replace_with_another_run_s(folder / name), f"{name} is damaged"
-        yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged: \d+ bytes"
+        yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged: it has \d+ bytes"
         yield lambda folder, name=name: flip(folder / name), f"{name} is damaged"
         yield lambda folder, name=name: (folder / name).unlink(), f"{name} is missing"
     yield lambda folder: truncate(folder / "manifest.json"), "no readable manifest.json"
@@ -241,8 +243,8 @@ def damages():
     yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
     yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
     yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
-    yield lambda folder: set_version(folder, version=2), "this version of alpaca_ppo reads"
-    yield lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is no folder"
+    yield lambda folder: set_version(folder, version=99), "this version of alpaca_ppo reads"
+    yield lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is not a folder"
 
 
 @pytest.mark.parametrize(("damage", "message"), list(damages()))
@@ -266,7 +268,7 @@ def test_a_manifest_with_any_byte_changed_is_refused_or_says_the_same(saved):
         except ValueError as error:
             assert str(saved) in str(error)
             refused += 1
-    # What is left are blanks between the entries.
+    # Only spaces between the entries are left.
     assert refused > 0.75 * len(whole)
 
 
@@ -284,12 +286,18 @@ def with_model(model):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (make_run(7, width=5), r"tensor low is bfloat16 \(4,\) in it and bfloat16 \(5,\) here"),
-        (with_model(Wider(7)), r"tensor more.weight is absent in it and float32 \(2, 2\) here"),
-        (with_model(nn.Linear(4, 4)), r"tensor weight is absent in it"),
-        (with_model(Model(7).half()), r"tensor low is bfloat16 \(4,\) in it and float16 \(4,\) here"),
-        (with_model(Model(7)), r"optimizer group 0 is {'parameters': 1, .* in it and {'parameters': 3,"),
-        (make_run(7, optimizer=torch.optim.SGD), r"optimizer group 0 is .*'betas'.* in it and .*'momentum'"),
+        (make_run(7, width=5), r"tensor low is bfloat16 \(4,\) in the checkpoint and bfloat16 \(5,\) here"),
+        (with_model(Wider(7)), r"tensor more.weight is absent in the checkpoint and float32 \(2, 2\) here"),
+        (with_model(nn.Linear(4, 4)), r"tensor weight is absent in the checkpoint"),
+        (
+            with_model(Model(7).half()),
+            r"tensor low is bfloat16 \(4,\) in the checkpoint and float16 \(4,\) here",
+        ),
+        (with_model(Model(7)), r"optimizer group 0 is {'parameters': 1, .* in the checkpoint and {'parameters': 3,"),
+        (
+            make_run(7, optimizer=torch.optim.SGD),
+            r"optimizer group 0 is .*'betas'.* in the checkpoint .*'momentum'",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(saved, run, message):
@@ -300,7 +308,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_c
 
 
 def test_a_checkpoint_with_other_data_is_refused_and_the_same_data_is_not(saved):
-    with pytest.raises(ValueError, match="entry global_step is 3 in it and 4 here"):
+    with pytest.raises(ValueError, match="entry global_step is 3 in the checkpoint and 4 here"):
         load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 4})
     assert (
         load_checkpoint(saved, **read(make_run(7)), expected={"global_step": 3, "betas": (0.9, [None, True])}) == EXTRA

@@ -1,12 +1,16 @@
 """The command line: flags win over the file, and an error names what is wrong in either."""
 
 import dataclasses
+import sys
 import typing
+from typing import Literal
 
 import pytest
 from transformers import TrainingArguments
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo.config.fields import argument
+from tests.registered import temporary_choices
 
 REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
 
@@ -32,11 +36,9 @@ def test_text_of_a_field_that_is_no_number_stays_text(tmp_path):
 def test_a_config_file_that_is_missing_malformed_or_unknown_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no such file"):
         parse_args([PPOConfig], ["--config", str(tmp_path / "none.yaml")])
-    with pytest.raises(ValueError, match="names no file"):
-        parse_args([PPOConfig], ["--config"])
     path = tmp_path / "run.yaml"
     path.write_text("- a\n- b\n")
-    with pytest.raises(ValueError, match="holds list"):
+    with pytest.raises(ValueError, match="holds a list; it must map option names to values"):
         parse_args([PPOConfig], ["--config", str(path)])
     path.write_text("learning_rat: 1\n")
     with pytest.raises(ValueError, match="unknown keys in the --config file: learning_rat"):
@@ -56,7 +58,7 @@ def test_required_script_arguments_are_named(missing):
 
 def test_a_run_without_any_reward_is_refused():
     arguments = ScriptArguments(model_name_or_path="m", dataset_name="d")
-    with pytest.raises(ValueError, match="no reward"):
+    with pytest.raises(ValueError, match="there is no reward"):
         arguments.check_names(PPOConfig())
     arguments.check_names(PPOConfig(reward_adapter="owner/adapter"))
 
@@ -65,7 +67,7 @@ def test_a_run_without_any_reward_is_refused():
     ("settings", "message"),
     [
         ({"use_peft": True, "lora_r": 0}, "lora_r is 0; it must be at least 1"),
-        ({"lora_r": 8}, "lora_r is 8 but use_peft is False; set use_peft, or leave it out"),
+        ({"lora_r": 8}, "lora_r is 8, but use_peft is False; set use_peft: true, or leave lora_r out"),
     ],
 )
 def test_options_of_lora_are_checked(settings, message):
@@ -146,19 +148,46 @@ def test_the_entries_of_a_list_are_brought_to_the_declared_type(tmp_path):
     assert parse(tmp_path, 'reward_weights: ["1e-1", 1e-2, 3]').reward_weights == [0.1, 0.01, 3]
     with pytest.raises(ValueError, match="reward_weights is 'much' in the --config file; it must be float"):
         parse(tmp_path, "reward_weights: [much]")
-    with pytest.raises(ValueError, match="an entry of report_to is 3, a int; it must be str, in quotes"):
+    with pytest.raises(ValueError, match=r"an entry of report_to is 3 \(int\); it must be str, in quotes"):
         parse(tmp_path, "report_to: [3]")
 
 
 def test_a_flag_that_no_field_has_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no argument takes '--learning_rat 1' of the command line"):
+    with pytest.raises(
+        ValueError, match="unknown command-line arguments: --learning_rat 1; --help lists the valid ones"
+    ):
         parse(tmp_path, "seed: 1", "--learning_rat", "1")
 
 
 def test_a_flag_of_the_wrong_type_ends_with_the_usage(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse(tmp_path, "seed: 1", "--cliprange_value", "wide")
-    assert "--cliprange_value" in capsys.readouterr().err
+    assert "argument --cliprange_value/--cliprange-value: invalid float value: 'wide'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_args([PPOConfig], ["--config"])
+    assert "argument --config: expected one argument" in capsys.readouterr().err
+
+
+def test_one_of_a_closed_set_is_checked_in_the_file_and_on_the_command_line(tmp_path, capsys):
+    assert parse(tmp_path, "critic_layout: shared").critic_layout == "shared"
+    assert parse(tmp_path, "critic_layout: shared", "--critic_layout", "adapter").critic_layout == "adapter"
+    with pytest.raises(ValueError, match="critic_layout is 'twin'; choose one of separate, shared, adapter"):
+        parse(tmp_path, "critic_layout: twin")
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "seed: 1", "--critic_layout", "twin")
+    error = capsys.readouterr().err
+    assert "--critic_layout/--critic-layout: invalid choice: 'twin'" in error and "adapter" in error
+
+
+def test_a_closed_set_may_include_null(tmp_path):
+    @dataclasses.dataclass
+    class Choice:
+        mode: Literal["fast", "exact"] | None = argument("fast", "A mode.")
+
+    assert parse_args([Choice], ["--mode", "null"])[0].mode is None
+    assert parse_args([Choice], ["--mode", "exact"])[0].mode == "exact"
+    with pytest.raises(SystemExit):
+        parse_args([Choice], ["--mode", "slow"])
 
 
 def test_help_shows_the_defaults(capsys):
@@ -166,17 +195,83 @@ def test_help_shows_the_defaults(capsys):
         parse_args([PPOConfig], ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "Discount per token. (default: 1.0)" in shown
+    assert "Advantages: --adv_estimator" in shown
+    assert "or a preset (alpaca_farm, trl, verl); flags win over it." in shown
+    assert "--critic_layout {separate,shared,adapter}" in shown
+
+
+def test_a_single_tracker_needs_no_list(tmp_path):
+    assert parse(tmp_path, "report_to: tensorboard").report_to == ["tensorboard"]
+    assert parse(tmp_path, "report_to: [a, b]", "--report_to", "tensorboard").report_to == ["tensorboard"]
+
+
+@pytest.fixture
+def extension(tmp_path, monkeypatch):
+    """A file that registers an estimator, in the current folder; the registration is forgotten after the test."""
+    (tmp_path / "mine.py").write_text(
+        "from alpaca_ppo.registry import ADV_ESTIMATORS\n\n"
+        '@ADV_ESTIMATORS.register("mine", needs_critic=True)\n'
+        "def mine(inputs, args): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    modules = dict(sys.modules)
+    with temporary_choices():
+        yield "mine.py"
+    sys.modules.clear()
+    sys.modules.update(modules)
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine"])
+def test_imported_modules_register_names_for_the_file_and_the_flags(extension, tmp_path, name):
+    for text, flags in (
+        ("adv_estimator: mine", ["--import_modules", name]),
+        (f"import_modules: {name}", ["--adv_estimator", "mine"]),
+        (f"import_modules: [{name}]\nadv_estimator: mine", []),
+    ):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        script, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *REQUIRED, *flags])
+        assert (script.import_modules, args.adv_estimator, args.uses_critic) == ([name], "mine", True)
+
+
+def test_the_help_and_the_error_list_what_was_imported(extension, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("import_modules: mine.py\n")
+    for flags in (["--import_modules", "mine.py", "--help"], ["--config", str(path), "-h"]):
+        with pytest.raises(SystemExit) as caught:
+            parse_args([ScriptArguments, PPOConfig], flags)
+        assert caught.value.code == 0
+        assert "reinforce_plus_plus, remax, mine." in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match="adv_estimator is 'yours'; choose one of gae, .* remax, mine, or register"):
+        parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *REQUIRED, "--adv_estimator", "yours"])
+
+
+def test_flags_win_over_the_modules_of_the_file(extension, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("import_modules: missing.py\n")
+    for flags, imported in ((["--import_modules", "mine.py"], ["mine.py"]), (["--import_modules", "null"], None)):
+        script, _ = parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *REQUIRED, *flags])
+        assert script.import_modules == imported
+
+
+def test_modules_that_cannot_be_imported_are_named(extension, tmp_path):
+    with pytest.raises(ValueError, match="import_modules holds 'missing.py', .* the file .*missing.py does not exist"):
+        parse_args([ScriptArguments, PPOConfig], ["--import_modules", "missing.py", *REQUIRED])
+    path = tmp_path / "run.yaml"
+    path.write_text("import_modules: [3]\n")
+    with pytest.raises(ValueError, match="an entry of import_modules is 3"):
+        parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *REQUIRED])
 
 
 @pytest.mark.parametrize("spec", ["my_module.fn", "outputs/reward", ":fn", "my_module:"])
 def test_a_reward_function_without_its_module_or_name_is_refused(spec):
-    with pytest.raises(ValueError, match=f"reward_funcs holds '{spec}', which names no function: write module:func"):
+    with pytest.raises(ValueError, match=f"reward_funcs holds '{spec}', which is not a function; write module:func"):
         ScriptArguments(model_name_or_path="m", dataset_name="d", reward_funcs=["a:b", spec])
 
 
 def test_a_configuration_of_no_evaluation_dataset_is_refused():
     given = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a:b"], "dataset_config": "main"}
-    with pytest.raises(ValueError, match="eval_dataset_config is 'socratic' but eval_dataset_name is not set"):
+    with pytest.raises(ValueError, match="eval_dataset_config is 'socratic', but eval_dataset_name is not set"):
         ScriptArguments(**given, dataset_test_split="test", eval_dataset_config="socratic")
 
 
@@ -186,14 +281,16 @@ def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, fie
     given = {"model_name_or_path": "owner/name", "dataset_name": "d", "reward_funcs": ["a:b"]}
     value = [str(tmp_path), "gpt2", name] if field == "reward_model" else name
     arguments = ScriptArguments(**{**given, f"{field}_name_or_path": value})
-    with pytest.raises(ValueError, match=f"^{field}_name_or_path is '{name}', no folder .* and no hub id"):
+    with pytest.raises(
+        ValueError, match=f"^{field}_name_or_path is '{name}', which is neither a folder .* nor a hub id"
+    ):
         arguments.check_names(PPOConfig())
 
 
 @pytest.mark.parametrize("field", ["reference", "reward_adapter"])
 def test_a_path_in_the_configuration_is_named_too(field):
     arguments = ScriptArguments(model_name_or_path="m", dataset_name="d", reward_funcs=["a:b"])
-    with pytest.raises(ValueError, match=f"^{field} is './such', no folder .* and no hub id"):
+    with pytest.raises(ValueError, match=f"^{field} is './such', which is neither a folder .* nor a hub id"):
         arguments.check_names(PPOConfig(**{field: "./such"}))
 
 

@@ -28,26 +28,26 @@ def write(path, rows):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".tsv", ".parquet"])
-def test_a_file_gives_its_rows_and_all_columns(tmp_path, suffix):
+def test_a_file_is_loaded_with_all_rows_and_columns(tmp_path, suffix):
     name = write(tmp_path / f"prompts{suffix}", ROWS)
     assert load_prompt_dataset(name).to_list() == ROWS
     assert load_prompt_dataset(name, split="train").to_list() == ROWS
 
 
-def test_a_part_of_a_split_can_be_named(tmp_path):
+def test_a_slice_of_a_split_can_be_loaded(tmp_path):
     name = write(tmp_path / "prompts.jsonl", ROWS)
     assert load_prompt_dataset(name, split="train[:3]").to_list() == ROWS[:3]
     assert load_prompt_dataset(name, split="train[80%:]").to_list() == ROWS[8:]
     assert load_prompt_dataset(name, split="train[:1]+train[9:]").to_list() == [ROWS[0], ROWS[9]]
 
 
-def test_a_file_is_never_its_own_test_split(tmp_path):
+def test_a_single_file_has_only_a_train_split(tmp_path):
     name = write(tmp_path / "prompts.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"no split 'test'; it has \['train'\]"):
+    with pytest.raises(ValueError, match=r"no split 'test'; use one of \['train'\]"):
         load_prompt_dataset(name, split="test")
 
 
-def test_saved_datasets_and_folders_of_files_give_the_split_asked_for(tmp_path):
+def test_saved_datasets_and_folders_of_files_are_loaded_by_split(tmp_path):
     both = DatasetDict({"train": Dataset.from_list(ROWS[:8]), "test": Dataset.from_list(ROWS[8:])})
     both.save_to_disk(tmp_path / "saved")
     both["test"].save_to_disk(tmp_path / "saved_split")
@@ -58,7 +58,7 @@ def test_saved_datasets_and_folders_of_files_give_the_split_asked_for(tmp_path):
     assert load_prompt_dataset(str(tmp_path / "saved"), split="train[:2]").to_list() == ROWS[:2]
     assert load_prompt_dataset(str(tmp_path / "saved_split")).to_list() == ROWS[8:]
     assert load_prompt_dataset(str(tmp_path / "files"), split="test").to_list() == ROWS[8:]
-    with pytest.raises(ValueError, match=r"has the splits \['train', 'test'\]; name one"):
+    with pytest.raises(ValueError, match=r"has the splits \['train', 'test'\]; set the split to one of them"):
         load_prompt_dataset(str(tmp_path / "saved"))
 
 
@@ -75,27 +75,27 @@ def test_a_hub_id_is_loaded_with_its_configuration(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no such dataset"), ConnectionError("offline")])
-def test_an_unreachable_hub_id_is_named(monkeypatch, error):
+def test_an_unknown_or_unreachable_hub_id_is_refused_by_name(monkeypatch, error):
     def load_dataset(*args):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=f"'someone/else' is no folder with data files .*{error}.*check the name"):
+    with pytest.raises(ValueError, match=f"'someone/else' is not a folder with data files.*{error}.*check the name"):
         load_prompt_dataset("someone/else")
 
 
-def test_a_folder_without_data_is_named(tmp_path):
-    with pytest.raises(ValueError, match="is no folder with data files"):
+def test_a_folder_without_data_files_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder with data files"):
         load_prompt_dataset(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["data/missing.jsonl", "./missing", "/missing/folder", "~/missing"])
-def test_a_missing_path_is_not_taken_for_a_hub_id(name):
+def test_a_missing_path_is_not_looked_up_on_the_hub(name):
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         load_prompt_dataset(name)
 
 
-def test_a_file_of_unknown_kind_is_refused(tmp_path):
+def test_a_file_of_unknown_type_is_refused(tmp_path):
     (tmp_path / "prompts.txt").write_text("hello")
-    with pytest.raises(ValueError, match=r"no known suffix; use one of .jsonl, .json, .csv"):
+    with pytest.raises(ValueError, match=r"has an unknown suffix; use one of .jsonl, .json, .csv"):
         load_prompt_dataset(str(tmp_path / "prompts.txt"))

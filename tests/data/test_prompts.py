@@ -17,13 +17,13 @@ def prepare(rows, tokenizer=None, *, query_len=8, **options):
     return prepare_prompts(Dataset.from_list(rows), tokenizer or tiny_tokenizer(WORDS), query_len=query_len, **options)
 
 
-def test_a_text_prompt_keeps_every_column_of_its_row():
+def test_the_row_of_a_text_prompt_has_every_column():
     prompts = prepare([{"prompt": "one two", "answer": "three", "id": 7}])
     assert len(prompts) == 1 and prompts.num_dropped == 0
     assert prompts[0] == {"input_ids": [ONE, TWO], "row": {"prompt": "one two", "answer": "three", "id": 7}}
 
 
-def test_another_column_can_hold_the_prompt_and_stays_a_column():
+def test_the_prompt_may_be_in_another_column_which_stays_in_the_row():
     prompts = prepare([{"question": "two", "answer": "three"}], prompt_column="question")
     assert prompts[0] == {"input_ids": [TWO], "row": {"question": "two", "answer": "three", "prompt": "two"}}
 
@@ -33,7 +33,7 @@ def test_a_template_renders_the_prompt_that_rewards_see():
     assert prompts[0] == {"input_ids": [ONE, TWO, THREE], "row": {"question": "two", "prompt": "one two three"}}
 
 
-def test_alpaca_rows_need_no_option():
+def test_alpaca_rows_are_recognized_without_an_option():
     rows = [{"instruction": "one", "input": ""}, {"instruction": "one", "input": "two"}]
     prompts = prepare(rows, byte_tokenizer(), query_len=400)
     assert prompts[0]["row"]["prompt"].endswith("### Instruction:\none\n\n### Response:")
@@ -52,7 +52,7 @@ def test_a_prompt_of_exactly_query_len_stays():
     assert prepare([{"prompt": "one two"}], query_len=2, overlong="error").num_dropped == 0
 
 
-def test_rows_beyond_the_first_chunk_are_numbered_through():
+def test_row_numbers_continue_across_chunks():
     rows = [{"prompt": "one", "id": i} for i in range(2100)]
     rows[3]["prompt"] = rows[1500]["prompt"] = "one two three"
     prompts = prepare(rows, query_len=2)
@@ -81,25 +81,25 @@ def test_unicode_survives(text):
         ("<bos> $A <eos>", "one", [BOS, ONE]),
         ("$A <eos>", "one two", [ONE, TWO]),
         ("<bos> $A", "one", [BOS, ONE]),
-        # An eos or pad that the text itself has stays; only the tokenizer's own goes.
+        # An eos or pad in the text itself stays; only an eos that the tokenizer appended is removed.
         ("<bos> $A <eos>", "one <eos>", [BOS, ONE, EOS]),
         ("<bos> $A", "one <eos>", [BOS, ONE, EOS]),
         ("$A", "one <pad> <eos> two <pad>", [ONE, PAD, EOS, TWO, PAD]),
     ],
 )
-def test_only_an_eos_that_the_tokenizer_appends_is_taken_off(frame, text, expected):
+def test_only_an_eos_that_the_tokenizer_appends_is_removed(frame, text, expected):
     assert prepare([{"prompt": text}], framing_tokenizer(WORDS, frame=frame))[0]["input_ids"] == expected
 
 
 def test_messages_go_through_the_chat_template_with_the_generation_prompt():
     messages = [{"role": "system", "content": "two"}, {"role": "user", "content": "one"}]
     prompts = prepare([{"prompt": messages, "answer": "x"}], chat_tokenizer(WORDS), query_len=12)
-    # One <bos> a turn, as the template has it: none is added in front, and the eos of the last turn stays.
+    # One <bos> per turn, from the template: none is added at the start, and the eos of the last turn stays.
     assert prompts[0]["input_ids"] == [BOS, SYSTEM, TWO, EOS, BOS, USER, ONE, EOS, BOS, ASSISTANT]
     assert prompts[0]["row"] == {"prompt": messages, "answer": "x"}
 
 
-def test_a_key_that_only_other_messages_have_is_not_in_a_message():
+def test_a_key_that_only_other_messages_have_is_removed():
     rows = [
         {"prompt": [{"role": "user", "content": "one"}]},
         {"prompt": [{"role": "user", "content": "two", "name": "three"}]},
@@ -116,12 +116,12 @@ def test_messages_without_a_chat_template_are_refused():
 
 
 @pytest.mark.parametrize("prompt", ["", " \n\t"])
-def test_an_empty_prompt_names_its_row(prompt):
+def test_an_empty_prompt_is_refused_with_its_row(prompt):
     with pytest.raises(ValueError, match="prompt in row 1 is empty"):
         prepare([{"prompt": "one"}, {"prompt": prompt}])
 
 
-def test_a_prompt_without_tokens_names_its_row():
+def test_a_prompt_without_tokens_is_refused_with_its_row():
     tokenizer = tiny_tokenizer(WORDS)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
     with pytest.raises(ValueError, match="prompt in row 1 has no tokens under this tokenizer: '~'"):
@@ -129,12 +129,12 @@ def test_a_prompt_without_tokens_names_its_row():
 
 
 @pytest.mark.parametrize("prompt", [None, []])
-def test_a_missing_prompt_names_its_row(prompt):
+def test_a_missing_prompt_is_refused_with_its_row(prompt):
     with pytest.raises(ValueError, match=r"prompt in row 0 is (None|\[\]); it must be text, or a list of messages"):
         prepare([{"prompt": prompt}])
 
 
-def test_a_number_is_no_prompt():
+def test_a_number_is_refused_as_a_prompt():
     with pytest.raises(ValueError, match="prompt in row 0 is 5"):
         prepare([{"prompt": 5}])
 
@@ -145,23 +145,23 @@ def test_a_message_needs_role_and_content(message):
         prepare([{"prompt": [message]}], chat_tokenizer(WORDS))
 
 
-def test_messages_that_end_with_the_answer_are_refused():
+def test_messages_that_end_with_an_assistant_message_are_refused():
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    with pytest.raises(ValueError, match="row 0 end with the assistant's"):
+    with pytest.raises(ValueError, match="row 0 end with an assistant message"):
         prepare([{"prompt": messages}], chat_tokenizer(WORDS))
 
 
-def test_a_missing_column_names_those_found():
+def test_a_missing_prompt_column_is_refused_with_the_columns_found():
     with pytest.raises(ValueError, match=r"no column 'prompt'; its columns are \['question', 'answer'\]"):
         prepare([{"question": "one", "answer": "two"}])
 
 
-def test_none_under_a_template_names_row_and_column():
+def test_none_in_a_template_column_is_refused_with_row_and_column():
     with pytest.raises(ValueError, match="row 1: column 'question' is None"):
         prepare([{"question": "one"}, {"question": None}], prompt_template="{question}")
 
 
-def test_an_overlong_prompt_is_an_error_where_asked():
+def test_an_overlong_prompt_is_an_error_if_requested():
     with pytest.raises(ValueError, match=r"row 1 has 3 tokens, more than query_len \(2\); raise query_len, or set"):
         prepare([{"prompt": "one"}, {"prompt": "one two three"}], query_len=2, overlong="error")
 
@@ -178,14 +178,14 @@ def test_a_dataset_with_only_overlong_prompts_is_refused():
         ({"overlong": "truncate"}, "overlong_prompts is 'truncate'; it must be 'drop' or 'error'"),
     ],
 )
-def test_bad_options_are_named(options, message):
+def test_invalid_options_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         prepare([{"prompt": "one"}], **options)
 
 
 @pytest.mark.parametrize("rows", [[{"prompt": "one"}], DatasetDict({"train": Dataset.from_list([{"prompt": "one"}])})])
-def test_only_a_single_split_is_a_dataset(rows):
-    with pytest.raises(ValueError, match="give one split as a datasets.Dataset"):
+def test_anything_but_a_single_split_is_refused(rows):
+    with pytest.raises(ValueError, match="pass one split as a datasets.Dataset"):
         prepare_prompts(rows, tiny_tokenizer(WORDS), query_len=4)
 
 
@@ -201,7 +201,7 @@ def fingerprint(rows, **options):
     return prepare(rows, **options).fingerprint
 
 
-def test_the_fingerprint_is_of_the_content_and_not_of_where_it_lies(tmp_path):
+def test_the_fingerprint_depends_on_the_content_and_not_on_its_source(tmp_path):
     one = fingerprint(ROWS)
     Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows")
@@ -226,7 +226,7 @@ def test_the_fingerprint_changes_with_order_number_and_tokens():
     assert fingerprint(ROWS, prompt_template="{prompt} {answer}") != one
 
 
-def test_the_fingerprint_knows_bytes_dates_and_arrays():
+def test_the_fingerprint_covers_bytes_dates_and_arrays():
     base = {"prompt": "one", "raw": b"\xff", "day": date(2026, 1, 2), "price": Decimal("1.50"), "numbers": [1, 2]}
     changes = {"raw": b"\xfe", "day": date(2026, 1, 3), "price": Decimal("1.51"), "numbers": [1, 3]}
     seen = {fingerprint([base | {key: value}]) for key, value in changes.items()} | {fingerprint([base])}

@@ -15,7 +15,7 @@ def test_alpaca_template_has_the_published_wording_with_an_input():
 
 
 @pytest.mark.parametrize("row", [{"input": ""}, {"input": None}, {"input": " \n"}, {}])
-def test_alpaca_template_leaves_the_input_section_out_where_there_is_none(row):
+def test_alpaca_template_omits_the_input_section_without_an_input(row):
     rendered = PROMPT_TEMPLATES["alpaca"].render({"instruction": "Sing.", **row})
     assert rendered == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -30,11 +30,11 @@ def test_alpaca_template_needs_no_input_column():
 def test_format_string_takes_any_columns_and_keeps_doubled_braces():
     template = resolve_template("{{json}} {question} ({level}) {question}", ["question", "level", "answer"])
     assert template.columns == ("question", "level")
-    # Braces in a value are text, not fields.
+    # Braces in a value are plain text.
     assert template.render({"question": "{x}²?", "level": 3}) == "{json} {x}²? (3) {x}²?"
 
 
-def test_none_in_a_column_is_an_error_and_not_the_word_none():
+def test_none_in_a_column_is_an_error():
     with pytest.raises(ValueError, match="'question' is None"):
         resolve_template("Q: {question}", ["question"]).render({"question": None})
 
@@ -44,7 +44,7 @@ def test_none_in_a_column_is_an_error_and_not_the_word_none():
     [
         ("vicuna", "neither a named template \\(alpaca\\) nor a format string"),
         ("Q: {query}", "uses \\['query'\\], but the dataset's columns are \\['question', 'answer'\\]"),
-        ("Q: {question", "no format string .*double each literal brace"),
+        ("Q: {question", "not a valid format string .*double each literal brace"),
         ("Q: {}", "field ''"),
         ("Q: {0}", "field '0'"),
         ("Q: {question.__class__}", "plain column name"),
@@ -54,6 +54,6 @@ def test_none_in_a_column_is_an_error_and_not_the_word_none():
         ("Q: {{question}}", "every prompt would be the same"),
     ],
 )
-def test_bad_template_is_refused_before_any_row_is_read(template, message):
+def test_an_invalid_template_is_refused_before_any_row_is_read(template, message):
     with pytest.raises(ValueError, match=message):
         resolve_template(template, ["question", "answer"])

@@ -1,4 +1,4 @@
-"""Tokenizers with a habit that prompts must survive: bytes instead of words, special tokens added at either end."""
+"""Tokenizers for edge cases of prompts: bytes instead of words, and special tokens added at either end."""
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -13,7 +13,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that every text comes back from its ids; eos is 0 and there is no pad token, as in GPT-2."""
+    """One token per byte, so that ids decode to the exact text; eos is 0 and there is no pad token, as in GPT-2."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(["<eos>", *alphabet])}
     tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
@@ -23,7 +23,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def framing_tokenizer(words: list[str], *, frame: str) -> PreTrainedTokenizerFast:
-    """Word-level; adds special tokens as `frame` says, such as "<bos> $A <eos>"."""
+    """Word-level; adds special tokens according to `frame`, such as "<bos> $A <eos>"."""
     tokenizer = tiny_tokenizer(words)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=frame, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
@@ -32,7 +32,7 @@ def framing_tokenizer(words: list[str], *, frame: str) -> PreTrainedTokenizerFas
 
 
 def chat_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """Word-level, with CHAT_TEMPLATE; adds bos to plain text, which a conversation must not get a second time."""
+    """Word-level, with CHAT_TEMPLATE; adds bos to plain text, which must not be added to a conversation as well."""
     tokenizer = framing_tokenizer(words, frame="<bos> $A")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,4 +1,4 @@
-"""How rows of several ranks become one batch; the real processes are in tests/integration."""
+"""Collectives without processes: how the rows of several ranks become one batch. Real ones: tests/integration."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from alpaca_ppo.distributed import collectives
 
 
 class Rank:
-    """What `distributed` reads of an Accelerator."""
+    """The attributes of an Accelerator that `collectives` uses."""
 
     def __init__(self, index: int, count: int) -> None:
         self.process_index, self.num_processes = index, count
@@ -20,7 +20,7 @@ def test_what_ends_one_rank_ends_all_with_its_cause(monkeypatch):
     with pytest.raises(OSError, match="no room"), collectives.raise_on_all_ranks(alone):
         raise OSError("no room")
     monkeypatch.setattr(collectives, "gather_list", lambda item, accelerator: ["OSError: no room", item])
-    with pytest.raises(RuntimeError, match="process 0 stopped, and this one with it. OSError: no room"):
+    with pytest.raises(RuntimeError, match="process 0 failed, so this process stops too. OSError: no room"):
         with collectives.raise_on_all_ranks(Rank(1, 2)):
             pass
     with pytest.raises(ValueError, match="my own"), collectives.raise_on_all_ranks(Rank(1, 2)):

@@ -1,4 +1,4 @@
-"""DeepSpeed before there is an engine: what of its configuration a run fills in, and what it refuses by name."""
+"""The DeepSpeed configuration before there is an engine: which entries a run fills in, and which it refuses by name."""
 
 import json
 
@@ -8,10 +8,10 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from peft import LoraConfig
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.distributed import deepspeed_config
 from alpaca_ppo.distributed.accelerator import _check_deepspeed, make_accelerator
-from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, filled, wants_deepspeed
+from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, resolve_auto, wants_deepspeed
 from alpaca_ppo.distributed.optimizer import _check_groups
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm
@@ -42,7 +42,7 @@ AUTO = {
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A writer of configuration files, in a process that a launcher seems to have started."""
+    """Writes configuration files, in a process that looks as if a launcher had started it."""
     monkeypatch.setenv("LOCAL_RANK", "0")
 
     def write(text: str) -> str:
@@ -53,7 +53,7 @@ def file(tmp_path, monkeypatch):
 
 
 def test_what_is_auto_or_absent_is_filled_from_the_run():
-    config = filled(AUTO, **RUN)
+    config = resolve_auto(AUTO, **RUN)
     assert config["gradient_accumulation_steps"] == 3
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["train_batch_size"] == 24, "2 rows * 3 micro-batches * 4 processes"
@@ -62,22 +62,25 @@ def test_what_is_auto_or_absent_is_filled_from_the_run():
     zero = config["zero_optimization"]
     assert zero["stage"] == 3 and zero["reduce_bucket_size"] == 1024
     assert zero["stage3_prefetch_bucket_size"] == 921 and zero["stage3_param_persistence_threshold"] == 320
-    absent = filled({"zero_optimization": {"stage": 3}}, **RUN)
+    absent = resolve_auto({"zero_optimization": {"stage": 3}}, **RUN)
     assert absent["gradient_clipping"] == 0.5 and absent["zero_optimization"] == {"stage": 3}
-    # What was filled in once agrees with itself.
-    assert filled(config, **RUN) == config
+    # Resolving twice changes nothing.
+    assert resolve_auto(config, **RUN) == config
 
 
 def test_sizes_that_the_file_names_are_kept():
-    config = filled({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, **RUN)
+    config = resolve_auto({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, **RUN)
     assert config["zero_optimization"]["reduce_bucket_size"] == 7
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"optimizer": {"type": "AdamW"}}, "has 'optimizer'; learning_rate, lr_scheduler_type and the adam_"),
-        ({"scheduler": {"type": "WarmupLR"}}, "has 'scheduler'; learning_rate"),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            "has 'optimizer'; remove it: learning_rate, lr_scheduler_type and the",
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "has 'scheduler'; remove it: learning_rate"),
         ({"gradient_clipping": 1.0}, "has gradient_clipping 1.0, but the run's configuration makes it 0.5"),
         ({"gradient_accumulation_steps": 1}, "has gradient_accumulation_steps 1, .* makes it 3"),
         ({"train_micro_batch_size_per_gpu": 8}, "has train_micro_batch_size_per_gpu 8, .* makes it 2"),
@@ -87,7 +90,7 @@ def test_sizes_that_the_file_names_are_kept():
 )
 def test_an_entry_that_contradicts_the_run_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
-        filled({**AUTO, **entries}, **RUN)
+        resolve_auto({**AUTO, **entries}, **RUN)
 
 
 @pytest.mark.parametrize("stage", [0, 4])
@@ -108,7 +111,7 @@ def test_a_file_that_is_missing_or_no_json_is_refused(text, file, tmp_path):
         (tmp_path / "zero.json").write_bytes(b"\xff")
     elif text is not None:
         file(text)
-    with pytest.raises(ValueError, match="zero.json', which is no readable JSON file"):
+    with pytest.raises(ValueError, match="zero.json', which is not a readable JSON file"):
         deepspeed_plugin(str(tmp_path / "zero.json"))
 
 
@@ -134,24 +137,24 @@ def test_deepspeed_is_wanted_by_the_run_or_by_the_launcher(monkeypatch):
 def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = file(json.dumps({"zero_optimization": {"stage": 2}}))
-    with pytest.raises(ValueError, match="use_cpu is True and DeepSpeed is on, .* CUDA_VISIBLE_DEVICES= "):
+    with pytest.raises(ValueError, match="use_cpu is True, but DeepSpeed uses any GPU .* CUDA_VISIBLE_DEVICES= "):
         make_accelerator(tiny_config(tmp_path / "run", deepspeed=path))
 
 
 def test_4_bit_weights_are_refused_under_stage_3(tmp_path):
     args = tiny_config(tmp_path, load_in_4bit=True, critic_layout="adapter")
     _check_deepspeed(2, args)
-    with pytest.raises(ValueError, match="load_in_4bit is True, but ZeRO 3 would divide the weights without"):
+    with pytest.raises(ValueError, match="load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without"):
         _check_deepspeed(3, args)
 
 
 def test_half_precision_that_the_run_has_no_name_for_is_refused():
     with pytest.raises(ValueError, match=r"fp16.enabled True, but the run's configuration makes it False"):
-        filled({**AUTO, "fp16": {"enabled": True}}, **RUN)
+        resolve_auto({**AUTO, "fp16": {"enabled": True}}, **RUN)
 
 
 def test_a_file_beside_an_accelerator_of_one_s_own_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="deepspeed is 'zero.json', but the accelerator is your own; give it a Deep"):
+    with pytest.raises(ValueError, match="deepspeed is 'zero.json', but you passed your own accelerator; either give"):
         make_accelerator(tiny_config(tmp_path, deepspeed="zero.json"), Accelerator(cpu=True))
 
 
@@ -165,8 +168,8 @@ def test_a_group_of_both_cannot_stand_still_in_part(tmp_path):
 
 def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapters = attach(tiny_causal_lm("llama"), lora)
-    model = build_actor_critic(adapters, critic_layout="adapter", value_model=None, head={"kind": "scalar"})
+    adapters = add_policy_adapter(tiny_causal_lm("llama"), lora)
+    model = build_actor_critic(adapters, critic_layout="adapter")
     frozen, *others = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
     optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": others}])
     trainer = tiny_trainer(

@@ -49,6 +49,8 @@ def ctrl_c_is_heard():
 class LongFirst(PPOTrainer):
     """Adds a key to the rollouts, and lets it weigh in the loss, with noise of its own."""
 
+    separate_critic_backward = False
+
     def rollout(self, prompt_batches):
         rollouts = super().rollout(prompt_batches)
         rollouts["weight"] = rollouts["response_mask"].sum(dim=1) / 5 + torch.rand(len(rollouts["responses"]))
@@ -72,7 +74,7 @@ def signal_at(trainer, monkeypatch, *, check: int) -> None:
         return asking
 
     for name in ("poll_local", "poll_all_ranks"):
-        monkeypatch.setattr(trainer.interruption, name, counted(getattr(trainer.interruption, name)))
+        monkeypatch.setattr(trainer.preemption, name, counted(getattr(trainer.preemption, name)))
 
 
 def files(folder):
@@ -224,7 +226,7 @@ def test_a_request_that_no_check_met_ends_the_process_afterwards_and_outside_not
     with pytest.raises(Interrupted, match="SIGTERM"), interruption.install():
         os.kill(os.getpid(), signal.SIGTERM)
         interruption.poll_local()  # not sampling: ranks must go on together
-        with interruption.sampling():
+        with interruption.local_part():
             with pytest.raises(SamplingStopped):
                 interruption.poll_local()
             interruption.poll_local()
@@ -313,7 +315,8 @@ def test_the_best_checkpoint_keeps_the_weights_that_were_measured(tmp_path, monk
     with pytest.raises(Interrupted):
         trainer.train()
     assert trainer.state.best_model_checkpoint == str(parts / "checkpoint-1")
-    update = load_extra(parts / "checkpoint-1")["update"]
+    progress = dict(dict(load_extra(parts / "checkpoint-1")["components"]["__dict__"])["progress"]["__dict__"])
+    update = progress["update"]
     assert update is None
     tiny_trainer(parts, **run).train(resume_from_checkpoint=True)
     assert metric_lines(parts) == metric_lines(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""The planner's figures: against what the trainer's tensors really take, against arithmetic by hand, and its advice."""
+"""Memory estimates against live tensors of real runs and against arithmetic by hand; the changes that save memory."""
 
 import json
 from dataclasses import replace
@@ -15,12 +15,12 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.__main__ import main, table
-from alpaca_ppo.estimate_memory.estimator import GIB, EstimateArguments, plan
+from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
-from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, predict, sizes_of, spread
-from alpaca_ppo.estimate_memory.recommend import Settings, fitting_changes
+from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of
+from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
@@ -29,7 +29,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 
 
 def llama(**overrides: Any) -> Any:
-    """Two million weights; so many tokens that a random model hardly ever ends a response early."""
+    """Two million weights. The large vocabulary keeps a random model from ending responses early."""
     return tiny_config("llama", vocab_size=VOCABULARY, **{**WIDE, **overrides})
 
 
@@ -55,7 +55,7 @@ def length(prompts: list[str], completions: list[str], **columns: Any) -> list[f
 
 
 class MeasuredTrainer(PPOTrainer):
-    """Notes the most bytes alive in the rollout (sampling, scores, log-probs) and in the update of each step."""
+    """Records the peak of live bytes in the rollout (sampling, scores, log-probs) and in the update of each step."""
 
     live: LiveBytes
     before: int
@@ -74,7 +74,7 @@ class MeasuredTrainer(PPOTrainer):
 
 
 def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None) -> dict[str, int]:
-    """Bytes of the second PPO step, in which the optimizer's state is there from the start."""
+    """Bytes of the second PPO step, at whose start the optimizer's state already exists."""
     live = LiveBytes()
     live.see_all()
     before = live.live
@@ -107,7 +107,7 @@ def predicted_peaks(models: Models, args: PPOConfig, sharding: Sharding) -> dict
 
 @pytest.fixture
 def fresh_state():
-    """Each configuration has its own precision; Accelerate keeps one a process."""
+    """Configurations differ in precision, of which Accelerate keeps one per process."""
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -130,7 +130,7 @@ def fresh_state():
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"lora={value}",
 )
-def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overrides):
+def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, overrides):
     AcceleratorState._reset_state(True)
     # Sampling, token by token, would take most of the time.
     overrides = {**overrides, "response_len": 16}
@@ -144,10 +144,10 @@ def test_a_step_takes_what_the_plan_says(tmp_path, fresh_state, with_lora, overr
 
 
 def test_an_offloaded_reference_stays_where_it_is_on_a_cpu(tmp_path, fresh_state):
-    """It is a seventh of what the update takes."""
+    """The reference is a seventh of the update's peak."""
     AcceleratorState._reset_state(True)
-    how = {"reference": "copy_offloaded", "critic_layout": "shared"}
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **how)
+    layout = {"reference": "copy_offloaded", "critic_layout": "shared"}
+    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **layout)
     predicted, measured = predicted_peaks(Models(llama()), args, Sharding()), measured_peaks(args, None)
     ratios = {name: predicted[name] / measured[name] for name in predicted}
     assert all(0.95 < ratio < 1.1 for ratio in ratios.values()), (ratios, predicted, measured)
@@ -155,7 +155,7 @@ def test_an_offloaded_reference_stays_where_it_is_on_a_cpu(tmp_path, fresh_state
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_long_sequences_train_without_a_mask_of_all_pairs(tmp_path, fresh_state, recomputed):
-    """At 1056 tokens a mask (L, L) is a third of the whole; a real pass has none."""
+    """At 1056 tokens a mask (L, L) would be a third of the peak; a real pass has none."""
     sizes = {"query_len": 1024, "response_len": 32, "rollout_per_device_batch_size": 2, "step_per_device_batch_size": 2}
     sizes |= {"rollout_batch_size": 2, "step_batch_size": 2, "total_episodes": 4}
     layout = {"critic_layout": "shared", "gradient_checkpointing": recomputed}
@@ -229,13 +229,13 @@ def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
 
 def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
     args = settings(init_value_with_reward=True)
-    deep, figures = llama(num_hidden_layers=9), {}
+    deep, measured = llama(num_hidden_layers=9), {}
     for name, reward in (("same", llama()), ("deep", deep)):
-        figures[name] = measure(Models(llama(), rewards=(reward,)), args, sizes_of(args, 1))
+        measured[name] = measure(Models(llama(), rewards=(reward,)), args, sizes_of(args, 1))
     # 5 layers more than the policy's 4; a layer as in the count of weights above.
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
-    assert figures["deep"]["critic/gradients"] - figures["same"]["critic/gradients"] == 5 * layer * 4
-    assert figures["deep"]["policy/gradients"] == figures["same"]["policy/gradients"]
+    assert measured["deep"]["critic/gradients"] - measured["same"]["critic/gradients"] == 5 * layer * 4
+    assert measured["deep"]["policy/gradients"] == measured["same"]["policy/gradients"]
 
 
 def test_a_sliding_layer_caches_its_window_alone():
@@ -256,7 +256,7 @@ def test_other_depths_are_linear_in_those_measured(arch):
     assert with_depth[1]["policy/train.saved"] > with_depth[0]["policy/train.saved"]
 
 
-def figures_of_one_gib(**changed: float) -> dict[str, float]:
+def measurements_of_ones(**changed: float) -> dict[str, float]:
     parts = {
         f"{name}/{kind}.{part}": 0.0
         for name in ("policy", "critic")
@@ -304,62 +304,55 @@ def figures_of_one_gib(**changed: float) -> dict[str, float]:
         (4, 0, 11.0),
         # weights 3; gradients 2 / 4, the policy's once more 1 / 4; moments and master weights 6 / 4, workspace 2 / 4
         (4, 1, 5.75),
-        # gradients are gone but for this process's part, as in stage 1
+        # as in stage 1: only this process's part of the gradients is left
         (4, 2, 5.75),
-        # weights 3 / 4, the reference's too, and else as in stage 2
+        # weights 3 / 4, the reference included; the rest as in stage 2
         (4, 3, 3.5),
     ],
 )
 def test_zero_shares_out_state_then_gradients_then_all_weights(processes, stage, expected):
     args = settings(step_batch_size=32, rollout_batch_size=32, step_per_device_batch_size=1)
-    moments = spread(figures_of_one_gib(), args, Sharding(processes, stage))
+    moments = peak_by_phase(measurements_of_ones(), args, Sharding(processes, stage))
     assert moments[PHASES.index("optimizer step")].total == expected
 
 
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        # weights 3, moments 4, gradients and their copies 4, at every moment of every micro-batch but the first
+        # weights 3, moments 4, gradients and their copies 4, throughout every micro-batch but the first
         (0, 11.0),
         # weights 3, moments and master weights 6 / 4; gradients 2 whole, and this process's part 2 / 4
         (1, 7.0),
-        # gradients: what came before (2 / 4, zeros 1 / 4), the own part 2 / 4, zeros for the other model 1 / 4
+        # gradients: earlier ones (2 / 4, zeros 1 / 4), this process's part 2 / 4, zeros for the other model 1 / 4
         (2, 6.0),
-        # weights 3 / 4, the passing model's whole 1, gradients 2 / 4, moments and master weights 6 / 4
+        # weights 3 / 4, the gathered weights of the running model 1, gradients 2 / 4, moments and master weights 6 / 4
         (3, 3.75),
     ],
 )
 def test_zero_holds_in_a_backward_pass_what_deepspeed_holds(stage, expected):
     args = settings(step_batch_size=32, rollout_batch_size=32, step_per_device_batch_size=1)
-    moments = spread(figures_of_one_gib(), args, Sharding(4, stage))
+    moments = peak_by_phase(measurements_of_ones(), args, Sharding(4, stage))
     assert moments[PHASES.index("backward")].total == expected
 
 
 def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
-    found = figures_of_one_gib(**{"policy/prefill": 9.0, "policy/kv_cache": 2.0, "policy/choose": 3.0})
-    moments = {m.phase: m for m in spread(found, settings(), Sharding())}
+    found = measurements_of_ones(**{"policy/prefill": 9.0, "policy/kv_cache": 2.0, "policy/choose": 3.0})
+    moments = {m.phase: m for m in peak_by_phase(found, settings(), Sharding())}
     assert (moments["prefill"].activations, moments["prefill"].kv_cache) == (9.0, 0.0)
     assert (moments["sampling"].kv_cache, moments["sampling"].logits) == (2.0, 3.0)
     assert moments["prefill"].total > moments["sampling"].total
 
 
-def test_an_offloaded_reference_is_there_in_its_own_pass_alone():
-    found = figures_of_one_gib() | {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
+def test_an_offloaded_reference_is_on_the_device_only_during_its_own_pass():
+    found = measurements_of_ones() | {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
 
     def weights(**overrides: Any) -> dict[str, float]:
         args = settings(reference="copy_offloaded", **overrides)
-        return {m.phase: m.weights for m in spread(found, args, Sharding())}
+        return {m.phase: m.weights for m in peak_by_phase(found, args, Sharding())}
 
     assert weights(use_cpu=False) == dict.fromkeys(PHASES, 2.0) | {"log-probs": 3.0}
-    # On a CPU, host memory is the device's.
+    # On a CPU, host memory is device memory.
     assert weights() == dict.fromkeys(PHASES, 3.0)
-
-
-def test_offloading_is_not_offered_where_host_memory_is_the_device_s():
-    assert cheapest(settings(use_cpu=False), lambda s: s.args.reference == "copy_offloaded") == [
-        "reference: copy_offloaded"
-    ]
-    assert cheapest(settings(), lambda s: s.args.reference == "copy_offloaded") is None
 
 
 def test_four_bits_shrink_the_linear_layers_of_the_base():
@@ -369,7 +362,7 @@ def test_four_bits_shrink_the_linear_layers_of_the_base():
         for chosen in (args, replace(args, load_in_4bit=True))
     )
     linear = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
-    # 2 bytes become half of one and 4 for 64 weights; a layer is unpacked at a time, to 2 bytes.
+    # 2 bytes become half a byte and 4 bytes per 64 weights; layers are dequantized one at a time, to 2 bytes.
     assert whole["policy/weights"] - packed["policy/weights"] == linear * (2 - 0.5 - 4 / 64)
     assert packed["policy/unpacked"] == 2 * 128 * 256
 
@@ -380,13 +373,13 @@ def folder(tmp_path):
     return str(tmp_path / "model")
 
 
-def planned(*flags: str) -> dict[str, Any]:
-    return plan(*parse_args([EstimateArguments, LoraArguments, PPOConfig], flags))
+def estimated(*flags: str) -> dict[str, Any]:
+    return estimate(*parse_args([EstimateArguments, LoraArguments, PPOConfig], flags))
 
 
 FLAGS = ("--use_cpu", "--query_len=16", "--response_len=48", "--rollout_batch_size=8", "--step_batch_size=8")
 SMALL = ("--rollout_per_device_batch_size=1", "--step_per_device_batch_size=1", "--logprob_chunk_size=128")
-"""Small passes, which leave the planner few changes to try."""
+"""Small passes, which leave few changes to try."""
 
 
 def test_the_command_prints_each_phase_and_adds_up(folder, capsys):
@@ -402,174 +395,176 @@ def test_the_command_prints_each_phase_and_adds_up(folder, capsys):
 
 def test_the_command_reads_a_run_s_file(folder, tmp_path):
     (tmp_path / "run.yaml").write_text(f"model_name_or_path: {folder}\nuse_peft: true\ncritic_layout: adapter\n")
-    result = planned("--config", str(tmp_path / "run.yaml"), *FLAGS)
-    assert result["peak"] < planned("--model_name_or_path", folder, *FLAGS)["peak"] / 1.5
+    result = estimated("--config", str(tmp_path / "run.yaml"), *FLAGS)
+    assert result["peak"] < estimated("--model_name_or_path", folder, *FLAGS)["peak"] / 1.5
 
 
-def test_several_processes_are_told_what_each_stage_takes(folder):
-    result = planned("--model_name_or_path", folder, *FLAGS, "--num_processes=2")
+def test_several_processes_get_the_peak_of_each_zero_stage(folder):
+    result = estimated("--model_name_or_path", folder, *FLAGS, "--num_processes=2")
     peaks = list(result["peak_by_zero_stage"].values())
-    # Stages 1 and 2 differ by what a pass leaves behind, which is more in stage 2 where a model is small.
+    # Stage 2 leaves more behind after a pass than stage 1 if the model is small.
     assert result["peak"] == peaks[0] == max(peaks) and peaks[3] == min(peaks)
     assert "ZeRO 3" in table(result)
 
 
-def test_what_fits_needs_no_advice(folder):
-    result = planned("--model_name_or_path", folder, *FLAGS, "--device_gib=2")
-    assert result["fits"] and "fits: 2.00 of 2 GiB" in table(result)
+def test_a_run_that_fits_gets_no_list_of_changes(folder):
+    result = estimated("--model_name_or_path", folder, *FLAGS, "--device_gib=2")
+    assert result["fits"] and "changes" not in result and "fits: 2.00 of 2 GiB" in table(result)
 
 
-def advised(monkeypatch, folder: str, mib: float, *flags: str) -> dict[str, Any]:
-    """The plan for a device of `mib` MiB."""
+def on_device(monkeypatch, folder: str, mib: float, *flags: str) -> dict[str, Any]:
+    """The estimate for a device of `mib` MiB."""
     monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.GIB", 2**20)
-    return planned("--model_name_or_path", folder, *FLAGS, f"--device_gib={mib}", *flags)
+    return estimated("--model_name_or_path", folder, *FLAGS, f"--device_gib={mib}", *flags)
 
 
-def test_the_first_single_change_that_fits_is_named_with_what_it_saves(folder, monkeypatch):
-    before = planned("--model_name_or_path", folder, *FLAGS)["peak"]
-    # Checkpointing alone is enough: its activations are the smaller part of the peak.
-    advice = advised(monkeypatch, folder, before / 2**20 - 1)["advice"]
-    assert advice["changes"] == ["gradient_checkpointing: true"]
-    assert advice["saves"] == pytest.approx(before - advice["peak"]) and advice["saves"] > 2**20
+def test_single_changes_that_fit_are_marked_and_the_first_is_recommended(folder, monkeypatch):
+    before = estimated("--model_name_or_path", folder, *FLAGS)["peak"]
+    # A change that saves a single MiB is enough.
+    result = on_device(monkeypatch, folder, before / 2**20 - 1)
+    first = result["changes"][0]
+    assert first["change"] == "gradient_checkpointing: true" and first["fits"] and "all_changes" not in result
+    checkpointed = estimated("--model_name_or_path", folder, *FLAGS, "--gradient_checkpointing=true")["peak"]
+    assert first["peak"] == checkpointed < before - 2**20
+    lines = table(result).splitlines()
+    (line,) = [line for line in lines if "gradient_checkpointing" in line]
+    assert line.endswith("fits: recommended") and sum("recommended" in line for line in lines) == 1
+    assert any(line.endswith("  fits") and "use_peft: true" in line for line in lines)
 
 
-def cheapest(settings_before: PPOConfig, fits: Any, *, use_peft: bool = False, processes: int = 1) -> list[str] | None:
-    """The labels of the changes after which `fits` says yes."""
-    found = fitting_changes(
-        Settings(settings_before, LoraArguments(use_peft=use_peft), Sharding(processes)), lambda s: fits(s)
-    )
-    return None if found is None else found[0]
+def test_changes_are_listed_together_where_no_single_one_is_enough(folder, monkeypatch):
+    flags = ("--use_peft", "--critic_layout=shared", "--dtype=bfloat16", "--gradient_checkpointing=true")
+    least = estimated("--model_name_or_path", folder, *FLAGS, *SMALL, *flags)["peak"] / 2**20
+    result = on_device(monkeypatch, folder, least + 0.2, *SMALL)
+    assert not result["fits"] and not any(change["fits"] for change in result["changes"])
+    together = result["all_changes"]
+    assert together["fits"] and together["peak"] <= result["limit"]
+    assert {"use_peft: true", "dtype: bfloat16"} < set(together["changes"])
+    assert "bf16: false" in together["changes"]
+    peak = f"{together['peak'] / 2**30:.2f} GiB with gradient_checkpointing: true; "
+    assert f"no single change is enough; all of them together fit ({peak}" in table(result)
 
 
-def test_changes_are_joined_where_none_is_enough_alone_and_none_of_them_is_idle():
-    before = settings(use_cpu=False)
-    labels = cheapest(before, lambda s: s.args.gradient_checkpointing and s.args.reference == "copy_offloaded")
-    assert labels == ["gradient_checkpointing: true", "reference: copy_offloaded"]
+def test_a_model_that_is_too_large_with_all_changes_is_reported_as_such(folder, monkeypatch):
+    nothing_fits = {"changes": ["bf16: true"], "peak": 3 * 2**30, "fits": False}
+    monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.all_changes", lambda *_: nothing_fits)
+    monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.single_changes", lambda *_: [])
+    result = on_device(monkeypatch, folder, 1.5)
+    assert "not even all together fit: use a smaller model (3.00 GiB with bf16: true)" in table(result)
 
 
-def test_a_joined_change_is_as_mild_as_it_can_be():
-    # Micro-batches of 4 could be 2 or 1: 2 is enough.
-    labels = cheapest(settings(), lambda s: s.args.step_per_device_batch_size <= 2 and s.args.bf16)
-    assert labels == ["step_per_device_batch_size: 2", "bf16: true"]
+def singles(before: PPOConfig, fits: Any, *, use_peft: bool = False, processes: int = 1) -> list[str]:
+    """The texts of all single changes, where settings weigh 1 byte if `fits` is True of them and 3 bytes if not."""
+    found = single_changes(run_settings(before, use_peft=use_peft, processes=processes), weight(fits), 2.0)
+    return [change["change"] for change in found if change["fits"]]
 
 
-def test_options_of_lora_come_with_it():
-    def fits(s: Settings) -> bool:
-        return s.lora.use_peft and s.args.dtype == "bfloat16" and s.args.critic_layout != "separate"
+def together(before: PPOConfig, *, use_peft: bool = False, processes: int = 1, fits: Any = lambda s: True) -> list[str]:
+    """The texts of all changes together; `fits` as in `singles`."""
+    return all_changes(run_settings(before, use_peft=use_peft, processes=processes), weight(fits), 2.0)["changes"]
 
-    assert cheapest(settings(), fits) == ["use_peft: true, dtype: bfloat16", "critic_layout: adapter"]
-    assert cheapest(settings(reference="copy"), lambda s: s.args.reference == "adapter_off", use_peft=True) == [
+
+def run_settings(before: PPOConfig, *, use_peft: bool, processes: int) -> Settings:
+    return Settings(before, LoraArguments(use_peft=use_peft), Sharding(processes))
+
+
+def weight(fits: Any) -> Any:
+    return lambda s: 1.0 if fits(s) else 3.0
+
+
+def test_a_change_of_several_strengths_is_listed_at_the_weakest_that_fits():
+    # Micro-batches of 4 could be 2 or 1.
+    assert singles(settings(), lambda s: s.args.step_per_device_batch_size <= 2) == ["step_per_device_batch_size: 2"]
+    assert singles(settings(), lambda s: s.args.step_per_device_batch_size <= 1) == ["step_per_device_batch_size: 1"]
+
+
+def test_a_change_that_is_not_enough_is_listed_at_full_strength():
+    found = single_changes(run_settings(settings(), use_peft=False, processes=4), weight(lambda s: False), 2.0)
+    assert {change["peak"] for change in found} == {3.0}
+    assert [change["change"] for change in found] == [
+        "gradient_checkpointing: true",
+        "step_per_device_batch_size: 1",
+        "rollout_per_device_batch_size: 1",
+        "bf16: true",
+        "use_peft: true, dtype: bfloat16",
+        "critic_layout: shared",
+        "zero_stage: 3",
+    ]
+
+
+def test_a_change_that_the_run_refuses_is_left_out():
+    def refuses_shared(s: Settings) -> bool:
+        if s.args.critic_layout == "shared":
+            raise ValueError("a value model is given")
+        return s.lora.use_peft and s.args.critic_layout == "adapter"
+
+    # Of the two layouts that save memory with LoRA, only one is refused.
+    assert singles(settings(), refuses_shared, use_peft=True) == ["critic_layout: adapter"]
+    assert singles(settings(), refuses_shared) == []
+    both = together(settings(), fits=refuses_shared, processes=2)
+    assert {"use_peft: true", "dtype: bfloat16", "critic_layout: adapter", "zero_stage: 3"} < set(both)
+
+
+def test_lora_needs_no_copy_of_the_reference():
+    """Offloading the reference comes before LoRA, which does without a copy."""
+    labels = together(settings(reference="copy", use_cpu=False))
+    assert "reference: adapter_off" in labels and "reference: copy_offloaded" not in labels
+    assert singles(settings(reference="copy"), lambda s: s.args.reference == "adapter_off") == [
+        "use_peft: true, reference: adapter_off"
+    ]
+    assert singles(settings(reference="copy"), lambda s: s.args.reference == "adapter_off", use_peft=True) == [
         "reference: adapter_off"
     ]
 
 
-def test_a_change_that_the_run_refuses_does_not_stand_in_the_way_of_later_ones():
-    def fits(s: Settings) -> bool:
-        if s.args.critic_layout != "separate":
-            raise ValueError("a value model is given")
-        return s.lora.use_peft and s.sharding.stage == 3
+def test_a_reference_is_not_offloaded_where_host_memory_is_device_memory():
+    def is_offloaded(s: Settings) -> bool:
+        return s.args.reference == "copy_offloaded"
 
-    assert cheapest(settings(), fits, processes=2) == ["use_peft: true", "ZeRO stage 3"]
-
-
-def test_lora_brings_no_copy_of_the_reference():
-    """Offloading is tried before LoRA, which makes the copy idle; kept, it would weigh on the pass that it visits."""
-
-    def fits(s: Settings) -> bool:
-        return s.lora.use_peft and not s.args.reference.startswith("copy") and s.args.gradient_checkpointing
-
-    with_checkpointing = "gradient_checkpointing: true"
-    assert cheapest(settings(use_cpu=False), fits) == [with_checkpointing, "use_peft: true"]
-    assert cheapest(settings(reference="copy", use_cpu=False), fits) == [
-        with_checkpointing,
-        "use_peft: true, reference: adapter_off",
-    ]
+    assert singles(settings(use_cpu=False), is_offloaded) == ["reference: copy_offloaded"]
+    assert singles(settings(), is_offloaded) == []
 
 
-def test_the_way_from_the_defaults_to_lora_without_a_copy_is_found(folder, monkeypatch):
-    # The weights decide, and a copy of 4 MiB beside them would not fit.
-    lean = ("--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--gradient_checkpointing=true")
-    least = planned("--model_name_or_path", folder, *FLAGS, *SMALL, *lean)["peak"] / 2**20
-    result = advised(monkeypatch, folder, least + 0.2, *SMALL)
-    assert not result["fits"] and result["advice"]["peak"] <= result["limit"]
-    changes = " ".join(result["advice"]["changes"])
-    assert "use_peft" in changes and "copy" not in changes
-
-
-def test_a_policy_that_is_an_adapter_is_advised_as_one(folder, tmp_path, monkeypatch):
+def test_a_policy_that_is_an_adapter_gets_the_changes_of_one(folder, tmp_path, monkeypatch):
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
-    before = planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, *SMALL)["peak"]
-    advice = advised(monkeypatch, str(tmp_path / "adapter"), before / 2**20 / 2, *SMALL)["advice"]
-    assert "critic_layout: adapter" in advice["changes"]
-    assert not any("use_peft" in change for change in advice["changes"])
+    changes = [{"change": "dtype: bfloat16", "peak": 1.0, "fits": True}]
+    monkeypatch.setattr(
+        "alpaca_ppo.estimate_memory.estimator.single_changes",
+        lambda settings, *_: changes if settings.starts_from_adapter and not settings.lora.use_peft else [],
+    )
+    assert on_device(monkeypatch, str(tmp_path / "adapter"), 1.5)["changes"] == changes
 
 
-def test_a_starting_adapter_has_the_options_of_lora():
-    def options(**overrides: Any) -> Settings:
-        return Settings(settings(**overrides), LoraArguments(), Sharding(), starts_from_adapter=True)
-
-    def labels(before: Settings, fits: Any) -> list[str] | None:
-        found = fitting_changes(before, fits)
-        return None if found is None else found[0]
+def test_a_starting_adapter_has_the_changes_of_lora():
+    def labels(fits: Any, **overrides: Any) -> list[str]:
+        before = Settings(settings(**overrides), LoraArguments(), Sharding(), starts_from_adapter=True)
+        return [change["change"] for change in single_changes(before, weight(fits), 2.0) if change["fits"]]
 
     for copied in ("copy", "copy_offloaded"):
-        assert labels(options(reference=copied), lambda s: s.args.reference == "adapter_off") == [
-            "reference: adapter_off"
-        ]
-    assert labels(options(use_cpu=False), lambda s: s.args.reference == "copy_offloaded") is None
-    assert labels(options(), lambda s: s.args.dtype == "bfloat16") == ["dtype: bfloat16"]
-    assert labels(options(), lambda s: s.lora.use_peft) is None
-    assert labels(options(use_cpu=False), lambda s: s.args.load_in_4bit) == [
-        "critic_layout: adapter",
-        "load_in_4bit: true",
-    ]
+        assert labels(lambda s: s.args.reference == "adapter_off", reference=copied) == ["reference: adapter_off"]
+    assert labels(lambda s: s.args.reference == "copy_offloaded", use_cpu=False) == []
+    assert labels(lambda s: s.args.dtype == "bfloat16") == ["dtype: bfloat16"]
+    assert labels(lambda s: s.lora.use_peft) == []
+    assert labels(lambda s: s.args.load_in_4bit, use_cpu=False, critic_layout="adapter") == ["load_in_4bit: true"]
 
 
-def test_four_bits_are_not_offered_to_a_run_that_merges():
-    before = settings(use_cpu=False, critic_layout="adapter", merge_on_save=True)
-    assert cheapest(before, lambda s: s.args.load_in_4bit, use_peft=True) is None
+def test_four_bits_are_offered_on_a_device_to_a_base_that_is_shared():
+    def has_four_bits(s: Settings) -> bool:
+        return s.args.load_in_4bit
 
-
-def test_four_bits_are_offered_on_a_device_and_without_a_critic_of_its_own():
-    labels = cheapest(settings(use_cpu=False), lambda s: s.args.load_in_4bit, use_peft=True)
-    assert labels == ["critic_layout: adapter", "load_in_4bit: true"]
-    assert cheapest(settings(use_cpu=True), lambda s: s.args.load_in_4bit, use_peft=True) is None
+    shared = {"use_cpu": False, "critic_layout": "adapter"}
+    assert singles(settings(**shared), has_four_bits, use_peft=True) == ["load_in_4bit: true"]
+    assert singles(settings(**shared, merge_on_save=True), has_four_bits, use_peft=True) == []
+    assert singles(settings(critic_layout="adapter"), has_four_bits, use_peft=True) == []
+    assert singles(settings(use_cpu=False), has_four_bits, use_peft=True) == []
+    # With the critic on the base, which comes before.
+    assert "load_in_4bit: true" in together(settings(use_cpu=False), use_peft=True)
 
 
 def test_zero_is_offered_to_several_processes():
-    assert cheapest(settings(), lambda s: s.sharding.stage >= 2, processes=2) == ["ZeRO stage 2"]
-    assert cheapest(settings(), lambda s: s.sharding.stage >= 2) is None
-
-
-def test_passes_that_cannot_help_are_not_run(folder, monkeypatch):
-    """Where weights, gradients and the optimizer's state are too much alone, smaller passes are no way out."""
-    runs = []
-
-    def noted(models: Models, args: PPOConfig, sizes: Any, **how: Any) -> Any:
-        runs.append((models.lora is None, args.reference, args.critic_layout, args.bf16))
-        return measure(models, args, sizes, **how)
-
-    monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.measure", noted)
-    result = advised(monkeypatch, folder, 30, *SMALL, "--step_per_device_batch_size=2")
-    assert any("use_peft" in change for change in result["advice"]["changes"])
-    all_train = [run for run in runs if run[0]]
-    assert len(all_train) == len(set(all_train))
-
-
-def test_what_nothing_fits_is_said_so(folder, monkeypatch):
-    monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.fitting_changes", lambda *_: None)
-    result = advised(monkeypatch, folder, 1.5)
-    assert result["advice"] is None and "use a smaller model" in table(result)
-
-
-def test_joined_changes_are_printed_with_what_they_save():
-    advice = {"changes": ["bf16: true", "critic_layout: shared"], "peak": 20 * GIB, "saves": 14.2 * GIB}
-    result = {"model": "m", "phases": [], "peak": 34.2 * GIB, "peak_phase": "backward", "fits": False}
-    text = table(result | {"limit": 23 * GIB, "device_gib": 24.0, "advice": advice})
-    assert (
-        "cheapest changes that fit, together: bf16: true; critic_layout: shared (saves 14.20 GiB, peak 20.00)" in text
-    )
+    assert singles(settings(), lambda s: s.sharding.stage >= 2, processes=2) == ["zero_stage: 2"]
+    assert singles(settings(), lambda s: s.sharding.stage >= 2) == []
 
 
 @pytest.mark.parametrize(
@@ -577,51 +572,51 @@ def test_joined_changes_are_printed_with_what_they_save():
     [
         ([], "model_name_or_path is not set"),
         (["--model_name_or_path=x", "--num_processes=0"], "num_processes is 0; it must be at least 1"),
-        (["--model_name_or_path=x", "--zero_stage=4"], "zero_stage is 4; it must be 0"),
+        (["--model_name_or_path=x", "--zero_stage=4"], "zero_stage is 4; it must be at least 0 and at most 3"),
         (["--model_name_or_path=x", "--zero_stage=2"], "zero_stage is 2 but num_processes is 1"),
         (["--model_name_or_path=x", "--device_gib=0.5"], "device_gib is 0.5; it must be above 1"),
         (["--model_name_or_path=/no/such/folder"], "model_name_or_path: no configuration can be read"),
     ],
 )
-def test_a_plan_that_cannot_be_made_is_refused(flags, says):
+def test_an_estimate_that_cannot_be_made_is_refused(flags, says):
     with pytest.raises(ValueError, match=says):
-        planned(*flags)
+        estimated(*flags)
 
 
 def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="reward_adapter is .* but the policy has no adapters; set use_peft"):
-        planned("--model_name_or_path", folder, *FLAGS, "--reward_adapter", folder)
+        estimated("--model_name_or_path", folder, *FLAGS, "--reward_adapter", folder)
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match="is an adapter and use_peft asks for another"):
-        planned("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
+    with pytest.raises(ValueError, match="is an adapter, but use_peft asks for another"):
+        estimated("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
 
 
 def test_a_merge_without_an_adapter_is_refused_as_by_the_run(folder):
     with pytest.raises(ValueError, match="merge_on_save is True, but the policy has no adapter to merge"):
-        planned("--model_name_or_path", folder, *FLAGS, "--merge_on_save")
-    assert planned("--model_name_or_path", folder, *FLAGS, "--merge_on_save", "--use_peft")["peak"] > 0
+        estimated("--model_name_or_path", folder, *FLAGS, "--merge_on_save")
+    assert estimated("--model_name_or_path", folder, *FLAGS, "--merge_on_save", "--use_peft")["peak"] > 0
 
 
 def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(folder, tmp_path):
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
     flags = (*FLAGS, "--critic_layout=shared")
-    started = planned("--model_name_or_path", str(tmp_path / "adapter"), *flags)["phases"]
-    new = planned("--model_name_or_path", folder, *flags, "--use_peft", "--lora_r=8")["phases"]
+    started = estimated("--model_name_or_path", str(tmp_path / "adapter"), *flags)["phases"]
+    new = estimated("--model_name_or_path", folder, *flags, "--use_peft", "--lora_r=8")["phases"]
     # q and o 128 + 128, k and v 128 + 64, gate, up and down 128 + 256, times rank 8, 4 bytes, 4 layers.
     assert started[0]["weights"] - new[0]["weights"] == (2 * 256 + 2 * 192 + 3 * 384) * 8 * 4 * 4
     assert started[-1]["optimizer"] == new[-1]["optimizer"]
 
 
 def test_a_reward_adapter_that_is_none_is_refused(folder):
-    with pytest.raises(ValueError, match="reward_adapter is .*no folder or hub id of an adapter"):
-        planned("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)
+    with pytest.raises(ValueError, match="reward_adapter is .*not an adapter's folder or hub id"):
+        estimated("--model_name_or_path", folder, *FLAGS, "--use_peft", "--reward_adapter", folder)
 
 
 def test_four_bits_without_adapters_are_refused(folder):
-    with pytest.raises(ValueError, match="load_in_4bit is True, but all weights would train: set use_peft"):
-        planned(
+    with pytest.raises(ValueError, match="load_in_4bit is True, but all weights are trained: set use_peft"):
+        estimated(
             "--model_name_or_path",
             folder,
             *FLAGS[1:],
@@ -637,16 +632,16 @@ def test_a_model_that_reads_its_tensors_is_refused(monkeypatch):
         raise RuntimeError("data-dependent")
 
     monkeypatch.setattr("alpaca_ppo.estimate_memory.measure.choose_tokens", reads)
-    with pytest.raises(ValueError, match="model_name_or_path: Llama cannot be run without weights .data-dependent."):
+    with pytest.raises(ValueError, match="model_name_or_path: Llama cannot run without weights .data-dependent."):
         measure(Models(llama()), settings(), sizes_of(settings(), 1))
 
 
 def test_a_reward_adapter_weighs_less_than_a_reward_model(folder, tmp_path):
     LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS").save_pretrained(tmp_path / "reward")
     flags = ("--model_name_or_path", folder, *FLAGS, "--use_peft", "--critic_layout=adapter")
-    none = planned(*flags)["phases"][0]["total"]
-    adapter = planned(*flags, "--reward_adapter", str(tmp_path / "reward"))["phases"][0]["total"]
-    model = planned(*flags, "--reward_model_name_or_path", folder)["phases"][0]["total"]
+    none = estimated(*flags)["phases"][0]["total"]
+    adapter = estimated(*flags, "--reward_adapter", str(tmp_path / "reward"))["phases"][0]["total"]
+    model = estimated(*flags, "--reward_model_name_or_path", folder)["phases"][0]["total"]
     # q and o 128 + 128, k and v 128 + 64, gate, up and down 128 + 256, times rank 8, 4 bytes, 4 layers.
     assert adapter - none == (2 * 256 + 2 * 192 + 3 * 384) * 8 * 4 * 4
     assert model - none > 10 * (adapter - none)

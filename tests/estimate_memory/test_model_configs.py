@@ -1,4 +1,4 @@
-"""What the planner reads of a run, and what it refuses with it, as the run itself would."""
+"""What an estimate reads of a run, and what it refuses because the run would."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from alpaca_ppo.estimate_memory.__main__ import table
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.phases import sizes_of
-from tests.estimate_memory.test_estimator import FLAGS, folder, llama, lora, planned, settings
+from tests.estimate_memory.test_estimator import FLAGS, estimated, folder, llama, lora, settings
 
 __all__ = ["folder"]
 TWO = ("--num_processes=2",)
@@ -20,7 +20,7 @@ ON_A_DEVICE = tuple(flag for flag in FLAGS if flag != "--use_cpu")
 
 
 class Other(PreTrainedConfig):
-    """Of a model that reads images, say."""
+    """The configuration of some other kind of model."""
 
     model_type = "bert_other"
 
@@ -34,27 +34,27 @@ def zero_file(tmp_path, **zero: Any) -> str:
 def test_a_deepspeed_file_says_stage_and_offloading(folder, tmp_path):
     flags = ("--model_name_or_path", folder, *ON_A_DEVICE, *TWO)
     file = zero_file(tmp_path, stage=2, reduce_bucket_size="auto", offload_optimizer={"device": "cpu"})
-    plain, offloaded = planned(*flags, "--zero_stage=2"), planned(*flags, "--deepspeed", file)
+    plain, offloaded = estimated(*flags, "--zero_stage=2"), estimated(*flags, "--deepspeed", file)
     assert offloaded["zero_stage"] == 2
     elements = plain["phases"][-1]["gradients"]
     assert elements > 0 and [phase["optimizer"] for phase in offloaded["phases"]] == [0.0] * 7
     # Per element of this process's half: master weight, two moments and the gradient, 4 bytes each.
     assert offloaded["offloaded"] == 16 * (plain["phases"][0]["optimizer"] / 4)
-    assert "in host memory: 0.02 GiB" in table(offloaded) and "in host memory" not in table(plain)
+    assert "another 0.02 GiB of host memory" in table(offloaded) and "host memory" not in table(plain)
 
 
 def test_weights_in_host_memory_visit_the_device(folder, tmp_path):
     flags = ("--model_name_or_path", folder, *ON_A_DEVICE, *TWO)
     file = zero_file(tmp_path, stage=3, reduce_bucket_size="auto", offload_param={"device": "cpu"})
-    phases = {phase["phase"]: phase["weights"] for phase in planned(*flags, "--deepspeed", file)["phases"]}
-    whole = planned(*flags, "--zero_stage=3")["phases"][0]["weights"]
+    phases = {phase["phase"]: phase["weights"] for phase in estimated(*flags, "--deepspeed", file)["phases"]}
+    whole = estimated(*flags, "--zero_stage=3")["phases"][0]["weights"]
     assert phases["load"] == 0 and 0 < phases["prefill"] < 2 * whole
 
 
 def test_zero_3_without_gathering_samples_with_less(folder):
     flags = ("--model_name_or_path", folder, *FLAGS, *TWO, "--zero_stage=3")
     gathered, by_layers = (
-        planned(*flags, f"--ds3_gather_for_generation={choice}")["phases"][1] for choice in ("true", "false")
+        estimated(*flags, f"--ds3_gather_for_generation={choice}")["phases"][1] for choice in ("true", "false")
     )
     # All but one of four layers: q and o 128 * 128, k and v 128 * 64, three of 128 * 256, two norms; 4 bytes.
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
@@ -68,41 +68,44 @@ def test_zero_3_without_gathering_samples_with_less(folder):
         ({"stage": 3}, ("--zero_stage=2",), "zero_stage is 2, but deepspeed .* has stage 3; leave zero_stage out"),
     ],
 )
-def test_a_deepspeed_file_that_cannot_be_planned_is_refused(folder, tmp_path, zero, flags, says):
+def test_a_deepspeed_file_that_cannot_be_estimated_is_refused(folder, tmp_path, zero, flags, says):
     with pytest.raises(ValueError, match=says):
-        planned("--model_name_or_path", folder, *FLAGS, *TWO, *flags, "--deepspeed", zero_file(tmp_path, **zero))
+        estimated("--model_name_or_path", folder, *FLAGS, *TWO, *flags, "--deepspeed", zero_file(tmp_path, **zero))
 
 
 def test_a_deepspeed_file_that_is_none_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="deepspeed is .*no readable JSON file"):
-        planned("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match="deepspeed is .*not a readable JSON file"):
+        estimated("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "none.json"))
 
 
 def test_a_deepspeed_file_without_settings_is_refused(folder, tmp_path):
     (tmp_path / "list.json").write_text("[3]")
-    with pytest.raises(ValueError, match=r"deepspeed .*list.json' holds \[3\]; write an object of settings"):
-        planned("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "list.json"))
+    with pytest.raises(ValueError, match=r"deepspeed .*list.json' contains \[3\], which is not a JSON object"):
+        estimated("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "list.json"))
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((*ON_A_DEVICE, *TWO, *FOUR_BIT, "--zero_stage=3"), "ZeRO 3 would divide the weights without their scales"),
-        ((*FLAGS, *FOUR_BIT), "load_in_4bit is True, but use_cpu too"),
+        (
+            (*ON_A_DEVICE, *TWO, *FOUR_BIT, "--zero_stage=3"),
+            "ZeRO 3 would shard the 4-bit weights without their",
+        ),
+        ((*FLAGS, *FOUR_BIT), "load_in_4bit and use_cpu are both True"),
         ((*FLAGS, "--query_len=900"), "is more than the model's max_position_embeddings"),
     ],
 )
-def test_what_a_run_refuses_is_not_planned(folder, flags, says):
+def test_what_a_run_refuses_is_not_estimated(folder, flags, says):
     with pytest.raises(ValueError, match=says):
-        planned("--model_name_or_path", folder, *flags)
+        estimated("--model_name_or_path", folder, *flags)
 
 
 def test_stages_that_a_run_refuses_are_not_listed(folder):
-    result = planned("--model_name_or_path", folder, *ON_A_DEVICE, *TWO, *FOUR_BIT)
+    result = estimated("--model_name_or_path", folder, *ON_A_DEVICE, *TWO, *FOUR_BIT)
     assert list(result["peak_by_zero_stage"]) == ["0", "1", "2"]
 
 
-def test_adapters_that_name_layers_by_number_are_planned():
+def test_adapters_that_select_layers_by_number_are_estimated():
     targets = ["model.layers.3.self_attn.q_proj", "model.layers.0.self_attn.q_proj"]
     by_number = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
     named = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -129,7 +132,7 @@ def test_a_reference_that_is_an_adapter_is_its_base_with_it(folder, tmp_path):
     config = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
     flags = ("--model_name_or_path", folder, *FLAGS, "--reference")
-    adapter, copy = (planned(*flags, choice)["phases"][0] for choice in (str(tmp_path / "adapter"), "copy"))
+    adapter, copy = (estimated(*flags, choice)["phases"][0] for choice in (str(tmp_path / "adapter"), "copy"))
     # Rank 8 of 128 + 128 in four layers, 4 bytes.
     assert adapter["weights"] - copy["weights"] == 4 * 8 * 256 * 4
 
@@ -139,7 +142,7 @@ def test_a_reference_adapter_need_not_be_one_that_trains(folder, tmp_path, kind)
     config = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM", base_model_name_or_path=folder, **kind)
     config.save_pretrained(str(tmp_path / "adapter"))
     flags = ("--model_name_or_path", folder, *FLAGS, "--reference")
-    adapter, copy = (planned(*flags, choice)["phases"][0] for choice in (str(tmp_path / "adapter"), "copy"))
+    adapter, copy = (estimated(*flags, choice)["phases"][0] for choice in (str(tmp_path / "adapter"), "copy"))
     # Rank 8 of 128 + 128, and DoRA's 128 magnitudes, in four layers or one, 4 bytes.
     elements = {"bias": 4 * 8 * 256, "use_dora": 4 * (8 * 256 + 128), "layers_to_transform": 8 * 256}[next(iter(kind))]
     assert adapter["weights"] - copy["weights"] == elements * 4
@@ -147,15 +150,17 @@ def test_a_reference_adapter_need_not_be_one_that_trains(folder, tmp_path, kind)
 
 def test_a_reference_adapter_without_a_base_is_refused_as_one(folder, tmp_path):
     LoraConfig(r=8, target_modules=["q_proj"]).save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match=r"reference .*adapter' is an adapter that names no base \(.*write the base's"):
-        planned("--model_name_or_path", folder, *FLAGS, "--reference", str(tmp_path / "adapter"))
+    with pytest.raises(
+        ValueError, match=r"reference .*adapter' is an adapter that does not name its base .*write the base's"
+    ):
+        estimated("--model_name_or_path", folder, *FLAGS, "--reference", str(tmp_path / "adapter"))
 
 
 def test_a_model_that_is_no_language_model_is_refused_by_type():
-    with pytest.raises(ValueError, match="a model of type 'bert_other' is no language model"):
+    with pytest.raises(ValueError, match="AutoModelForCausalLM cannot build a model of type 'bert_other'"):
         measure(Models(Other()), settings(), sizes_of(settings(), 1))
 
 
-def test_a_model_that_the_planner_cannot_build_is_refused_by_name():
-    with pytest.raises(ValueError, match="model_name_or_path: Mamba cannot be run without weights"):
+def test_a_model_that_cannot_run_on_fake_tensors_is_refused_by_name():
+    with pytest.raises(ValueError, match="model_name_or_path: Mamba cannot run without weights"):
         measure(Models(MambaConfig(num_hidden_layers=2)), settings(), sizes_of(settings(), 1))

@@ -1,4 +1,4 @@
-"""A miniature of the laboratory's models, for its tests: a few rows, and untrained models of one narrow layer."""
+"""Tiny models and data of the laboratory for its tests: a few rows, and untrained models with one narrow layer."""
 
 from pathlib import Path
 

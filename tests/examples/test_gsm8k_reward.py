@@ -24,7 +24,7 @@ SOLUTION = "She has 3 + 4 = <<3+4=7>>7 eggs.\n#### "
         ("77", "7", 0.0),
         ("seven", "7", 0.0),
         ("", "7", 0.0),
-        # The last result counts, and one that follows no number counts as none.
+        # Only the last result counts; an #### without a number has no result.
         ("8\nNo.\n#### 7", "7", 1.0),
         ("7\nNo.\n#### 8", "7", 0.0),
         ("7\n####", "7", 0.0),
@@ -39,11 +39,11 @@ def test_correctness_is_zero_without_hashes():
     assert correctness(completions=["The answer is 7"], answer=["#### 7"]) == [0.0]
 
 
-def test_an_answer_without_result_names_its_row():
+def test_an_answer_without_a_result_is_refused_with_its_row():
     scorer = build_reward(correctness)
     rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": "two"}]
     with pytest.raises(
-        RewardError, match="'correctness' raised ValueError: the answer has no '#### number': 'two', on row 1"
+        RewardError, match="'correctness' raised ValueError: the answer has no '#### number': 'two'; .*, on row 1"
     ):
         scorer(["a", "b"], ["#### 1", "#### 2"], [[1], [1]], rows)
 
@@ -70,11 +70,11 @@ def test_an_answer_without_result_names_its_row():
         ("", 0.0),
     ],
 )
-def test_well_formed_asks_for_one_result_line_at_the_end(completion, expected):
+def test_well_formed_requires_exactly_one_result_line_at_the_end(completion, expected):
     assert well_formed(completions=[completion]) == [expected]
 
 
-def test_both_read_messages():
+def test_both_accept_messages():
     completions = [[{"role": "assistant", "content": "Work.\n#### 7"}], [{"role": "assistant", "content": "7"}]]
     assert well_formed(completions=completions) == [1.0, 0.0]
     assert correctness(completions=completions, answer=["#### 7", "#### 7"]) == [1.0, 0.0]

@@ -1,4 +1,4 @@
-"""The GSM8K example on a laptop, in miniature: from a file of questions to a table, a few steps of each training."""
+"""The GSM8K example in miniature: from a file of questions to the table, with a few steps of each training."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TINY = ["--sft_rows", "20", "--test_rows", "6", "--vocab_size", "300", "--hidden
 
 @pytest.fixture
 def questions(tmp_path):
-    """Forty rows of GSM8K's form."""
+    """Forty rows with GSM8K's columns."""
     rows = [
         {
             "question": f"Ann has {i} pears and buys {i + 1} more. How many pears does she have?",
@@ -43,12 +43,12 @@ def test_the_commands_of_the_readme_lead_from_a_file_to_a_table(questions, tmp_p
     prepare(questions, tmp_path)
     paths = {"model_name_or_path": tmp_path / "base", "dataset_name": tmp_path / "sft.jsonl"}
     sft = flags(config=CONFIGS / "gsm8k_tiny_sft.yaml", **paths, output_dir=tmp_path / "sft", max_steps=40)
-    # Enough for some responses to stop, without which every one of them is penalised alike and nothing is learned.
+    # Enough steps for some responses to stop; otherwise all get the same penalty, and nothing is learned.
     train_sft.main([*sft, "--learning_rate", "0.02"])
     paths = {"model_name_or_path": tmp_path / "sft", "dataset_name": tmp_path / "ppo.jsonl"}
     sizes = {"rollout_batch_size": 4, "step_batch_size": 4, "total_episodes": 8, "response_len": 12}
     ppo = flags(config=CONFIGS / "gsm8k_tiny_ppo.yaml", **paths, output_dir=tmp_path / "ppo", **sizes)
-    # Such a model gets nothing well formed, and equal rewards teach nothing: this reward differs.
+    # This model's answers are never well-formed, and nothing is learned from equal rewards, so another reward is used.
     train_ppo.main([*ppo, "--report_to", "none", "--reward_funcs", "tests.tiny_runs:count_even"])
     gsm8k_tiny.main(["measure", "--folder", str(tmp_path)])
 
@@ -65,7 +65,7 @@ def test_the_commands_of_the_readme_lead_from_a_file_to_a_table(questions, tmp_p
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()][-1] == "ppo/final/policy"
 
 
-def test_the_splits_share_no_row_and_lose_none(questions, tmp_path):
+def test_the_splits_are_disjoint_and_complete(questions, tmp_path):
     prepare(questions, tmp_path)
     splits = [load_prompt_dataset(str(tmp_path / f"{name}.jsonl"))["question"] for name in ("sft", "test", "ppo")]
     assert [len(split) for split in splits] == [20, 6, 14]
@@ -74,7 +74,7 @@ def test_the_splits_share_no_row_and_lose_none(questions, tmp_path):
 
 def test_a_response_that_does_not_stop_is_not_well_formed(questions, tmp_path, monkeypatch):
     prepare(questions, tmp_path)
-    # Every response reads as well formed, so only the stop token decides; greedy, a random model repeats one token.
+    # Every text counts as well-formed, so only the stop token decides. Greedily, a random model repeats one token.
     monkeypatch.setattr(gsm8k_tiny, "well_formed", lambda texts: [1.0] * len(texts))
     monkeypatch.setattr(gsm8k_tiny, "RESPONSE_LEN", 4)
     rows = load_prompt_dataset(str(tmp_path / "test.jsonl"))
@@ -83,7 +83,7 @@ def test_a_response_that_does_not_stop_is_not_well_formed(questions, tmp_path, m
     assert figures["length"] == 4.0
 
 
-def test_a_file_without_an_answer_column_is_refused_with_what_it_has(tmp_path):
+def test_a_file_without_an_answer_column_is_refused_with_its_columns(tmp_path):
     data = write_rows(tmp_path / "other.jsonl", [{"question": "1 + 1?", "solution": "2"}])
     with pytest.raises(ValueError, match=r"no column \['answer'\], only \['question', 'solution'\]"):
         prepare(data, tmp_path)

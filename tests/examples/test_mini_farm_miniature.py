@@ -1,4 +1,4 @@
-"""The whole laboratory in miniature, as a user starts it: from a grammar to the table, then again."""
+"""The whole laboratory in miniature, started as a user does: from the grammar to the table, then a second time."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def laboratory(tmp_path_factory):
     return root, run_quickstart(root)
 
 
-def test_the_screen_is_a_line_a_stage_then_the_table(laboratory):
+def test_the_screen_shows_a_line_per_stage_and_then_the_table(laboratory):
     _, ran = laboratory
     title, *stages = ran.stdout.split("\n\n")[0].splitlines()
     assert title.startswith("AlpacaFarm in miniature")
@@ -70,7 +70,7 @@ def test_the_trained_policy_loads_and_is_not_the_supervised_model(laboratory):
     assert AutoModelForSequenceClassification.from_pretrained(root / "reward_model").config.num_labels == 1
 
 
-def test_the_figure_is_a_picture(laboratory):
+def test_the_figure_is_a_valid_png(laboratory):
     root, _ = laboratory
     with Image.open(root / "results.png") as image:
         image.verify()
@@ -135,7 +135,7 @@ def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp
     judged = json.loads((root / "reward_adapter" / "agreement.json").read_text())
     assert judged["pairs"] <= 8 and 0 <= judged["reward_model_agrees_with_gold"] <= 1
     text = report.read_text()
-    assert f"score on {100 * judged['reward_model_agrees_with_gold']:.1f} % of the held-out ones" in text
+    assert f"score on {100 * judged['reward_model_agrees_with_gold']:.1f} % of the held-out pairs" in text
     assert "| RLOO | " in text and "no critic" in text and "points of win-rate, " in text
 
 

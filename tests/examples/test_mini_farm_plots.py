@@ -1,4 +1,4 @@
-"""The laboratory's two figures and the report they stand in."""
+"""The laboratory's two figures, and the report that shows them."""
 
 import json
 
@@ -31,7 +31,7 @@ def figures(monkeypatch):
     return saved
 
 
-def test_the_running_mean_starts_with_what_is_there():
+def test_the_running_mean_is_over_fewer_steps_at_the_start():
     # 1; (1+3)/2; (1+3+5)/3; (3+5+10)/3
     assert smooth([1.0, 3.0, 5.0, 10.0], window=3) == [1.0, 2.0, 3.0, 6.0]
 
@@ -42,7 +42,7 @@ def test_metrics_are_read_step_by_step(tmp_path):
     assert read_metrics(tmp_path) == rows
 
 
-def test_the_figure_of_a_run_has_six_labelled_panels_with_its_numbers(figures, tmp_path):
+def test_the_figure_of_a_run_has_six_labeled_panels_with_its_numbers(figures, tmp_path):
     metrics = some_metrics(proxy=lambda n: 10 * n)
     plot_run({"PPO": metrics}, [SFT, BEST, PPO[0]], tmp_path / "results.png")
     axes = figures[0].axes
@@ -79,7 +79,7 @@ def test_the_figure_of_over_optimisation_shows_gains_and_where_gold_is_highest(f
     assert (tmp_path / "overopt.png").stat().st_size > 0
 
 
-def test_over_optimisation_is_read_from_the_numbers():
+def test_over_optimisation_is_concluded_from_the_numbers():
     text = overopt.reading(some_metrics(40, gold=lambda n: 10 - abs(n - 9.5)), window=2)
     # Steps 9 and 10 have 9.5 each; 39 and 40 have -19.5 and -20.5: mean -20, standard error 1 / sqrt(2) / sqrt(2).
     assert "| highest gold | 9 to 10 | 9.50 | 9.50 ± 0.00 | 3.0 |" in text
@@ -92,8 +92,8 @@ def test_over_optimisation_is_read_from_the_numbers():
     "columns",
     [{"gold": lambda n: n}, {"gold": lambda n: -n, "proxy": lambda n: -n}, {"gold": lambda n: (-1) ** n - 0.01 * n}],
 )
-def test_a_run_that_does_not_over_optimise_is_not_said_to(columns):
-    assert "That is no over-optimisation" in overopt.reading(some_metrics(40, **columns))
+def test_a_run_without_over_optimisation_is_reported_as_such(columns):
+    assert "This is not over-optimisation" in overopt.reading(some_metrics(40, **columns))
 
 
 def test_the_last_recorded_answers_are_listed(tmp_path):
@@ -104,36 +104,34 @@ def test_the_last_recorded_answers_are_listed(tmp_path):
     assert overopt.last_answers(tmp_path) == "- *Who?* New. (proxy 1.2)"
 
 
-def test_results_give_mean_and_spread_over_the_seeds():
+def test_results_have_mean_and_standard_deviation_over_the_seeds():
     # Gold scores 2 and 4: mean 3, variance ((-1)^2 + 1^2) / 1 = 2.
     assert "| gold score | 3.00 | 1.41 |" in results.spread(PPO)
     assert "| win-rate over SFT (%) | 80.00 | 0.00 |" in results.spread(PPO)
 
 
-def test_results_say_how_many_seeds_reach_what_is_asked():
+def test_results_count_the_seeds_that_reach_the_targets():
     weak = Summary("PPO, seed 9", 1.0, 1.1, 0.05, 0.64, 20.0, 14.0, 9.0)
     runs = {line.method: some_metrics(20, kl=lambda n: n) for line in [*PPO, weak]}
     text = results.reading(SFT, BEST, [*PPO, weak], runs)
     assert text.startswith("2 of 3 seeds reach")
     # (2 + 4 + 1.1) / 3 - 1 = 1.37; steps 11 to 20 have a mean of 15.5, steps 1 to 10 of 5.5.
-    assert "1.37 of gold score over SFT" in text
-    assert (
-        "15.5, 15.5, 15.5 nats an answer (the 10 steps before: 5.5, 5.5, 5.5; highest single step of all: 20.0)" in text
-    )
+    assert "1.37 in gold score over SFT" in text
+    assert "15.5, 15.5, 15.5 nats per answer (10 steps earlier: 5.5, 5.5, 5.5; highest of all steps: 20.0)" in text
 
 
 @pytest.mark.parametrize("weak", [{"win_rate": 0.64}, {"gain_errors": 4.0}])
-def test_a_seed_must_win_and_gain(weak):
+def test_a_seed_must_reach_both_targets(weak):
     line = Summary(**(vars(PPO[0]) | weak))
     assert results.reading(SFT, BEST, [line, line], {"a": some_metrics()}).startswith("0 of 2 seeds")
 
 
-def test_one_seed_has_no_spread():
-    with pytest.raises(ValueError, match=r"seeds is \[1, 1\]; a spread needs at least two different seeds"):
+def test_one_seed_is_refused():
+    with pytest.raises(ValueError, match=r"seeds is \[1, 1\]; a standard deviation needs at least two different seeds"):
         results.ResultsArguments(seeds=[1, 1])
 
 
-def test_sections_of_the_report_are_written_apart_and_stand_in_order(tmp_path):
+def test_sections_of_the_report_are_written_separately_and_stay_in_order(tmp_path):
     figure = tmp_path / "root" / "overopt.png"
     figure.parent.mkdir()
     figure.write_bytes(b"drawn")
@@ -156,7 +154,7 @@ def outcome(gold, **given):
     )
 
 
-def test_the_comparison_gives_means_and_spreads():
+def test_the_comparison_has_means_and_standard_deviations():
     # Gold scores 2 and 4: mean 3, standard deviation sqrt(2) = 1.41.
     runs = {compare.BASELINE: [outcome(2.0), outcome(4.0)], "GRPO": [outcome(1.0, explained_variance=None)] * 2}
     lines = compare.table(runs).splitlines()
@@ -168,7 +166,7 @@ def test_the_comparison_gives_means_and_spreads():
     assert "- GRPO: -2.00 ± 1.00 in gold score, +0.0 nats, 1.00 times the seconds." in compare.reading(runs)
 
 
-def test_every_algorithm_samples_as_many_answers_at_the_same_weight_of_the_kl():
+def test_every_algorithm_has_the_same_number_of_answers_and_kl_coefficient():
     preset = {"kl_coef": 0.08, "rollout_batch_size": 128, "total_episodes": 6400}
     assert compare.settings_of("k3 KL in the loss", preset)["kl_loss_coef"] == 0.08
     group = compare.settings_of("GRPO", preset)
@@ -180,6 +178,6 @@ def test_every_algorithm_samples_as_many_answers_at_the_same_weight_of_the_kl():
 @pytest.mark.parametrize(
     ("win_rate", "verdict"), [(75.1, "-4.9 points of win-rate, within"), (74.0, "-6.0 points of win-rate, not within")]
 )
-def test_adapters_are_measured_against_full_fine_tuning(win_rate, verdict):
+def test_adapters_are_compared_with_full_fine_tuning(win_rate, verdict):
     runs = {compare.BASELINE: [outcome(2.0)] * 2, "LoRA, shared": [outcome(2.0, win_rate=win_rate)] * 2}
     assert f"- LoRA, shared: {verdict} 5 of full fine-tuning." in lora.reading(runs)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from alpaca_ppo.generation import generate
 from examples.mini_farm import evaluation, preferences, sampling
 from examples.mini_farm.annotators import gold_score
-from examples.mini_farm.evaluation import Summary, answer_rows, best_of_n_kl, standard_error, summarise, table
+from examples.mini_farm.evaluation import Summary, answer_rows, best_of_n_kl, standard_error, summarize, table
 from examples.mini_farm.sampling import Answer, proxy_rewards, sample_answers
 from examples.mini_farm.splits import prompt_of, read_rows
 from tests.examples.mini_farm_world import some_rows, write_language_model, write_reward_model
@@ -28,7 +28,7 @@ def models(tmp_path_factory):
     return policy, reference, write_reward_model(root / "reward", policy)
 
 
-def test_the_tokenizer_gives_the_text_it_was_trained_on_back_exactly(models):
+def test_the_tokenizer_restores_its_training_text_exactly(models):
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     for row in some_rows()["sft"]:
         text = prompt_of(row) + row["output"]
@@ -39,7 +39,7 @@ def test_every_row_gets_its_samples_and_the_batch_does_not_matter(models):
     policy, _, _ = models
     together = sample_answers(policy, ROWS, samples=3, seed=5)
     assert [len(group) for group in together] == [3] * len(ROWS)
-    # A row's randomness comes from its place in the list, so the first rows alone answer the same.
+    # The random numbers of a row depend on its index in the list, so the first rows give the same answers.
     assert sample_answers(policy, ROWS[:3], samples=3, seed=5) == together[:3]
     assert sample_answers(policy, ROWS[:3], samples=3, seed=6) != together[:3]
 
@@ -60,16 +60,16 @@ def test_the_kl_to_another_model_is_the_log_ratio_of_the_whole_answer(models, mo
     monkeypatch.setattr(sampling, "generate", record)
     answers = sample_answers(policy, ROWS, samples=2, seed=0, reference_folder=reference)
     queries, masks, sampled, prompt_ids = seen[0]
-    for place in range(4):
-        prompt = queries[place // 2][masks[place // 2]]
-        response = sampled.responses[place][sampled.response_mask[place]]
+    for i in range(4):
+        prompt = queries[i // 2][masks[i // 2]]
+        response = sampled.responses[i][sampled.response_mask[i]]
         ratio = log_probability(policy, prompt, response) - log_probability(reference, prompt, response)
         assert abs(ratio) > 1e-3
-        assert answers[int(prompt_ids[place // 2])][place % 2].kl == pytest.approx(ratio, abs=1e-3)
+        assert answers[int(prompt_ids[i // 2])][i % 2].kl == pytest.approx(ratio, abs=1e-3)
 
 
 def log_probability(folder, prompt, response):
-    """Of `response` after `prompt`, by a plain forward pass of the model in `folder`."""
+    """The log-probability of `response` after `prompt`, from a plain forward pass of the model in `folder`."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         logprobs = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -87,7 +87,7 @@ def test_proxy_rewards_are_the_reward_models_scores_of_prompt_and_answer(models)
             assert score == pytest.approx(model(ids).logits.item(), abs=1e-5)
 
 
-def test_pairs_are_two_different_answers_and_mostly_the_better_one_is_chosen(monkeypatch):
+def test_pairs_are_two_different_answers_and_the_better_one_is_usually_chosen(monkeypatch):
     given = [[Answer(GOOD, 0.0), Answer(BAD, 0.0)], [Answer(GOOD, 0.0), Answer(GOOD, 0.0)]] * 1000
     monkeypatch.setattr(preferences, "sample_answers", lambda *args, **settings: given)
     pairs = preferences.collect_pairs(None, [TASK] * 2000, seed=0)
@@ -98,11 +98,11 @@ def test_pairs_are_two_different_answers_and_mostly_the_better_one_is_chosen(mon
     assert fmean(pair["chosen"] == GOOD for pair in pairs) == pytest.approx(0.75, abs=0.07)
 
 
-def test_agreement_counts_the_pairs_that_labels_and_reward_model_order_as_gold_does(monkeypatch):
+def test_agreement_counts_the_pairs_on_which_labels_and_reward_model_agree_with_gold(monkeypatch):
     right, wrong, equal = (TASK | {"chosen": a, "rejected": b} for a, b in ((GOOD, BAD), (BAD, GOOD), (BAD, BAD)))
-    # This reward model always likes the longer text, which is the good one.
+    # This reward model prefers the longer text, which is the better one.
     monkeypatch.setattr(preferences, "proxy_rewards", lambda folder, rows, texts: [len(text) for text in texts])
-    # The pair of equal gold is no evidence; the labels are right on 3 of 4, the reward model on all.
+    # The pair of equal gold does not count. The labels agree on 3 of 4 pairs, the reward model on all.
     measured = preferences.agreement(None, [right, right, right, wrong, equal])
     assert measured == {"pairs": 4.0, "labels_agree_with_gold": 0.75, "reward_model_agrees_with_gold": 1.0}
 
@@ -144,20 +144,20 @@ def test_a_summary_by_hand():
     tasks = [TASK] * 3
     sft = answer_rows(tasks, [Answer(BAD, 0.0), Answer(GOOD, 0.0), Answer(BAD, 0.0)], [0.0, 1.0, 2.0])
     ppo = answer_rows(tasks, [Answer(GOOD, 1.0), Answer(GOOD, 2.0), Answer(BAD, 6.0)], [1.0, 2.0, 6.0])
-    line = summarise("PPO", ppo, sft, tasks)
+    line = summarize("PPO", ppo, sft, tasks)
     good, bad = gold_score(GOOD, TASK), gold_score(BAD, TASK)
     assert (line.method, line.proxy, line.kl) == ("PPO", 3.0, 3.0)
     assert line.gold == pytest.approx((2 * good + bad) / 3)
-    # A win of all votes and two ties.
+    # One win with all votes, and two ties.
     assert line.win_rate == pytest.approx((1 + 0.5 + 0.5) / 3)
     # Gains g, 0, 0: mean g/3, variance g^2 (4/9 + 1/9 + 1/9) / 2 = g^2/3, standard error g/3.
     assert line.gain_errors == pytest.approx(1.0)
     assert line.words == pytest.approx((6 + 6 + 4) / 3)
-    assert summarise("SFT", sft, sft, tasks).win_rate == 0.5
-    assert summarise("SFT", sft, sft, tasks).gain_errors == 0.0
+    assert summarize("SFT", sft, sft, tasks).win_rate == 0.5
+    assert summarize("SFT", sft, sft, tasks).gain_errors == 0.0
 
 
-def test_the_table_is_markdown_whose_columns_line_up():
+def test_the_table_is_markdown_with_aligned_columns():
     summary = Summary("PPO", 1.689, 2.31, 0.049, 0.843, 22.4, 15.66, 5.3)
     header, rule, line = table([summary]).splitlines()
     assert [cell.strip() for cell in line.strip("|").split("|")] == [

@@ -1,4 +1,4 @@
-"""The laboratory's stages: what is kept, what runs again, and what reaches the screen."""
+"""The laboratory's stages: which are kept, which run again, and what the screen shows."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def stage(tmp_path):
     return run
 
 
-def test_a_filled_folder_is_kept_while_nothing_changes(stage, capsys):
+def test_a_complete_folder_is_kept_if_nothing_changed(stage, capsys):
     folder = stage()
     assert stage() == folder
     assert stage.runs == ["one"]
@@ -52,12 +52,12 @@ def test_a_changed_source_fills_the_folder_again(stage):
     assert stage.runs == ["one", "one"]
 
 
-def test_sources_of_one_name_in_two_folders_of_the_repository_are_told_apart(tmp_path):
+def test_sources_of_equal_name_in_two_folders_of_the_repository_differ(tmp_path):
     assert _name(_REPOSITORY / "alpaca_ppo" / "__init__.py") != _name(_REPOSITORY / "examples" / "__init__.py")
     assert _name(tmp_path / "source.py") == "source.py"
 
 
-def test_a_parent_that_was_filled_differently_fills_its_children_again(stage):
+def test_a_changed_parent_fills_its_children_again(stage):
     parent = stage("parent")
     stage("child", parents=[parent])
     stage("parent", settings={"seed": 2})
@@ -65,7 +65,7 @@ def test_a_parent_that_was_filled_differently_fills_its_children_again(stage):
     assert stage.runs == ["parent", "child", "parent", "child"]
 
 
-def test_what_a_killed_run_left_behind_is_removed(stage, tmp_path):
+def test_the_incomplete_folder_of_a_killed_run_is_removed(stage, tmp_path):
     folder = stage()
     (folder / MARKER).unlink()
     (folder / "half written").write_text("")
@@ -78,13 +78,13 @@ def test_the_marker_holds_the_settings(stage):
     assert json.loads((stage() / MARKER).read_text())["settings"] == {"seed": 1}
 
 
-# In a process of its own, because pytest puts its own streams in the place of standard output and error.
+# Runs in a separate process, because pytest replaces standard output and error.
 CHATTER = """
 import logging, subprocess, sys
 from pathlib import Path
 from examples.mini_farm.stages import run_stage
 
-handler = logging.StreamHandler()  # Holds on to the stream of this moment, as the loggers of a library do.
+handler = logging.StreamHandler()  # Keeps the current stream, like the loggers of a library.
 
 def fill(folder):
     handler.emit(logging.makeLogRecord({"msg": "logged"}))

@@ -12,11 +12,11 @@ from examples.mini_farm.annotators import (
     LABEL_NOISE,
     POOL,
     Annotator,
-    Reading,
+    Features,
+    extract_features,
     gold,
     gold_score,
     prefers_first,
-    read,
     win_rate,
 )
 from examples.mini_farm.splits import SPLITS, draw_splits, prompt_of, read_rows, write_rows
@@ -29,14 +29,14 @@ def some_tasks(number=400, seed=0):
     return list(itertools.islice(grammar.tasks(seed), number))
 
 
-def test_no_instruction_with_its_input_comes_twice_in_or_across_the_splits():
+def test_no_pair_of_instruction_and_input_occurs_twice_in_or_across_splits():
     splits = draw_splits(3, SIZES)
     assert {split: len(rows) for split, rows in splits.items()} == SIZES
     prompts = Counter(prompt_of(row) for rows in splits.values() for row in rows)
     assert set(prompts.values()) == {1}
 
 
-def test_every_family_has_the_same_share_of_every_split():
+def test_every_family_has_the_same_fraction_of_every_split():
     for split, rows in draw_splits(3, SIZES).items():
         families = Counter(task.family for task in some_tasks(SIZES[split]))
         assert set(families.values()) == {len(rows) // len(grammar.FAMILIES)}
@@ -49,7 +49,7 @@ def test_only_demonstrations_have_an_output():
     assert not any(row["output"] for split in SPLITS[1:] for row in splits[split])
 
 
-def test_the_same_seed_draws_the_same_world_and_another_seed_another():
+def test_splits_depend_on_the_seed_only():
     assert draw_splits(3, SIZES) == draw_splits(3, SIZES)
     assert draw_splits(3, SIZES)["val"] != draw_splits(4, SIZES)["val"]
 
@@ -63,17 +63,20 @@ def test_a_family_without_new_tasks_is_an_error_that_says_so(monkeypatch):
         next(endless)
 
 
-def test_rows_survive_the_disk(tmp_path):
+def test_rows_are_read_as_they_were_written(tmp_path):
     rows = draw_splits(3, SIZES)["val"]
     write_rows(tmp_path / "val.jsonl", rows)
     assert read_rows(tmp_path / "val.jsonl") == rows
 
 
-def test_complete_answers_leave_nothing_to_ask_for_and_nothing_false():
+def test_complete_answers_have_the_full_content_and_fragments_do_not():
     for task in some_tasks():
         for answer in task.answers:
-            assert read(answer, asks=task.asks, avoids=task.avoids).content == 1.0, (task.instruction, answer)
-        assert read(task.fragment, asks=task.asks, avoids=task.avoids).content < 1.0
+            assert extract_features(answer, asks=task.asks, avoids=task.avoids).content == 1.0, (
+                task.instruction,
+                answer,
+            )
+        assert extract_features(task.fragment, asks=task.asks, avoids=task.avoids).content < 1.0
 
 
 def test_mistakes_and_fragments_are_judged_worse_than_complete_answers():
@@ -83,7 +86,7 @@ def test_mistakes_and_fragments_are_judged_worse_than_complete_answers():
         assert fmean(gold_score(getattr(task, flawed), vars(task)) for task in tasks) < complete - 0.5
 
 
-def test_the_annotators_rank_the_demonstrators_by_taste():
+def test_the_annotators_rank_the_styles_of_demonstrations():
     rng = random.Random(0)
     tasks = some_tasks()
     gold_of = {
@@ -91,7 +94,7 @@ def test_the_annotators_rank_the_demonstrators_by_taste():
         for style in demonstrations.STYLES
     }
     assert gold_of["warm"] > gold_of["plain"] > max(gold_of["careless"], gold_of["rude"], gold_of["rambling"])
-    # Too much of what is liked is not liked: an answer can be over-optimised.
+    # Too much warmth lowers the score, so an answer can be over-optimised.
     assert gold_of["gushing"] < gold_of["plain"]
     assert min(gold_of, key=gold_of.get) == "evasive"
 
@@ -104,26 +107,28 @@ def test_every_style_occurs_among_the_demonstrations():
     assert any(answer.startswith(lexicon.OPENERS) for answer in answers)
 
 
-def test_a_reading_counts_what_stands_there():
+def test_features_of_an_answer_by_hand():
     answer = "I hope the duck, the duck is in the barn. Do not ask me again!"
     # Pairs: i-hope hope-the the-duck duck-the the-duck* duck-is is-in in-the the-barn barn-do do-not not-ask ask-me
-    # me-again: 14, one (*) for the second time. One of two asked words, one wrong claim: 1/2 - 1/2 = 0.
-    assert read(answer, **TASK) == Reading(content=0.0, warm=1, rude=1, length=15, repetition=pytest.approx(1 / 14))
+    # me-again: 14, one (*) of them repeated. One of two words asked for, one wrong claim: 1/2 - 1/2 = 0.
+    assert extract_features(answer, **TASK) == Features(
+        content=0.0, warm=1, rude=1, length=15, repetition=pytest.approx(1 / 14)
+    )
 
 
-def test_an_empty_answer_can_be_read():
-    assert read("", **TASK) == Reading(content=0.0, warm=0, rude=0, length=0, repetition=0.0)
+def test_an_empty_answer_has_zero_features():
+    assert extract_features("", **TASK) == Features(content=0.0, warm=0, rude=0, length=0, repetition=0.0)
 
 
-def test_utility_is_the_weighted_sum_of_what_an_annotator_minds():
+def test_utility_is_a_weighted_sum_of_the_features():
     annotator = Annotator("x", content=2.0, tone=0.5, warm_words=2.0, brevity=1.0, words=10.0, repetition=4.0)
-    reading = Reading(content=0.5, warm=1, rude=1, length=15, repetition=0.25)
+    features = Features(content=0.5, warm=1, rude=1, length=15, repetition=0.25)
     # 2*0.5 + 0.5*(1 - 1/2 - 1) + 1*(1 - 5/10) - 4*0.25 = 1 - 0.25 + 0.5 - 1 = 0.25
-    assert annotator.utility(reading) == pytest.approx(0.25)
+    assert annotator.utility(features) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("closers", [1, 4])
-def test_gold_rises_with_one_kind_sentence_and_falls_with_four(closers):
+def test_gold_rises_with_one_warm_sentence_and_falls_with_four(closers):
     answer = "You can find the duck in the kitchen."
     gain = gold_score(" ".join([answer, *lexicon.CLOSERS[:closers]]), TASK) - gold_score(answer, TASK)
     assert (gain > 0) == (closers == 1)
@@ -134,7 +139,7 @@ def test_gold_falls_with_repetition():
     assert gold_score(f"{answer} {answer}", TASK) < gold_score(answer, TASK) - 0.5
 
 
-def test_the_win_rate_of_an_answer_against_itself_is_one_half_and_two_sides_add_up_to_one():
+def test_an_answer_ties_with_itself_and_win_rates_of_both_sides_add_up_to_one():
     good, bad = "The duck is in the kitchen.", "I do not know."
     assert win_rate(good, good, TASK) == 0.5
     assert win_rate(good, bad, TASK) == 1.0 - win_rate(bad, good, TASK) == 1.0
@@ -143,11 +148,11 @@ def test_the_win_rate_of_an_answer_against_itself_is_one_half_and_two_sides_add_
 def test_a_quarter_of_the_labels_is_flipped():
     rng = random.Random(0)
     labels = [prefers_first("The duck is in the kitchen.", "I do not know.", TASK, rng) for _ in range(4000)]
-    # All of the pool prefer the first; 5 standard errors of a share of 0.75 over 4000 are 0.034.
+    # The whole pool prefers the first; 5 standard errors of a fraction of 0.75 over 4000 are 0.034.
     assert fmean(labels) == pytest.approx(1 - LABEL_NOISE, abs=0.034)
 
 
-def test_equal_answers_are_labelled_by_a_fair_coin():
+def test_equal_answers_are_labeled_by_a_fair_coin():
     rng = random.Random(0)
     assert fmean(prefers_first("Yes.", "Yes.", TASK, rng) for _ in range(4000)) == pytest.approx(0.5, abs=0.04)
 
@@ -159,8 +164,8 @@ def test_gold_as_a_reward_function_takes_columns_and_ignores_the_others():
     assert scores == [gold_score(answer, TASK) for answer in answers]
 
 
-def test_annotators_differ():
+def test_annotators_disagree():
     assert len({annotator.name for annotator in POOL}) == len(POOL) >= 5
     brief, kind = "Kitchen, the duck.", "I am happy to help you. The duck is in the kitchen. I wish you a lovely week!"
-    votes = {a.utility(read(brief, **TASK)) > a.utility(read(kind, **TASK)) for a in POOL}
+    votes = {a.utility(extract_features(brief, **TASK)) > a.utility(extract_features(kind, **TASK)) for a in POOL}
     assert votes == {True, False}

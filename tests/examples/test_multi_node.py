@@ -1,4 +1,4 @@
-"""examples/multi_node: what its scripts start, with programs in place of accelerate and Slurm that write it down."""
+"""What the scripts of examples/multi_node start, with programs that record the calls of accelerate and Slurm."""
 
 import os
 import subprocess
@@ -14,11 +14,11 @@ RUN = "examples/train_ppo.py --config run.yaml --seed 1"
 
 @pytest.fixture
 def start(tmp_path):
-    """Runs a script as the user does; returns its exit code and what accelerate was called with on each node."""
+    """Runs a script as a user does; returns its exit code and the arguments of accelerate on each node."""
     programs = {
         "accelerate": f'echo "$*" >> {tmp_path}/calls',
         "scontrol": f'echo "$*" > {tmp_path}/asked; echo node7; echo node9',
-        # Takes its own flags off, and runs the rest as the tasks of two nodes.
+        # Removes its own flags, and runs the rest as the tasks of two nodes.
         "srun": 'while [[ $1 == --* ]]; do shift; done; for i in 0 1; do SLURM_NODEID=$i "$@"; done',
     }
     for name, body in programs.items():
@@ -35,7 +35,7 @@ def start(tmp_path):
     return run
 
 
-def test_a_node_starts_its_share(start):
+def test_a_node_starts_its_processes(start):
     code, calls = start("launch.sh", MACHINE_RANK="1", MAIN_IP="10.0.0.1", PROCESSES_PER_NODE="8")
     assert code == 0
     assert calls == [
@@ -45,13 +45,13 @@ def test_a_node_starts_its_share(start):
 
 
 @pytest.mark.parametrize("missing", ["MACHINE_RANK", "MAIN_IP"])
-def test_a_node_without_rank_or_address_says_what_is_missing(start, missing):
+def test_a_node_without_rank_or_address_is_refused_with_the_missing_variable(start, missing):
     given = {name: "0" for name in ("MACHINE_RANK", "MAIN_IP") if name != missing}
     code, (message,) = start("launch.sh", **given)
     assert code != 0 and f"{missing}: " in message
 
 
-def test_slurm_starts_one_launcher_a_node(start, tmp_path):
+def test_slurm_starts_one_launcher_per_node(start, tmp_path):
     slurm = {"SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
     code, calls = start("slurm.sh", **slurm, SLURM_JOB_ID="1234567", CONFIG_FILE=f"{CONFIGS}/zero3.yaml")
     assert code == 0

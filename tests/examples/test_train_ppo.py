@@ -8,6 +8,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, parse_args
+from alpaca_ppo.presets import preset_names, preset_path
 from examples import train_ppo
 from tests.integration.launching import start
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -86,9 +87,9 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
         monkeypatch.setattr(train_ppo, name, load)
     (tmp_path / "run/final").mkdir(parents=True)
     for flags, message in (
-        ([], "already holds final of another run; set resume_from_checkpoint"),
+        ([], "holds a finished run .*; to start a new run, choose another output_dir"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint-<step> folder"),
-        (["--resume_from_checkpoint", "checkpoint-7"], "resume_from_checkpoint is 'checkpoint-7', which is no folder"),
+        (["--resume_from_checkpoint", "checkpoint-7"], "_checkpoint is 'checkpoint-7', which is not a folder"),
         (["--output_dir", str(config)], "run.yaml is a file; name a folder"),
         (["--output_dir", str(tmp_path / "new"), "--report_to", "smoke"], "report_to names 'smoke'"),
         (["--output_dir", str(tmp_path / "new"), "--model_name_or_path", "./no/such"], "model_name_or_path is './no"),
@@ -162,6 +163,7 @@ def test_trust_in_remote_code_reaches_every_model_and_tokenizer(config, tmp_path
 
 # Presets of the two other scripts are theirs to test.
 PRESETS = [p for p in sorted((ROOT / "examples/configs").glob("*.yaml")) if not p.stem.endswith(("_sft", "_reward"))]
+PRESETS += [preset_path(name) for name in preset_names()]
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -181,84 +183,3 @@ def test_rollouts_are_json_lines(config, tmp_path):
     train_ppo.main(["--config", str(config), "--num_logged_rollouts", "2", "--total_episodes", "10"])
     lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
     assert [set(json.loads(line)) >= {"prompt", "response", "score", "tokens"} for line in lines] == [True, True]
-
-
-# What the presets' comments claim, typed from the publishers' own files: AlpacaFarm's rlhf_ppo.sh and its
-# TrainingArguments, TRL's PPOConfig, verl's ppo_trainer.yaml with its actor, critic and algorithm parts.
-PUBLISHED = {
-    "alpaca_farm": {
-        "query_len": 192,
-        "response_len": 300,
-        "rollout_batch_size": 512,
-        "step_batch_size": 256,
-        "ppo_epochs": 2,
-        "total_epochs": 10,
-        "learning_rate": 3e-6,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 5,
-        "adam_epsilon": 1e-5,
-        "max_grad_norm": 1.0,
-        "temperature": 1.0,
-        "gamma": 1.0,
-        "lam": 1.0,
-        "whiten_rewards": True,
-        "whiten_advantages": True,
-        "cliprange": 0.2,
-        "cliprange_value": 0.2,
-        "vf_coef": 0.1,
-        "kl_coef": 0.02,
-        "kl_estimator": "k1_clamped",
-        "kl_controller": "fixed",
-        "init_value_with_reward": True,
-    },
-    "trl": {
-        "response_len": 53,
-        "temperature": 0.7,
-        "ppo_epochs": 4,
-        "learning_rate": 3e-6,
-        "lr_scheduler_type": "linear",
-        "max_grad_norm": 1.0,
-        "gamma": 1.0,
-        "lam": 0.95,
-        "whiten_rewards": False,
-        "whiten_advantages": True,
-        "cliprange": 0.2,
-        "cliprange_value": 0.2,
-        "vf_coef": 0.1,
-        "kl_coef": 0.05,
-        "kl_estimator": "k1",
-        "kl_controller": "fixed",
-        "adam_epsilon": 1e-8,
-    },
-    "verl": {
-        "query_len": 512,
-        "response_len": 512,
-        "rollout_batch_size": 1024,
-        "step_batch_size": 256,
-        "ppo_epochs": 1,
-        "learning_rate": 1e-6,
-        "critic_learning_rate": 1e-5,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "temperature": 1.0,
-        "gamma": 1.0,
-        "lam": 1.0,
-        "whiten_advantages": True,
-        "cliprange": 0.2,
-        "clip_ratio_c": 3.0,
-        "cliprange_value": 0.5,
-        "loss_agg_mode": "token-mean",
-        "kl_coef": 0.0,
-        "weight_decay": 0.01,
-        "adam_epsilon": 1e-8,
-        "total_epochs": 30,
-    },
-}
-
-
-@pytest.mark.parametrize("name", list(PUBLISHED))
-def test_a_preset_has_the_defaults_that_were_published(name):
-    required = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
-    path = ROOT / f"examples/configs/{name}.yaml"
-    _, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *required])
-    assert {field: getattr(args, field) for field in PUBLISHED[name]} == PUBLISHED[name]

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alpaca_ppo.adapters import attach
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.trainer import setup
@@ -202,7 +202,7 @@ def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, mode
         trained = classifier(**batch).logits[:, 0]
     asked = ([messages] * 3, said, [[]] * 3, [{}] * 3)
     whole = build_reward(classifier, reward_processing_classes=tokenizer)(*asked).rewards
-    adapters = attach(model, LoraConfig(target_modules="all-linear"))
+    adapters = add_policy_adapter(model, LoraConfig(target_modules="all-linear"))
     scorer = RewardScorer([], [])
     setup.add_reward_adapter(
         scorer,

@@ -53,7 +53,7 @@ def test_gae_of_lam_and_gamma_one_is_return_to_go_less_value():
     assert_close(returns, tensor([[7.0, 6.0, 4.0]]))
 
 
-def test_gae_ignores_what_stands_outside_the_mask():
+def test_gae_ignores_what_is_outside_the_mask():
     mask = tensor([[False, True, False, True, False]])
     rewards = tensor([[nan, 1.0, nan, 2.0, nan]], dtype=torch.float64, requires_grad=True)
     values = tensor([[nan, 0.5, nan, 0.25, nan]], dtype=torch.float64, requires_grad=True)
@@ -90,6 +90,42 @@ def test_gae_refuses_a_rate_outside_zero_to_one(name):
     rates = {"gamma": 0.9, "lam": 0.9} | {name: 1.5}
     with pytest.raises(ValueError, match=rf"{name} is 1.5; it must be in \[0, 1\]"):
         gae(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), **rates)
+
+
+def test_gae_of_a_lam_for_each_row_is_gae_of_each_row():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(3, 4), torch.randn(3, 4)
+    mask = tensor([[True, True, True, True], [True, False, True, True], [True, True, False, False]])
+    # In float64: computed in the dtype of the rewards all the same.
+    lam = tensor([0.3, 1.0, 0.0], dtype=torch.float64)
+    together = gae(rewards, values, mask, gamma=0.9, lam=lam)
+    for row in range(3):
+        own = (x[row : row + 1] for x in (rewards, values, mask))
+        alone = gae(*own, gamma=0.9, lam=float(lam[row]))
+        for ours, theirs in zip(together, alone, strict=True):
+            assert ours.dtype == torch.float32
+            assert_close(ours[row : row + 1], theirs)
+
+
+@pytest.mark.parametrize(
+    ("lam", "message"),
+    [
+        (tensor([0.5, 1.5]), r"lam is 1.5 in row 1; it must be in \[0, 1\]"),
+        (tensor([nan, 0.5]), "lam is nan in row 0"),
+        (tensor([0.5]), r"lam has shape \(1,\); pass a float, or one value for each of the 2 rows"),
+        (tensor(0.5), r"lam has shape \(\)"),
+    ],
+)
+def test_gae_refuses_a_lam_for_each_row_of_another_size_or_range(lam, message):
+    with pytest.raises(ValueError, match=message):
+        gae(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), gamma=0.9, lam=lam)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("gae_per_row_lam"))
+def test_gae_of_a_lam_for_each_row_matches_golden(inputs, expected):
+    advantages, returns = gae(**inputs)
+    assert_close(advantages, expected["advantages"], rtol=0, atol=1e-6)
+    assert_close(returns, expected["returns"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("inputs", "expected"), golden_cases("gae"))

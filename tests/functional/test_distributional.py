@@ -148,7 +148,7 @@ def test_cvar_of_crossing_quantiles_takes_the_lowest():
     assert_close(cvar_from_quantiles(tensor([[10.0, 1.0, 3.0, 2.0]]), alpha=0.5), tensor([1.5]))
 
 
-def test_cvar_of_a_categorical_law_takes_a_part_of_the_boundary_atom():
+def test_cvar_of_a_categorical_distribution_takes_a_part_of_the_boundary_atom():
     probs, atoms = tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0]]), tensor([-1.0, 2.0, 4.0])
     # alpha 0.4: masses 0.2, 0.2 -> (-0.2 + 0.4) / 0.4 = 0.5;  alpha 0.8: 0.2, 0.5, 0.1 -> (-0.2 + 1 + 0.4) / 0.8 = 1.5
     for alpha, expected in ((0.4, 0.5), (0.8, 1.5), (0.2, -1.0), (0.05, -1.0), (1.0, 2.0)):
@@ -156,7 +156,7 @@ def test_cvar_of_a_categorical_law_takes_a_part_of_the_boundary_atom():
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 0.337, 1.0])
-def test_cvar_of_the_uniform_law_is_half_of_alpha(alpha):
+def test_cvar_of_the_uniform_distribution_is_half_of_alpha(alpha):
     # E[u | u < alpha] = alpha / 2 on [0, 1]; the alpha * K lowest midpoints, (i + 1/2) / K, have exactly that mean
     quantiles = quantile_midpoints(1000, dtype=torch.float64)
     assert cvar_from_quantiles(quantiles.flip(0), alpha=alpha).item() == pytest.approx(alpha / 2, abs=1e-6)
@@ -275,8 +275,8 @@ def test_values_and_projections_of_half_precision_are_float32_and_float64_is_kep
 
 
 @pytest.mark.parametrize("alpha", [0.0, -0.1, 1.01, nan])
-def test_a_tail_without_mass_or_beyond_the_law_is_refused(alpha):
-    message = rf"alpha is {alpha}; the probability of the lower tail must be in \(0, 1\], 1 gives the mean"
+def test_a_tail_without_mass_or_beyond_the_distribution_is_refused(alpha):
+    message = rf"alpha is {alpha}; the tail's probability must be in \(0, 1\], where 1 gives the mean"
     with pytest.raises(ValueError, match=message):
         cvar_from_quantiles(torch.ones(3), alpha=alpha)
     with pytest.raises(ValueError, match=message):
@@ -289,12 +289,12 @@ def test_a_kappa_that_is_not_positive_is_refused(kappa):
         fixed_quantiles(*random_batch(), kappa=kappa)
 
 
-def test_a_support_without_width_and_a_law_without_parts_are_refused():
+def test_a_support_without_width_and_a_distribution_without_parts_are_refused():
     with pytest.raises(ValueError, match=r"v_min \(2.0\) must be below v_max \(2.0\)"):
         c51_loss(*random_batch(), v_min=2.0, v_max=2.0)
-    with pytest.raises(ValueError, match="num_atoms is 1; a support needs at least 2"):
+    with pytest.raises(ValueError, match="num_atoms is 1; it must be at least 2"):
         c51_atoms(1, v_min=0, v_max=1)
-    with pytest.raises(ValueError, match=r"atoms have shape \(1,\); pass a vector of at least two"):
+    with pytest.raises(ValueError, match=r"atoms has shape \(1,\); pass a vector of at least two"):
         c51_project(torch.ones(3), torch.ones(1))
     with pytest.raises(ValueError, match="num_quantiles is 0; it must be at least 1"):
         quantile_midpoints(0)
@@ -302,13 +302,13 @@ def test_a_support_without_width_and_a_law_without_parts_are_refused():
 
 def test_shapes_that_do_not_belong_together_are_refused():
     predictions, returns, mask = random_batch()
-    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but logits have \(5, 3, 6\); pass logits with one"):
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but logits has \(5, 3, 6\); pass logits with one"):
         categorical(predictions[:, :3], returns, mask)
-    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but quantiles have \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but quantiles has \(5, 4\)"):
         fixed_quantiles(returns, returns, mask)
-    with pytest.raises(ValueError, match=r"taus have shape \(5,\) but quantiles \(5, 4, 6\); pass one tau"):
+    with pytest.raises(ValueError, match=r"taus has shape \(5,\) but quantiles has \(5, 4, 6\); pass one level"):
         quantile_huber_loss(predictions, returns, torch.ones(5), mask)
-    with pytest.raises(ValueError, match=r"atoms have shape \(5,\) but probs \(5, 4, 6\); pass an atom"):
+    with pytest.raises(ValueError, match=r"atoms has shape \(5,\) but probs has \(5, 4, 6\); pass an atom"):
         cvar_from_categorical(predictions, torch.ones(5), alpha=0.5)
 
 
@@ -354,7 +354,7 @@ def learn(table, loss_of):
     return table.detach()
 
 
-def test_learned_quantiles_recover_a_bimodal_law():
+def test_learned_quantiles_recover_a_bimodal_distribution():
     start = torch.zeros(40, requires_grad=True)
     quantiles = learn(start, lambda *batch: fixed_quantiles(*batch, kappa=0.05))
     assert cvar_from_quantiles(quantiles, alpha=1.0).item() == pytest.approx(MEAN, rel=0.05)
@@ -363,7 +363,7 @@ def test_learned_quantiles_recover_a_bimodal_law():
     assert_close(quantiles[[9, 19, 29]] / 2 + quantiles[[10, 20, 30]] / 2, QUARTILES, rtol=0.05, atol=0)
 
 
-def test_learned_categorical_law_recovers_a_bimodal_one():
+def test_learned_categorical_distribution_recovers_a_bimodal_one():
     support = {"v_min": -1.0, "v_max": 6.0}
     atoms = c51_atoms(71, **support)
     start = torch.zeros(71, requires_grad=True)

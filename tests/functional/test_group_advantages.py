@@ -158,10 +158,10 @@ def test_an_unknown_group_estimator_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((SCORES[:2], GROUP, MASK), r"scores have shape \(2,\) but response_mask has \(3, 2\)"),
-        ((SCORES[:, None], GROUP, MASK), r"scores have shape \(3, 1\) but response_mask has \(3, 2\)"),
-        ((SCORES, GROUP[:2], MASK), r"group_ids have shape \(2,\) but response_mask has \(3, 2\)"),
-        ((SCORES, GROUP, MASK[:, 0]), r"scores have shape \(3,\) but response_mask has \(3,\); pass a mask \(B, R\)"),
+        ((SCORES[:2], GROUP, MASK), r"scores has shape \(2,\) but response_mask has \(3, 2\)"),
+        ((SCORES[:, None], GROUP, MASK), r"scores has shape \(3, 1\) but response_mask has \(3, 2\)"),
+        ((SCORES, GROUP[:2], MASK), r"group_ids has shape \(2,\) but response_mask has \(3, 2\)"),
+        ((SCORES, GROUP, MASK[:, 0]), r"scores has shape \(3,\) but response_mask has \(3,\); pass a mask \(B, R\)"),
     ],
 )
 def test_scores_and_ids_must_be_one_a_row(inputs, message):
@@ -192,7 +192,7 @@ def test_returns_to_go_skip_holes_and_cost_no_discount_there():
     assert_close(remax(rewards, tensor([0.0]), mask).returns, tensor([[0.0, 10.0, 0.0, 0.0, 8.0]]))
 
 
-def test_reinforce_plus_plus_is_whitened_gae_of_a_critic_that_says_zero():
+def test_reinforce_plus_plus_is_whitened_gae_of_a_critic_whose_values_are_zero():
     torch.manual_seed(0)
     rewards, mask = torch.randn(4, 5, dtype=torch.float64), torch.rand(4, 5) < 0.7
     expected = gae(rewards, torch.zeros(4, 5), mask, gamma=0.9, lam=1.0).advantages
@@ -260,13 +260,13 @@ def test_returns_compute_half_precision_in_float32_and_keep_float64():
 
 def test_returns_refuse_shapes_that_differ_and_a_rate_outside_zero_to_one():
     rewards, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values have \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values has \(2, 3\)"):
         reinforce_plus_plus(rewards, mask[:, :2], gamma=0.9)
     with pytest.raises(ValueError, match=r"gamma is 1.5; it must be in \[0, 1\]"):
         reinforce_plus_plus(rewards, mask, gamma=1.5)
-    with pytest.raises(ValueError, match=r"baseline_scores have shape \(3,\) but response_mask has \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"baseline_scores has shape \(3,\) but response_mask has \(2, 3\)"):
         remax(rewards, torch.ones(3), mask)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values have \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values has \(2, 3\)"):
         remax(rewards, torch.ones(2), mask[:, :2])
 
 

@@ -212,7 +212,7 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 
 
 def test_shapes_that_differ_are_refused():
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but values have \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but values has \(2, 2\)"):
         gspo_policy_loss(
             torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), **SYMMETRIC
         )

@@ -6,8 +6,10 @@ from torch import tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import KL_ESTIMATORS, kl_penalty
+from alpaca_ppo.functional import kl_penalty, register_kl_estimator
+from alpaca_ppo.registry import KL_ESTIMATORS
 from tests.golden_cases import golden_cases
+from tests.registered import temporary_choices
 
 SMOOTH = ("k1", "abs", "k2", "k3", "k1_clamped")
 
@@ -23,7 +25,7 @@ def test_estimators_by_hand():
         "k1_clamped": [0.5, 0.0],
     }
     expected["k1+"], expected["k3+"] = expected["k1"], expected["k3"]
-    assert set(expected) == set(KL_ESTIMATORS)
+    assert set(expected) == set(KL_ESTIMATORS.names)
     for estimator, value in expected.items():
         assert_close(kl_penalty(logprobs, ref_logprobs, estimator), tensor(value))
 
@@ -53,7 +55,7 @@ def test_k3_with_a_plus_keeps_its_gradient_where_the_value_is_cut():
         assert kl.item() == 10 and torch.autograd.grad(kl, logprobs)[0].item() == slope
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS.names)
 def test_equal_policies_have_no_kl(estimator):
     logprobs = tensor([-0.5, -12.0])
     assert kl_penalty(logprobs, logprobs.clone(), estimator).eq(0).all()
@@ -78,7 +80,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"KL estimator is 'k4'; it must be one of k1, abs, k2, k3, k1_clamped, k1\+"):
+    with pytest.raises(ValueError, match=r"kl_estimator is 'k4'; choose one of k1, abs, k2, k3, k1_clamped, k1\+"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(ValueError, match="'abs\\+'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "abs+")
@@ -87,3 +89,28 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(("inputs", "expected"), golden_cases("kl_penalty"))
 def test_kl_penalty_matches_golden(inputs, expected):
     assert_close(kl_penalty(**inputs), expected["kl"], rtol=0, atol=1e-6)
+
+
+def test_a_registered_estimator_gets_the_difference_in_float32_and_gives_value_and_gradient():
+    with temporary_choices():
+
+        @register_kl_estimator("huber")
+        def huber(difference):
+            assert difference.dtype == torch.float32
+            return torch.nn.functional.huber_loss(difference, torch.zeros_like(difference), reduction="none")
+
+        # d = 0.5 and -3: 0.5 * 0.25 = 0.125 and 3 - 0.5 = 2.5, of slope 0.5 and -1.
+        logprobs = tensor([-0.5, -4.0], dtype=torch.bfloat16, requires_grad=True)
+        kl = kl_penalty(logprobs, tensor([-1.0, -1.0]), "huber")
+        assert kl.tolist() == [0.125, 2.5]
+        assert torch.autograd.grad(kl.sum(), logprobs)[0].tolist() == [0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"), [(lambda d: d.sum(), r"'mine' returned shape \(\)"), (lambda d: 1.0, "returned a float")]
+)
+def test_a_registered_estimator_that_returns_something_else_is_refused(returned, message):
+    with temporary_choices():
+        register_kl_estimator("mine")(returned)
+        with pytest.raises(ValueError, match=rf"{message}; it must return a tensor of the shape of its input, \(2,\)"):
+            kl_penalty(torch.zeros(2), torch.zeros(2), "mine")

@@ -177,7 +177,7 @@ def test_half_precision_is_computed_in_float32_and_float64_stays():
         ({"cliprange_low": -0.1}, "cliprange_low is -0.1"),
         ({"cliprange_low": 1.5}, "cliprange_low is 1.5"),
         ({"cliprange_high": -0.1}, "cliprange_high is -0.1"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; dual clip needs more than 1"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; it must be above 1"),
     ],
 )
 def test_clip_ranges_that_make_no_sense_are_refused(settings, message):

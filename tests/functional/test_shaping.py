@@ -4,8 +4,10 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import KL_ESTIMATORS, last_token_index, response_lengths, shape_rewards
+from alpaca_ppo.functional import last_token_index, register_kl_estimator, response_lengths, shape_rewards
+from alpaca_ppo.registry import KL_ESTIMATORS
 from tests.golden_cases import golden_cases
+from tests.registered import temporary_choices
 
 HOLED = tensor([[True, False, True, False], [True, True, False, False]])
 
@@ -25,7 +27,7 @@ def test_shape_rewards_by_hand():
     assert_close(shaped.kl, tensor([[0.03, 0.02]]))
 
 
-def test_the_score_stands_on_the_last_masked_token_not_after_it():
+def test_the_score_is_on_the_last_masked_token_not_after_it():
     zeros = torch.zeros(2, 4)
     shaped = shape_rewards(tensor([5.0, 7.0]), zeros, zeros, HOLED, kl_coef=0.1)
     assert_close(shaped.shaped_rewards, tensor([[0.0, 0, 5, 0], [0, 7, 0, 0]]))
@@ -44,7 +46,7 @@ def test_without_a_kl_coefficient_only_the_score_is_left():
     assert_close(shaped.shaped_rewards, tensor([[0.0, 0, 5, 0], [0, 7, 0, 0]]))
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS.names)
 def test_nan_outside_the_mask_reaches_neither_rewards_nor_gradients(estimator):
     logprobs = tensor([[-0.5, nan, -0.4, nan], [-0.1, -0.2, nan, nan]], dtype=torch.float64, requires_grad=True)
     ref_logprobs = logprobs.detach() - 0.25
@@ -63,6 +65,16 @@ def test_gradients_match_finite_differences():
     assert gradcheck(lambda *x: shape_rewards(*x, HOLED, kl_coef=0.3, kl_estimator="k3"), inputs)
 
 
+def test_a_registered_estimator_makes_the_penalty_inside_the_mask_alone():
+    zeros = torch.zeros(2, 4)
+    with temporary_choices():
+        register_kl_estimator("shifted")(lambda difference: difference + 3)
+        shaped = shape_rewards(tensor([5.0, 7.0]), zeros + 1, zeros, HOLED, kl_coef=0.1, kl_estimator="shifted")
+    # 1 - 0 + 3 = 4 on each masked token, times -0.1; the scores on the last ones.
+    assert_close(shaped.kl, tensor([[4.0, 0, 4, 0], [4, 4, 0, 0]]))
+    assert_close(shaped.shaped_rewards, tensor([[-0.4, 0, 4.6, 0], [-0.4, 6.6, 0, 0]]))
+
+
 def test_half_precision_gives_float32():
     logprobs = torch.zeros(2, 4, dtype=torch.bfloat16)
     shaped = shape_rewards(tensor([1.0, 2.0], dtype=torch.bfloat16), logprobs, logprobs, HOLED, kl_coef=0.1)
@@ -78,7 +90,7 @@ def test_a_row_without_a_token_is_refused_by_number():
 
 def test_scores_of_another_shape_are_refused():
     with pytest.raises(
-        ValueError, match=r"scores has shape \(3,\); it must be \(2,\), one score a response, or \(2, 4\)"
+        ValueError, match=r"scores has shape \(3,\); it must be \(2,\), one score for each response, or \(2, 4\)"
     ):
         shape_rewards(torch.ones(3), torch.zeros(2, 4), torch.zeros(2, 4), HOLED, kl_coef=0.1)
 

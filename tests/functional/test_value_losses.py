@@ -99,7 +99,7 @@ def test_half_precision_is_computed_in_float32():
 
 def test_a_clip_range_that_is_not_positive_is_refused():
     ones = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="cliprange_value is 0; it must be positive, None switches"):
+    with pytest.raises(ValueError, match="cliprange_value is 0; it must be positive, or None"):
         value_loss(ones, ones, ones, ones.bool(), cliprange_value=0)
 
 

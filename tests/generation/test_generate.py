@@ -1,5 +1,7 @@
-"""The sampler on every architecture: padding, company and order change nothing, and log-probs are the model's own."""
+"""The sampler on every architecture: no effect of padding, other rows or order; log-probs equal a plain forward's."""
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from alpaca_ppo.generation import Generation, decode, generate
+from alpaca_ppo.generation.sampling_params import SamplingParams
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm
 
-# Long and short, with eos and pad ids inside, one of a single token.
+# Long and short prompts, some with eos and pad ids inside, one of a single token.
 PROMPTS = [[5, 9, 11, 20, 33, 7, 8], [EOS, PAD, 14], [40], [PAD, PAD, 9, EOS, EOS, 61]]
 PROMPT_IDS = [3, 8, 1, 100]
 WINDOWED = ["mistral", "gemma2", "gemma3"]
-# Eager attention of transformers takes its softmax in float32 whatever the dtype, and in float64 masks padding to NaN.
+# transformers' eager attention computes its softmax in float32 for any dtype, and in float64 turns padding into NaN.
 EAGER = ["gemma2", "bloom"]
 MODELS = [(arch, {}) for arch in ARCHITECTURES] + [(arch, {"sliding_window": 4}) for arch in WINDOWED]
 
@@ -60,12 +63,12 @@ def assert_same(actual: Generation, expected: Generation, tolerance: float = 1e-
     assert torch.equal(actual.response_mask, expected.response_mask)
     assert torch.equal(actual.stopped, expected.stopped)
     assert (actual.logprobs[~actual.response_mask] == 0).all()
-    # Relative too: these models' logits reach tens, and float32 counts from there.
+    # A relative tolerance too: these models' logits are in the tens, and float32 errors scale with them.
     assert_close(actual.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
 
 
 def full_forward_logprobs(model: PreTrainedModel, prompt: list[int], tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probs of `tokens` after `prompt` by one forward pass without padding or cache."""
+    """Log-probs of `tokens` after `prompt`, from one forward pass without padding or cache."""
     sequence = torch.cat([torch.tensor(prompt), tokens])[None]
     with torch.no_grad():
         logits = model(sequence, attention_mask=torch.ones_like(sequence), use_cache=False).logits
@@ -75,7 +78,7 @@ def full_forward_logprobs(model: PreTrainedModel, prompt: list[int], tokens: Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("arch", "overrides"), MODELS)
-def test_padding_changes_nothing_and_logprobs_are_a_plain_forwards(
+def test_padding_changes_nothing_and_logprobs_equal_a_plain_forward_pass(
     arch: str, overrides: dict[str, Any], dtype: torch.dtype
 ) -> None:
     exact = dtype == torch.float64 and arch not in EAGER
@@ -93,7 +96,7 @@ def test_padding_changes_nothing_and_logprobs_are_a_plain_forwards(
 
 
 @pytest.mark.parametrize(("arch", "overrides"), MODELS)
-def test_both_backends_give_the_same_tokens(arch: str, overrides: dict[str, Any]) -> None:
+def test_both_backends_sample_the_same_tokens(arch: str, overrides: dict[str, Any]) -> None:
     model = tiny_causal_lm(arch, **overrides)
     assert_same(run(model, backend="generate"), run(model, backend="decode"))
     assert_same(run(model, backend="generate", do_sample=False), run(model, backend="decode", do_sample=False))
@@ -109,11 +112,11 @@ def test_a_half_precision_model_gives_float32_logprobs_of_its_own_logits(arch: s
     for j in range(3):
         length = int(longest.response_mask[j].sum())
         expected = full_forward_logprobs(model.float(), PROMPTS[0], longest.responses[j, :length], 1.0)
-        # bfloat16 keeps eight bits; the float32 model with the same weights is near, not equal.
+        # bfloat16 has eight bits of precision, so the float32 model with the same weights is only close.
         assert (longest.logprobs[j, :length] - expected).abs().median() < 0.1
 
 
-def test_rows_that_leave_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     often = {"max_new_tokens": 20, "stop_token_ids": range(2, 64, 6)}
     for arch, overrides in (("llama", {}), ("bloom", {}), ("opt", {}), ("gemma3", {"sliding_window": 4})):
         model = tiny_causal_lm(arch, **overrides)
@@ -123,8 +126,8 @@ def test_rows_that_leave_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         kept = leaving.response_mask
         assert torch.equal(leaving.responses[kept], endless.responses[kept])
         assert_close(leaving.logprobs[kept], endless.logprobs[kept], rtol=1e-5, atol=1e-5)
-        for worth, every in ((2.0, 1), (1e-9, 1), (1 / 8, 4), (1e-9, 7)):
-            monkeypatch.setattr(decode, "_MIN_DROP_SHARE", worth)
+        for share, every in ((2.0, 1), (1e-9, 1), (1 / 8, 4), (1e-9, 7)):
+            monkeypatch.setattr(decode, "_MIN_DROP_SHARE", share)
             monkeypatch.setattr(decode, "_steps_between_checks", lambda device, every=every: every)
             assert_same(run(model, **often), leaving)
         monkeypatch.undo()
@@ -139,10 +142,10 @@ def test_a_prompt_is_computed_once_and_stopped_rows_are_not_computed() -> None:
     )
     model.lm_head.register_forward_hook(lambda _, args, output: logits.append(output.size(1)))
     lengths = run(model, max_new_tokens=20, stop_token_ids=range(2, 64, 6)).response_mask.sum(dim=1)
-    # Four prompts, not twelve, without the two columns that pad them all; then one token of a row; one logit row each.
+    # Four prompts, not twelve, without the two columns of padding only; then one token per row. One logit row each.
     assert shapes[0] == (4, 7) and {width for _, width in shapes[1:]} == {1}
     assert set(logits) == {1}
-    # A forward for the token at t serves rows longer than t + 1; up to an eighth of the rows may wait for company.
+    # The forward pass on the token at t is for rows longer than t + 1; up to an eighth of its rows may have stopped.
     assert len(shapes) == lengths.max()
     for t, (count, _) in enumerate(shapes[1:]):
         alive = int((lengths > t + 1).sum())
@@ -157,7 +160,7 @@ def test_several_samples_of_a_prompt_are_those_of_separate_calls() -> None:
     assert len({tuple(row) for row in five.responses[:5].tolist()}) == 5
 
 
-def test_order_and_company_change_nothing() -> None:
+def test_order_and_other_rows_change_nothing() -> None:
     model = tiny_causal_lm("llama")
     together = run(model)
     order = [2, 0, 3, 1]
@@ -172,7 +175,7 @@ def test_order_and_company_change_nothing() -> None:
 def test_seed_step_and_prompt_id_change_the_tokens(change: dict[str, Any]) -> None:
     model = tiny_causal_lm("llama")
     same_rows = (run(model).responses == run(model, **change).responses).all(dim=1)
-    assert same_rows.sum() <= 2  # responses that stop at once may agree by chance
+    assert same_rows.sum() <= 2  # Responses that stop at the first token may agree by chance.
 
 
 def test_threads_change_no_token() -> None:
@@ -191,7 +194,7 @@ def test_threads_change_no_token() -> None:
 def test_the_models_generation_config_does_not_matter(backend: str) -> None:
     model = tiny_causal_lm("llama")
     plain = run(model, backend=backend)
-    nasty = {
+    overrides = {
         "repetition_penalty": 5.0,
         "top_k": 2,
         "top_p": 0.1,
@@ -214,7 +217,7 @@ def test_the_models_generation_config_does_not_matter(backend: str) -> None:
         "renormalize_logits": True,
         "use_cache": False,
     }
-    for name, value in nasty.items():
+    for name, value in overrides.items():
         setattr(model.generation_config, name, value)
     config = model.generation_config
     model.config.use_cache = False
@@ -224,17 +227,18 @@ def test_the_models_generation_config_does_not_matter(backend: str) -> None:
 
 def test_a_pad_token_that_is_the_stop_token_still_counts_as_chosen() -> None:
     model = tiny_causal_lm("llama")
-    apart = run(model, pad_token_id=0)
+    distinct = run(model, pad_token_id=0)
     same = run(model, pad_token_id=EOS, stop_token_ids=[EOS, 7, 9, 10, 11])
-    assert torch.equal(same.response_mask, apart.response_mask)
-    assert torch.equal(same.responses[same.response_mask], apart.responses[apart.response_mask])
-    assert (same.responses[~same.response_mask] == EOS).all() and (apart.responses[~apart.response_mask] == 0).all()
+    assert torch.equal(same.response_mask, distinct.response_mask)
+    assert torch.equal(same.responses[same.response_mask], distinct.responses[distinct.response_mask])
+    assert (same.responses[~same.response_mask] == EOS).all()
+    assert (distinct.responses[~distinct.response_mask] == 0).all()
     last = same.responses.gather(1, same.response_mask.sum(dim=1, keepdim=True) - 1)[:, 0]
     assert torch.equal(torch.isin(last, torch.tensor([EOS, 7, 9, 10, 11])), same.stopped)
 
 
 @pytest.mark.parametrize("backend", ["decode", "generate"])
-def test_responses_may_stop_at_once_or_never(backend: str) -> None:
+def test_responses_may_stop_at_the_first_token_or_never(backend: str) -> None:
     model = tiny_causal_lm("gpt2")
     at_once = run(model, stop_token_ids=range(64), backend=backend)
     assert at_once.response_mask.sum(dim=1).tolist() == [1] * 12 and at_once.stopped.all()
@@ -246,7 +250,7 @@ def test_responses_may_stop_at_once_or_never(backend: str) -> None:
     assert single.responses.shape == (12, 1) and torch.equal(single.responses[:, 0], never.responses[:, 0])
 
 
-def test_truncating_tokens_stop_after_enough_tokens() -> None:
+def test_truncate_tokens_end_a_response_only_after_enough_tokens() -> None:
     model = tiny_causal_lm("llama")
     free = run(model, stop_token_ids=[])
     cut = run(model, stop_token_ids=[], truncate_token_ids=range(64), truncate_after=4)
@@ -266,7 +270,7 @@ def test_greedy_takes_the_most_likely_token_of_each_step() -> None:
             sequence.append(token)
 
 
-def test_top_k_and_top_p_narrow_what_is_sampled() -> None:
+def test_top_k_and_top_p_restrict_what_is_sampled() -> None:
     model = tiny_causal_lm("llama")
     greedy = run(model, do_sample=False)
     assert_same(run(model, top_k=1), greedy)
@@ -279,7 +283,7 @@ def modes(model: PreTrainedModel) -> list[bool]:
 
 
 @pytest.mark.parametrize("backend", ["decode", "generate"])
-def test_a_model_in_training_with_checkpointing_samples_the_same_and_goes_on_training(backend: str) -> None:
+def test_a_model_in_train_mode_with_checkpointing_samples_the_same_and_keeps_its_modes(backend: str) -> None:
     for arch in ("gpt2", "llama", "bloom"):
         model = tiny_causal_lm(arch)
         expected = run(model, backend=backend)
@@ -295,7 +299,7 @@ def test_a_model_in_training_with_checkpointing_samples_the_same_and_goes_on_tra
 
 
 @pytest.mark.parametrize("backend", ["decode", "generate"])
-def test_an_exception_leaves_the_model_as_it_was(backend: str) -> None:
+def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None:
     model = tiny_causal_lm("llama").train()
     model.model.norm.eval()
     before, config = modes(model), model.generation_config
@@ -323,12 +327,12 @@ def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
     [
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
         ({"num_return_sequences": 0}, r"num_return_sequences \(0\)"),
-        ({"temperature": 0.0}, r"temperature \(0.0\) must be positive; do_sample=False"),
+        ({"temperature": 0.0}, r"temperature \(0.0\) must be positive; for greedy decoding use do_sample=False"),
         ({"temperature": float("nan")}, r"temperature \(nan\)"),
         ({"top_k": 0}, r"top_k \(0\)"),
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
         ({"top_p": 1.5}, r"top_p \(1.5\)"),
-        ({"backend": "vllm"}, r"generation_backend \('vllm'\)"),
+        ({"backend": "vllm"}, "generation_backend is 'vllm'; choose one of decode, generate"),
     ],
 )
 def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message: str) -> None:
@@ -336,14 +340,27 @@ def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message:
         run(tiny_causal_lm("llama"), **argument)
 
 
+def test_the_fields_of_sampling_params_are_keywords_of_generate() -> None:
+    keywords = set(inspect.signature(generate).parameters)
+    assert {field.name for field in fields(SamplingParams)} <= keywords
+    assert keywords - {field.name for field in fields(SamplingParams)} == {
+        "model",
+        "queries",
+        "query_attn_masks",
+        "prompt_ids",
+        "any_rank",
+        "before_token",
+    }
+
+
 def test_an_empty_prompt_is_an_error() -> None:
     with pytest.raises(ValueError, match="the prompt in row 1 is empty"):
         run(tiny_causal_lm("llama"), [[5], []], [0, 1])
 
 
-def test_no_prompt_at_all_is_an_error() -> None:
+def test_a_batch_without_prompts_is_an_error() -> None:
     empty = torch.zeros(0, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="queries has no row; there is nothing to sample"):
+    with pytest.raises(ValueError, match="queries has no rows, so there is nothing to sample"):
         generate(
             tiny_causal_lm("llama"),
             empty,
@@ -359,7 +376,7 @@ def test_no_prompt_at_all_is_an_error() -> None:
 
 def test_a_right_padded_prompt_is_an_error() -> None:
     queries, mask = padded(PROMPTS)
-    with pytest.raises(ValueError, match="row 1; queries must be left-padded"):
+    with pytest.raises(ValueError, match="padding after a token in row 1; queries must be left-padded"):
         generate(
             tiny_causal_lm("llama"),
             queries.flip(1),

@@ -1,4 +1,4 @@
-"""The cache of the decode loop, and the models that cannot have it."""
+"""The key-value cache of the decode loop, and the models that it does not support."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from tests.tiny_models import EOS, PAD, tiny_causal_lm, tiny_config
 
 SPECIAL = {"vocab_size": 64, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
 RECURRENT = {
-    # No key-value cache at all, and one in some layers only.
+    # Mamba has no key-value cache at all; LFM2 has one in some layers only.
     "mamba": {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2},
     "lfm2": {
         "hidden_size": 16,
@@ -51,39 +51,39 @@ def run(model: PreTrainedModel, backend: str = "decode") -> Any:
     )
 
 
-def test_a_layer_with_room_holds_what_the_plain_one_holds() -> None:
-    # 200 tokens pass its 64 columns of room three times; rows are repeated and dropped on the way.
+def test_a_preallocated_layer_holds_the_same_states_as_a_dynamic_one() -> None:
+    # 200 tokens outgrow its 64 spare columns three times; rows are repeated and dropped in between.
     generator = torch.Generator().manual_seed(0)
-    roomy, plain = PreallocatedLayer(), DynamicLayer()
+    preallocated, dynamic = PreallocatedLayer(), DynamicLayer()
 
-    def both(rows: int, tokens: int) -> None:
+    def update_both(rows: int, tokens: int) -> None:
         states = torch.randn(2, rows, 2, tokens, 4, generator=generator)
-        for mine, reference in zip(roomy.update(*states.clone()), plain.update(*states.clone()), strict=True):
-            assert torch.equal(mine, reference)
-        assert roomy.get_seq_length() == plain.get_seq_length()
+        pairs = zip(preallocated.update(*states.clone()), dynamic.update(*states.clone()), strict=True)
+        assert all(torch.equal(actual, expected) for actual, expected in pairs)
+        assert preallocated.get_seq_length() == dynamic.get_seq_length()
 
-    both(3, 5)
-    for layer in (roomy, plain):
+    update_both(3, 5)
+    for layer in (preallocated, dynamic):
         layer.batch_repeat_interleave(2)
     for step in range(200):
-        both(6 if step < 70 else 4 if step < 71 else 2, 1)
+        update_both(6 if step < 70 else 4 if step < 71 else 2, 1)
         if step in (69, 70):
             kept = torch.tensor([0, 2, 3, 5]) if step == 69 else torch.tensor([1, 3])
-            for layer in (roomy, plain):
+            for layer in (preallocated, dynamic):
                 layer.batch_select_indices(kept)
 
 
-def test_rows_may_leave_before_the_first_step() -> None:
-    roomy = PreallocatedLayer()
-    roomy.update(*torch.arange(12.0).view(2, 3, 1, 2, 1))
-    roomy.batch_select_indices(torch.tensor([2]))
-    assert roomy.keys.flatten().tolist() == [4.0, 5.0]
+def test_rows_may_be_dropped_before_the_first_step() -> None:
+    layer = PreallocatedLayer()
+    layer.update(*torch.arange(12.0).view(2, 3, 1, 2, 1))
+    layer.batch_select_indices(torch.tensor([2]))
+    assert layer.keys.flatten().tolist() == [4.0, 5.0]
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("mamba", "takes no past_key_values"), ("lfm2", "caches in LinearAttentionLayer")]
 )
-def test_recurrent_models_are_sent_to_the_fallback(model_type: str, reason: str) -> None:
+def test_recurrent_models_are_referred_to_the_generate_backend(model_type: str, reason: str) -> None:
     model = recurrent_model(model_type)
     with pytest.raises(ValueError, match=f"{reason}.*set generation_backend: generate"):
         run(model)
@@ -96,7 +96,7 @@ def test_recurrent_models_are_sent_to_the_fallback(model_type: str, reason: str)
     assert_close(generation.logprobs[2, : len(tokens)], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_models_own_kind_of_layer_is_sent_to_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_its_own_cache_layer_is_referred_to_the_generate_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     class CompressedLayer(DynamicLayer):
         pass
 
@@ -105,10 +105,10 @@ def test_a_models_own_kind_of_layer_is_sent_to_the_fallback(monkeypatch: pytest.
         run(tiny_causal_lm("llama"))
 
 
-def test_a_model_that_ignores_the_cache_is_sent_to_the_fallback() -> None:
+def test_a_model_that_ignores_the_cache_is_referred_to_the_generate_backend() -> None:
     class Forgetful(LlamaForCausalLM):
         def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
             return super().forward(input_ids=input_ids, past_key_values=copy.deepcopy(past_key_values), **kwargs)
 
-    with pytest.raises(ValueError, match="Forgetful left 0 of 3 prompt tokens.*set generation_backend: generate"):
+    with pytest.raises(ValueError, match="Forgetful stored 0 of 3 prompt tokens.*set generation_backend: generate"):
         run(Forgetful(tiny_config("llama")))

@@ -1,4 +1,4 @@
-"""What ends a response, and how stop and truncate tokens are found."""
+"""The tokens that end a response, and how stop and truncate tokens are resolved."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ def test_stop_tokens_end_a_row_at_any_position() -> None:
 
 def test_truncate_tokens_end_a_row_only_after_enough_tokens() -> None:
     rule = StopRule([2], truncate_token_ids=[9], truncate_after=3, device=CPU)
-    # At position 2 only two tokens stand before; at position 3 three do.
+    # Two tokens precede position 2, three precede position 3.
     assert rule(TOKENS, 2).tolist() == [True, False, False]
     assert rule(TOKENS, 3).tolist() == [True, False, True]
 
 
-def test_a_token_that_both_stops_and_truncates_stops_at_once() -> None:
+def test_a_token_that_both_stops_and_truncates_stops_at_any_position() -> None:
     assert StopRule([9], truncate_token_ids=[9], truncate_after=3, device=CPU)(TOKENS, 0).tolist() == [
         False,
         False,
@@ -32,7 +32,7 @@ def test_a_token_that_both_stops_and_truncates_stops_at_once() -> None:
     ]
 
 
-def test_without_stop_tokens_nothing_ends() -> None:
+def test_without_stop_tokens_no_row_ends() -> None:
     assert StopRule([], device=CPU)(TOKENS, 0).tolist() == [False, False, False]
 
 
@@ -76,5 +76,5 @@ def test_an_unknown_string_is_an_error() -> None:
 
 @pytest.mark.parametrize("token", [64, -1])
 def test_an_id_outside_the_vocabulary_is_an_error(token: int) -> None:
-    with pytest.raises(ValueError, match=f"id {token}, which the tokenizer's 64 tokens"):
+    with pytest.raises(ValueError, match=f"id {token}, which is not in the tokenizer's vocabulary of 64 tokens"):
         resolve_truncate_tokens(tiny_tokenizer(), [token])

@@ -1,4 +1,4 @@
-"""The choice of a token: literal cases, the law that it follows, and the log-prob that comes with it."""
+"""The choice of a token: literal cases, the distribution of sampled tokens, and the log-prob of the chosen one."""
 
 import math
 
@@ -16,8 +16,8 @@ def logits_of(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-def test_a_token_is_chosen_where_the_running_sum_passes_the_number() -> None:
-    # Running sums of (.1, .2, .3, .4): .1, .3, .6, 1.
+def test_a_token_is_chosen_where_the_cumulative_sum_exceeds_the_number() -> None:
+    # Cumulative sums of (.1, .2, .3, .4): .1, .3, .6, 1.
     numbers = torch.tensor([0.05, 0.11, 0.29, 0.31, 0.59, 0.61, 0.99], dtype=torch.float64)
     choice = choose_tokens(logits_of(0.1, 0.2, 0.3, 0.4).expand(7, 4), numbers, temperature=1.0)
     assert choice.tokens.tolist() == [0, 1, 1, 2, 2, 3, 3]
@@ -26,7 +26,7 @@ def test_a_token_is_chosen_where_the_running_sum_passes_the_number() -> None:
 
 
 def test_temperature_divides_the_logits_for_choice_and_logprob() -> None:
-    # At temperature 1/2, (.2, .8) becomes (.04, .64)/.68 = (1/17, 16/17): .1 is past the first.
+    # At temperature 1/2, (.2, .8) becomes (.04, .64)/.68 = (1/17, 16/17), and .1 exceeds the first.
     numbers = torch.tensor([0.1], dtype=torch.float64)
     choice = choose_tokens(logits_of(0.2, 0.8)[None], numbers, temperature=0.5)
     assert choice.tokens.item() == 1
@@ -42,8 +42,8 @@ def test_a_token_of_probability_zero_is_never_chosen(size: int) -> None:
     assert choose_tokens(logits, EDGES, temperature=1.0).tokens.tolist() == [1, size - 2]
 
 
-def test_rounding_at_the_ends_of_a_run_still_finds_a_token_with_mass() -> None:
-    # Sums of thirds round; whatever the number, the choice must lie among the tokens that have mass.
+def test_rounding_at_the_ends_of_a_block_still_finds_a_token_with_mass() -> None:
+    # Cumulative sums are rounded; for every number, the chosen token must have mass.
     logits = torch.full((4000, 1000), float("-inf"))
     logits[:, 100:900:3] = torch.randn(4000, 267, generator=torch.Generator().manual_seed(0)) * 8
     ends = torch.cat([2.0**-53 + torch.arange(2000) * 2.0**-52, 1 - 2.0**-53 - torch.arange(2000) * 2.0**-52])
@@ -52,7 +52,7 @@ def test_rounding_at_the_ends_of_a_run_still_finds_a_token_with_mass() -> None:
 
 
 def test_a_vocabulary_of_128k_keeps_every_token_its_mass() -> None:
-    # The middle of each token's interval, by a float64 running sum, must give that token: float32 sums miss most.
+    # The middle of each token's interval in a float64 cumulative sum must give that token; float32 sums miss most.
     logits = torch.randn(1, 128_256, generator=torch.Generator().manual_seed(0)) * 0.5
     probabilities = logits.double().softmax(dim=-1)[0]
     wanted = torch.arange(0, 128_256, 509)
@@ -70,7 +70,7 @@ def test_chosen_tokens_follow_the_softmax(temperature: float) -> None:
     tokens = choose_tokens(logits.expand(60_000, -1), numbers, temperature=temperature).tokens
     counts = torch.bincount(tokens, minlength=301).double()
     expected = probabilities * 60_000
-    assert expected.min() > 5  # below that a chi-square is no chi-square
+    assert expected.min() > 5  # With smaller counts the statistic does not follow a chi-square distribution.
     statistic = float(((counts - expected) ** 2 / expected).sum())
     # 300 degrees of freedom, probability 1e-4 on either side: 300 * (1 - 2/2700 +- 3.719 * sqrt(2/2700))^3.
     assert 217.4 < statistic < 399.0
@@ -99,7 +99,7 @@ def test_no_number_means_the_most_likely_token() -> None:
 @pytest.mark.parametrize(
     ("limits", "number", "token"),
     [
-        # (.5, .3, .15, .05): two most likely, renormalised .625 and .375.
+        # (.5, .3, .15, .05): the two most likely, renormalized, are .625 and .375.
         ({"top_k": 2}, 0.62, 0),
         ({"top_k": 2}, 0.63, 1),
         ({"top_k": 2}, 0.999, 1),
@@ -115,7 +115,7 @@ def test_no_number_means_the_most_likely_token() -> None:
         ({"top_p": 0.83}, 0.999, 2),
     ],
 )
-def test_top_k_and_top_p_narrow_the_choice_and_not_the_logprob(
+def test_top_k_and_top_p_restrict_the_choice_and_not_the_logprob(
     limits: dict[str, float], number: float, token: int
 ) -> None:
     probabilities = (0.05, 0.5, 0.15, 0.3)
@@ -127,19 +127,19 @@ def test_top_k_and_top_p_narrow_the_choice_and_not_the_logprob(
     assert_close(choice.logprobs.item(), math.log((0.5, 0.3, 0.15, 0.05)[token]), rtol=1e-12, atol=0)
 
 
-def test_ties_at_the_kth_place_all_stay() -> None:
+def test_all_tokens_tied_at_the_kth_place_are_kept() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
     assert choose_tokens(logits, EDGES[1:], temperature=1.0, top_k=2).tokens.item() == 3
 
 
-def test_a_nan_among_the_logits_shows_in_the_logprob() -> None:
+def test_a_nan_among_the_logits_makes_the_logprob_nan() -> None:
     logits = torch.zeros(2, 5)
     logits[1, 3] = float("nan")
     choice = choose_tokens(logits, EDGES, temperature=1.0)
     assert choice.logprobs.isnan().tolist() == [False, True]
 
 
-def test_the_logits_are_left_as_they_are() -> None:
+def test_the_logits_are_not_changed() -> None:
     logits = torch.randn(2, 9)
     before = logits.clone()
     choose_tokens(logits, EDGES, temperature=1.0, top_k=2, top_p=0.5)

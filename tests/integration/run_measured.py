@@ -1,4 +1,4 @@
-"""A tiny run for `accelerate launch` that prints, as JSON, its measured peaks and what the planner says of them.
+"""A tiny run for `accelerate launch` that prints its measured and its estimated peaks as JSON.
 
 Usage: run_measured.py OUTPUT_DIR STAGE LORA OVERRIDES; the last three are JSON.
 """
@@ -17,7 +17,7 @@ from tests.estimate_memory.test_estimator import llama, lora, measured_peaks, pr
 
 
 def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:
-    """Measures two steps of a model of six million weights, then plans them."""
+    """Measures two steps of a model of six million weights, then estimates them."""
     torch.set_num_threads(1)
     config = llama(hidden_size=256, intermediate_size=768, num_hidden_layers=6)
     args = settings(output_dir=output_dir, report_to=["none"], num_logged_rollouts=0, **json.loads(overrides))

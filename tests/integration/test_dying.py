@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from alpaca_ppo.distributed.failures import is_consequence, record_error
+from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
 from tests.integration.launching import ENVIRONMENT, ROOT, command
 from tests.torture import check_outcome, check_promises, outcome
 from tests.warm_python import warm_python
@@ -91,7 +91,7 @@ def test_the_launcher_learns_of_an_exception_and_not_of_its_consequences(tmp_pat
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
     lost = RuntimeError("[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    assert is_consequence(lost)
+    assert is_lost_peer(lost)
     with pytest.raises(RuntimeError), record_error():
         raise lost
     assert not told.exists()

@@ -1,4 +1,4 @@
-"""The planner's figures for DDP and DeepSpeed ZeRO, against what the tensors of two real processes take."""
+"""Memory estimates for DDP and DeepSpeed ZeRO, against the live tensors of two real processes."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_a_process_takes_what_the_plan_says(
+def test_a_process_takes_the_estimated_memory(
     tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any], least: float, most: float
 ):
     given = (str(tmp_path / "out"), json.dumps(stage), json.dumps(lora), json.dumps({**overrides, "response_len": 16}))

@@ -53,7 +53,7 @@ def test_a_full_disk_ends_both_ranks_and_the_run_goes_on_when_there_is_room(tmp_
         assert full.returncode != 0
         no_room = f"OSError: [Errno 28] no room for {folder}/checkpoint-3: it needed "
         assert no_room in full.stderr, full.stderr
-        assert f"RuntimeError: process 0 stopped, and this one with it. {no_room}" in full.stderr, full.stderr
+        assert f"RuntimeError: process 0 failed, so this process stops too. {no_room}" in full.stderr, full.stderr
         assert [str(path) for path in folder.rglob(".*")] == []
         assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
         enlarge(folder)

@@ -70,7 +70,7 @@ def test_the_command_writes_the_table_and_fails_where_a_run_is_another_one(tmp_p
     differences = {"ddp": Difference(0, 2e-7, "ppo/loss/total", 3e-6), "zero3": Difference(0, 2e-7, "x", 2e-4)}
     rows = {("lora", name, 2): (difference, 7.4) for name, difference in differences.items()}
     monkeypatch.setattr(same_run, "measure", lambda folder: (rows, {"lora": 0.5}))
-    with pytest.raises(SystemExit, match=r"not the same run:\n\('lora', 'zero3', 2\)"):
+    with pytest.raises(SystemExit, match=r"these runs differ:\n\('lora', 'zero3', 2\)"):
         same_run.main(["--report", str(tmp_path / "table.md")])
     text = (tmp_path / "table.md").read_text()
     assert "| LoRA | 2 processes, DDP | 2 | 0 | 2.0e-07 | 3.0e-06 | 7 |" in text

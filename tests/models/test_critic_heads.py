@@ -1,29 +1,36 @@
-"""Critic heads: what they say at the start and of a written-out formula, their dtype, risk levels and gradients."""
+"""Critic heads: their values at the start and by a written-out formula, dtypes, risk levels, gradients and losses."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from alpaca_ppo import PPOConfig
 from alpaca_ppo.functional import quantile_midpoints
 from alpaca_ppo.models import (
     ActorCritic,
+    C51Head,
     Critic,
     CriticHead,
+    IQNHead,
     Policy,
+    QuantileHead,
+    ScalarHead,
     build_actor_critic,
     load_causal_lm,
     load_sequence_classifier,
-    make_head,
+    register_critic_head,
 )
-from alpaca_ppo.models.critic_heads import HEAD_KINDS
+from alpaca_ppo.models.critic_heads import build_head
 from tests.models.test_policy import padded_batch
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
 
 HIDDEN = 32
-DISTRIBUTIONAL = [kind for kind in HEAD_KINDS if kind != "scalar"]
-EACH_KIND = pytest.mark.parametrize("kind", HEAD_KINDS)
+HEADS = {"scalar": ScalarHead, "c51": C51Head, "quantile": QuantileHead, "iqn": IQNHead}
+DISTRIBUTIONAL = [kind for kind in HEADS if kind != "scalar"]
+EACH_KIND = pytest.mark.parametrize("kind", HEADS)
 EACH_LAYOUT = pytest.mark.parametrize("layout", ["separate", "shared"])
 TAUS = torch.tensor([0.1, 0.5, 0.6, 0.95], dtype=torch.float64)
 
@@ -34,7 +41,7 @@ def some_states(count=5, dtype=torch.float32):
 
 def random_head(kind, **settings):
     """A head with weights drawn from N(0, 0.3), none of them at its start any more."""
-    head = make_head(kind, HIDDEN, **settings)
+    head = HEADS[kind](HIDDEN, **settings)
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.normal_(0.0, 0.3, generator=generator)
@@ -47,7 +54,7 @@ def run(actor_critic, **settings):
 
 @EACH_KIND
 def test_a_new_head_values_every_state_at_zero(kind):
-    head = make_head(kind, HIDDEN)
+    head = HEADS[kind](HIDDEN)
     outputs = head(some_states())
     # c51: symmetric atoms of equal probability add up to 0 but for rounding.
     tolerance = {"rtol": 0, "atol": 1e-6 if kind == "c51" else 0}
@@ -74,7 +81,7 @@ def test_a_head_whose_weights_were_made_bfloat16_computes_in_float32(kind):
 @pytest.mark.filterwarnings("ignore:the model's weights are")
 def test_heads_compute_in_float32_on_a_bfloat16_backbone_and_under_autocast(kind, layout, autocast):
     policy = tiny_causal_lm("llama", dtype=torch.float32 if autocast else torch.bfloat16)
-    actor_critic = build_actor_critic(load_causal_lm(policy), critic_layout=layout, head={"kind": kind})
+    actor_critic = build_actor_critic(load_causal_lm(policy), critic_layout=layout, head=HEADS[kind])
     assert {parameter.dtype for parameter in actor_critic.critic.head.parameters()} == {torch.float32}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         outputs = run(actor_critic)
@@ -95,12 +102,13 @@ def test_a_head_under_autocast_gives_the_very_numbers_of_float32(kind):
 @EACH_KIND
 def test_a_half_precision_head_is_raised_to_float32_and_a_double_one_kept(kind):
     for asked, given in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        assert {p.dtype for p in make_head(kind, HIDDEN, dtype=asked).parameters()} == {given}
+        assert {p.dtype for p in build_head(HEADS[kind], HIDDEN, asked).parameters()} == {given}
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("support", [(-1.0, 3.0), (-5.0, 0.5), (-1.0, 100.0)])
 def test_a_c51_head_of_an_uneven_support_starts_at_the_value_zero(support):
-    head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
+    head = C51Head(HIDDEN, v_min=support[0], v_max=support[1])
     assert_close(head(some_states()).values, torch.zeros(5), rtol=0, atol=1e-6 * max(1.0, support[1] / 10))
 
 
@@ -108,16 +116,16 @@ def test_a_c51_head_of_an_uneven_support_starts_at_the_value_zero(support):
     ("support", "edge"), [((0.0, 1.0), 0.0), ((1.0, 5.0), 1.0), ((-5.0, -1.0), -1.0), ((-5.0, 0.0), 0.0)]
 )
 def test_a_c51_head_whose_support_has_no_zero_inside_starts_beside_the_nearest_edge(support, edge):
-    head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
+    head = C51Head(HIDDEN, v_min=support[0], v_max=support[1])
     distance = (head(some_states()).values - edge).abs() / (support[1] - support[0])
     # 51 atoms, 1/50 of the width apart. Odds of 100 between neighbours put the mean 1/50 * (1/100) / (1 - 1/100) =
-    # 0.000202 of the width from the edge; 0.999 of that and 0.001 of the uniform law's 1/2: 0.000702.
+    # 0.000202 of the width from the edge; 0.999 of that and 0.001 of the uniform distribution's 1/2: 0.000702.
     assert_close(distance, torch.full((5,), 0.999 / 50 / 99 + 0.001 / 2), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("support", [(0.0, 10.0), (-1.0, 10.0), (1.0, 5.0)])
 def test_every_atom_of_a_new_c51_head_can_be_reached_by_learning(support):
-    head = make_head("c51", HIDDEN, v_min=support[0], v_max=support[1])
+    head = C51Head(HIDDEN, v_min=support[0], v_max=support[1])
     least = head(some_states()).predictions.detach().softmax(dim=-1).min()
     assert float(least) > 0.9e-3 / 51, "an atom whose logit is far below the others' is not found again"
 
@@ -156,13 +164,13 @@ def test_the_whole_tail_has_the_mean_and_a_quarter_of_it_less(kind):
 
 def test_a_scalar_head_has_no_risk_level():
     with pytest.raises(TypeError, match="risk_level"):
-        make_head("scalar", HIDDEN, risk_level=0.25)
-    assert make_head("scalar", HIDDEN).risk_level is None
+        ScalarHead(HIDDEN, risk_level=0.25)
+    assert ScalarHead(HIDDEN).risk_level is None
 
 
 def test_quantiles_and_atoms_are_read_as_the_literal_law():
     # Quantiles 4, 1, 3, 2: mean 2.5; lower quarter 1; lower 3/8: (1 + 0.5 * 2) / 1.5 = 1.3333.
-    head = make_head("quantile", 1, num_quantiles=4)
+    head = QuantileHead(1, num_quantiles=4)
     head.linear.bias.data.copy_(torch.tensor([4.0, 1.0, 3.0, 2.0]))
     state = torch.zeros(1, 1)
     assert head(state).values.tolist() == [2.5]
@@ -170,7 +178,7 @@ def test_quantiles_and_atoms_are_read_as_the_literal_law():
         head.risk_level = alpha
         assert_close(head(state).values, torch.tensor([expected]))
     # Atoms -1, 0, 1 of probability 0.2, 0.3, 0.5: mean 0.3; lower 0.4: (0.2 * -1 + 0.2 * 0) / 0.4 = -0.5.
-    head = make_head("c51", 1, num_atoms=3, v_min=-1.0, v_max=1.0)
+    head = C51Head(1, num_atoms=3, v_min=-1.0, v_max=1.0)
     head.linear.bias.data.copy_(torch.tensor([0.2, 0.3, 0.5]).log())
     assert_close(head(state).values, torch.tensor([0.3]))
     head.risk_level = 0.4
@@ -211,7 +219,7 @@ def test_the_predictions_reach_every_parameter_of_a_head(kind):
 
 @EACH_KIND
 def test_the_first_gradient_of_a_new_head_waits_only_at_the_cosine_embedding(kind):
-    head, target = make_head(kind, HIDDEN), torch.arange(5.0).unsqueeze(1)
+    head, target = HEADS[kind](HIDDEN), torch.arange(5.0).unsqueeze(1)
     said = head(some_states(), TAUS.float()).predictions.reshape(5, -1)
     # The cross-entropy to one atom of each state, or the squared distance to a value.
     loss = -said.log_softmax(-1).diagonal().sum() if kind == "c51" else (said - target).square().sum()
@@ -231,20 +239,95 @@ def test_values_of_an_iqn_head_in_training_keep_no_graph():
 def test_a_head_is_built_again_from_its_settings(kind):
     own = {"c51": {"num_atoms": 7, "v_min": -2.0}, "quantile": {"num_quantiles": 3}, "iqn": {"embedding_dim": 5}}
     head = random_head(kind, **own.get(kind, {}))
-    again = make_head(**head.settings(), hidden_size=HIDDEN)
+    again = HEADS[kind].from_settings(head.settings(), HIDDEN)
     again.load_state_dict(head.state_dict())
     assert torch.equal(again(some_states()).values, head(some_states()).values)
     assert again.settings() == head.settings() and own.get(kind, {}).items() <= head.settings().items()
 
 
-def test_an_unknown_kind_of_head_is_refused():
-    with pytest.raises(ValueError, match="critic is 'dqn'; choose one of scalar, c51, quantile, iqn"):
-        make_head("dqn", HIDDEN)
+RETURNS, MASK = torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])
+OLD_VALUES = torch.zeros(1, 2)
 
 
-def test_a_head_must_say_how_it_reads():
-    with pytest.raises(TypeError, match="abstract method '?read'?"):
+def test_the_loss_of_a_scalar_head_clips_to_the_old_values_and_adds_up_by_the_denominator():
+    head, predictions = ScalarHead(HIDDEN, cliprange_value=0.5), torch.tensor([[2.0, 2.0]])
+    # Squared errors 1 and 1; clipped to 0.5: 0.25 and 6.25, of which the larger counts: 0.5 * (1 + 6.25) / 4.
+    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, denominator=4.0)
+    assert float(loss.loss) == 0.5 * 7.25 / 4 and float(loss.stats["clipfrac"]) == 0.5
+    head.configure(PPOConfig(cliprange_value=None))
+    # Without clipping: 0.5 * (1 + 1) / 2.
+    assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.5
+
+
+def test_the_loss_of_a_c51_head_is_the_cross_entropy_on_its_own_support():
+    head = C51Head(HIDDEN, num_atoms=3, v_min=1.0, v_max=3.0)
+    # Returns on the first and on the last atom, of probability 1/4 and 1/2: (ln 4 + ln 2) / 2.
+    predictions = torch.tensor([[[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]]).log()
+    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES)
+    assert_close(loss.loss, torch.tensor(1.5 * math.log(2)))
+
+
+def test_the_loss_of_a_quantile_head_is_at_its_midpoints_and_takes_kappa_from_the_configuration():
+    head = QuantileHead(HIDDEN, num_quantiles=2)
+    # Levels 1/4 and 3/4. Differences 1 and -1 on the first token, 3 and 1 on the second; the mean over the quantiles.
+    predictions = torch.tensor([[[0.0, 2.0], [0.0, 2.0]]])
+    # kappa 1: first (1/4 * 1/2 + 1/4 * 1/2) / 2 = 1/8, second (1/4 * 5/2 + 3/4 * 1/2) / 2 = 1/2.
+    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, loss_agg_mode="seq-mean-token-sum")
+    assert_close(loss.loss, torch.tensor(1 / 8 + 1 / 2))
+    head.configure(PPOConfig(critic="quantile", quantile_huber_kappa=10.0, risk_level="0.5"))
+    # kappa 10, all quadratic: second (1/4 * 9/2 + 3/4 * 1/2) / 2 = 3/4.
+    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, loss_agg_mode="seq-mean-token-sum")
+    assert_close(loss.loss, torch.tensor(1 / 8 + 3 / 4))
+    assert head.risk_level == 0.5
+
+
+def test_the_loss_of_an_iqn_head_is_at_the_levels_that_it_sampled():
+    head, predictions = IQNHead(HIDDEN, num_quantiles=2), torch.tensor([[[0.0, 2.0], [0.0, 2.0]]])
+    # As for the quantile head, with the levels 1/2 and 1/2: (1/2 * 1/2 + 1/2 * 1/2) / 2 + (1/2 * 5/2 + 1/2 * 1/2) / 2.
+    taus = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, taus=taus, loss_agg_mode="seq-mean-token-sum")
+    assert loss.loss.dtype == torch.float32
+    assert_close(loss.loss, torch.tensor(1 / 4 + 3 / 4))
+
+
+@EACH_KIND
+def test_only_an_iqn_head_samples_levels_and_as_its_generator_gives_them(kind):
+    head = HEADS[kind](HIDDEN)
+    taus = head.sample_taus(torch.Generator().manual_seed(5))
+    if kind != "iqn":
+        assert taus is None
+    else:
+        assert torch.equal(taus, torch.rand(32, generator=torch.Generator().manual_seed(5), dtype=torch.float64))
+
+
+@EACH_KIND
+def test_a_head_from_the_configuration_has_the_options_named_there(kind):
+    args = PPOConfig(critic=kind, num_atoms=7, c51_v_min=-2, c51_v_max=5, num_quantiles=9, iqn_embedding_dim=3)
+    expected = {
+        "scalar": {},
+        "c51": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},
+        "quantile": {"num_quantiles": 9},
+        "iqn": {"num_quantiles": 9, "embedding_dim": 3},
+    }
+    assert HEADS[kind].from_config(args, HIDDEN).spec() == {"kind": kind, **expected[kind]}
+
+
+def test_a_head_must_define_how_it_reads_and_what_it_minimises():
+    with pytest.raises(TypeError, match="abstract methods '?loss'?, '?read'?"):
         CriticHead(HIDDEN)
+
+
+def test_a_head_is_registered_before_it_is_made():
+    class Nameless(ScalarHead):
+        kind = ""
+
+    with pytest.raises(TypeError, match="Nameless has no name yet; register the class with register_critic_head"):
+        Nameless(HIDDEN)
+
+
+def test_only_a_head_can_be_registered_as_a_critic():
+    with pytest.raises(TypeError, match="the critic head 'mine' is .*Linear.*; register a subclass of CriticHead"):
+        register_critic_head("mine")(torch.nn.Linear)
 
 
 def trained_critic(kind, **settings):
@@ -253,17 +336,20 @@ def trained_critic(kind, **settings):
 
 def test_a_critic_is_taken_with_all_its_weights_and_reads_the_risk_level_asked_for():
     critic = trained_critic("quantile", num_quantiles=4)
-    settings = {"kind": "quantile", "num_quantiles": 4, "risk_level": 0.5}
-    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate", value_model=critic, head=settings)
+    head = partial(QuantileHead, num_quantiles=4, risk_level=0.5)
+    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate", value_model=critic, head=head)
     assert built.critic is critic and critic.head.risk_level == 0.5
 
 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"kind": "quantile", "num_quantiles": 8}, "'num_quantiles': 4}, but the critic asked for is .*8}; set critic"),
-        ({"kind": "iqn", "num_quantiles": 4}, "'kind': 'quantile'.*'kind': 'iqn'"),
-        (None, "'kind': 'quantile'.*'kind': 'scalar'"),
+        (
+            partial(QuantileHead, num_quantiles=8),
+            "'num_quantiles': 4}, but the critic asked for is .*8}; set critic and its options",
+        ),
+        (partial(IQNHead, num_quantiles=4), "'kind': 'quantile'.*'kind': 'iqn'"),
+        (ScalarHead, "'kind': 'quantile'.*'kind': 'scalar'"),
     ],
 )
 def test_a_critic_with_another_head_than_asked_for_is_refused(head, message):
@@ -287,7 +373,7 @@ def test_a_value_model_without_a_place_is_refused(layout, message, kind):
 def test_a_classifier_gives_its_backbone_and_only_to_a_scalar_head_its_score(kind):
     classifier = load_sequence_classifier(tiny_sequence_classifier("llama"))
     built = build_actor_critic(
-        tiny_causal_lm("llama"), critic_layout="separate", value_model=classifier, head={"kind": kind}
+        tiny_causal_lm("llama"), critic_layout="separate", value_model=classifier, head=HEADS[kind]
     )
     assert built.critic.backbone is classifier.base_model
     ids = torch.tensor([[5, 6, 7]])
@@ -297,7 +383,7 @@ def test_a_classifier_gives_its_backbone_and_only_to_a_scalar_head_its_score(kin
 
 
 def test_without_a_layout_there_is_no_critic_and_no_values():
-    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, head={"kind": "iqn"})
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, head=IQNHead)
     assert actor_critic.critic is None
     outputs = run(actor_critic)
     assert outputs.logprobs is not None and outputs[2:] == (None, None, None)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models import Policy, disable_dropout
-from alpaca_ppo.models.policy import logit_rule
+from alpaca_ppo.models.policy import logit_scaling
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm
 
 
@@ -21,7 +21,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def plain_logprobs(model: PreTrainedModel, batch: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
-    """Row by row, no padding, the model's own logits and torch's log_softmax."""
+    """Log-probabilities row by row, without padding, from the model's own logits and torch's log_softmax."""
     out = torch.zeros(batch["responses"].shape, dtype=torch.float64)
     for i in range(out.size(0)):
         prompt = batch["queries"][i][batch["query_attn_masks"][i].bool()]
@@ -58,7 +58,7 @@ def test_train_mode_equals_eval_mode_once_dropout_is_disabled(arch):
         assert_close(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
-def test_a_batch_without_response_tokens_gives_zeros_and_gradients_of_zero_for_every_parameter():
+def test_a_batch_without_response_tokens_gives_zeros_and_zero_gradients_for_every_parameter():
     model = tiny_causal_lm("llama")
     batch = padded_batch()
     batch["response_mask"] = torch.zeros_like(batch["response_mask"])
@@ -74,9 +74,9 @@ def test_a_model_without_a_language_head_is_refused():
         Policy(tiny_causal_lm("llama").base_model)
 
 
-def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
+def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused():
     model = tiny_causal_lm("gemma2", final_logit_softcapping=2.0)
-    assert logit_rule(model.config)[1] is not None
+    assert logit_scaling(model.config)[1] is not None
     plain = model.config.final_logit_softcapping
     forward = model.forward
 
@@ -86,6 +86,6 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
         return output
 
     model.forward = shifted
-    with pytest.raises(ValueError, match="does more to its logits"):
+    with pytest.raises(ValueError, match="cannot be reproduced from its head .* override outputs_from_states"):
         Policy(model)
     assert model.config.final_logit_softcapping == plain

@@ -1,13 +1,19 @@
-"""The choice of the advantages; their mathematics is tested in tests/functional, their runs in test_algorithms."""
+"""How the configuration selects an estimator; the mathematics is tested in tests/functional."""
 
 import pytest
 import torch
+from torch import tensor
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.ppo.advantages import estimate_advantages, quantile_levels, rollout_parts
+from alpaca_ppo.functional import AdvantageInputs, Advantages, register_adv_estimator
+from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_parts
+from alpaca_ppo.ppo.rollouts import RolloutParts
+from tests.registered import temporary_choices
 
-MASK = torch.tensor([[True, True], [True, False]])
-REWARDS = torch.tensor([[0.0, 1.0], [3.0, 0.0]])
+MASK = tensor([[True, True], [True, False]])
+REWARDS = tensor([[0.0, 1.0], [3.0, 0.0]])
+INPUTS = AdvantageInputs(REWARDS, None, MASK)
+GROUPED = AdvantageInputs(REWARDS, None, MASK, prompt_ids=tensor([4, 4]))
 
 
 @pytest.mark.parametrize(
@@ -15,34 +21,73 @@ REWARDS = torch.tensor([[0.0, 1.0], [3.0, 0.0]])
     [
         ({}, "adv_estimator is 'gae' but `values` is missing; rollout"),
         ({"adv_estimator": "remax"}, "adv_estimator is 'remax' but `baseline_scores` is missing; rollout"),
-        ({"adv_estimator": "rloo", "num_return_sequences": 2}, "is 'rloo' but `prompt_ids` is missing; pass it"),
+        ({"adv_estimator": "rloo", "num_return_sequences": 2}, "is 'rloo' but `prompt_ids` is missing; pass them"),
     ],
 )
 def test_what_an_estimator_lacks_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        estimate_advantages(REWARDS, None, MASK, prompt_ids=None, baseline_scores=None, args=PPOConfig(**settings))
+        estimate_advantages(INPUTS, PPOConfig(**settings))
+
+
+def test_gae_whitens_rewards_and_advantages_where_it_is_asked_to_and_never_the_returns():
+    inputs = AdvantageInputs(REWARDS, tensor([[1.0, 2.0], [0.5, 0.0]]), MASK)
+    # gamma = lam = 1: returns to go 1, 1 and 3, less the values 1, 2 and 0.5.
+    plain = estimate_advantages(inputs, PPOConfig(lam=1.0, whiten_advantages=False))
+    assert plain.advantages.tolist() == [[0.0, -1.0], [2.5, 0.0]] and plain.returns.tolist() == [[1.0, 1.0], [3.0, 0.0]]
+    whitened = estimate_advantages(inputs, PPOConfig(lam=1.0))
+    # Mean 0.5; variance (0.25 + 2.25 + 4) / 2 = 3.25.
+    expected = [(0.0 - 0.5) / 3.25**0.5, (-1.0 - 0.5) / 3.25**0.5, (2.5 - 0.5) / 3.25**0.5]
+    assert whitened.advantages[MASK].tolist() == pytest.approx(expected)
+    assert torch.equal(whitened.returns, plain.returns)
+    # Rewards 0, 1, 3 of mean 4/3 and variance (16 + 1 + 25) / 9 / 2 = 7/3 are scaled about their mean.
+    scaled = estimate_advantages(inputs, PPOConfig(lam=1.0, whiten_rewards=True)).returns
+    rewards = [(reward - 4 / 3) / (7 / 3) ** 0.5 + 4 / 3 for reward in (0.0, 1.0, 3.0)]
+    assert scaled[MASK].tolist() == pytest.approx([rewards[0] + rewards[1], rewards[1], rewards[2]])
 
 
 def test_a_groups_score_is_the_sum_of_its_shaped_rewards():
-    args = PPOConfig(adv_estimator="rloo", num_return_sequences=2)
-    given = {"prompt_ids": torch.tensor([4, 4]), "baseline_scores": None, "args": args}
-    outcome = estimate_advantages(REWARDS, None, MASK, **given)
+    outcome = estimate_advantages(GROUPED, PPOConfig(adv_estimator="rloo", num_return_sequences=2))
     # Scores 0 + 1 = 1 and 3: each less the other.
-    assert torch.equal(outcome["advantages"], torch.tensor([[-2.0, -2.0], [2.0, 0.0]]))
-    assert torch.equal(outcome["returns"], torch.tensor([[1.0, 1.0], [3.0, 0.0]]))
+    assert torch.equal(outcome.advantages, tensor([[-2.0, -2.0], [2.0, 0.0]]))
+    assert torch.equal(outcome.returns, tensor([[1.0, 1.0], [3.0, 0.0]]))
 
 
 def test_a_rollout_makes_the_passes_that_are_needed():
-    assert rollout_parts(PPOConfig()) == {"with_policy": True, "with_critic": True, "greedy_baseline": False}
+    assert rollout_parts(PPOConfig()) == RolloutParts(with_policy=True, with_critic=True, greedy_baseline=False)
     sparing = PPOConfig(adv_estimator="remax", old_policy="rollout")
-    assert rollout_parts(sparing) == {"with_policy": False, "with_critic": False, "greedy_baseline": True}
+    assert rollout_parts(sparing) == RolloutParts(with_policy=False, with_critic=False, greedy_baseline=True)
 
 
-def test_quantile_levels_are_the_same_for_the_same_key_alone():
-    args = PPOConfig(critic="iqn", num_quantiles=4)
-    levels = quantile_levels(args, 1, 2, 3)
-    assert levels.shape == (4,) and bool(((levels > 0) & (levels < 1)).all())
-    assert torch.equal(levels, quantile_levels(args, 1, 2, 3)) and not torch.equal(
-        levels, quantile_levels(args, 1, 3, 2)
-    )
-    assert quantile_levels(PPOConfig(), 1) is None
+def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits():
+    with temporary_choices():
+
+        @register_adv_estimator("halved", needs_critic=True, needs_greedy_baseline=True)
+        def halved(inputs, args):
+            return Advantages(inputs.rewards * args.lam, inputs.scores[:, None] * inputs.response_mask)
+
+        args = PPOConfig(adv_estimator="halved", lam=0.5)
+        assert args.uses_critic
+        assert rollout_parts(args) == RolloutParts(with_policy=True, with_critic=True, greedy_baseline=True)
+        given = {"scores": tensor([1.0, 3.0]), "baseline_scores": tensor([0.0, 0.0])}
+        outcome = estimate_advantages(AdvantageInputs(REWARDS, torch.zeros(2, 2), MASK, **given), args)
+        assert outcome.advantages.tolist() == [[0.0, 0.5], [1.5, 0.0]]
+        assert outcome.returns.tolist() == [[1.0, 1.0], [3.0, 0.0]]
+        with pytest.raises(ValueError, match="adv_estimator is 'halved' but `values` is missing"):
+            estimate_advantages(AdvantageInputs(REWARDS, None, MASK, **given), args)
+        with pytest.raises(ValueError, match="adv_estimator is 'halved' but `baseline_scores` is missing"):
+            estimate_advantages(AdvantageInputs(REWARDS, torch.zeros(2, 2), MASK), args)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (REWARDS, "returned a Tensor; it must return functional.Advantages"),
+        (Advantages(REWARDS[:, 0], REWARDS), r"returned advantages of shape \(2,\); they must be .* shape \(2, 2\)"),
+        (Advantages(REWARDS, 1.0), "returned returns of type float"),
+    ],
+)
+def test_what_a_registered_estimator_returns_is_checked(returned, message):
+    with temporary_choices():
+        register_adv_estimator("mine")(lambda inputs, args: returned)
+        with pytest.raises(ValueError, match=f"the adv_estimator 'mine' {message}"):
+            estimate_advantages(INPUTS, PPOConfig(adv_estimator="mine"))

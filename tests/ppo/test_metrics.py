@@ -1,4 +1,4 @@
-"""Statistics by hand: what adds up, what is averaged over what, and that padding counts nowhere."""
+"""Metrics against values worked out by hand: sums, means and their weights, and that padding never counts."""
 
 import math
 import time
@@ -13,11 +13,11 @@ def tensors(**values: float) -> dict[str, torch.Tensor]:
     return {name.replace("__", "/"): torch.tensor(value) for name, value in values.items()}
 
 
-def test_parts_add_up_means_are_weighted_by_tokens_and_extremes_kept():
+def test_losses_add_up_means_are_weighted_by_tokens_and_extremes_are_kept():
     one, two = metrics.StatsAccumulator(), metrics.StatsAccumulator()
     one.add(tensors(loss__total=0.5, clipfrac=0.25, ratio_min=0.9, ratio_max=1.1), tokens=4)
     one.add(tensors(loss__total=0.25, clipfrac=1.0, ratio_min=0.8, ratio_max=1.0), tokens=2)
-    # A dummy micro-batch has no tokens: its zeros must not pull the mean or the extremes.
+    # A dummy micro-batch has no tokens: its zeros must not change the means or the extremes.
     two.add(tensors(loss__total=0.0, clipfrac=0.0, ratio_min=0.0, ratio_max=9.0), tokens=0)
     two.add(tensors(loss__total=0.125, clipfrac=0.5, ratio_min=0.95, ratio_max=1.3), tokens=2)
     one.merge(two)
@@ -29,13 +29,13 @@ def test_parts_add_up_means_are_weighted_by_tokens_and_extremes_kept():
     assert stats["ratio_max"] == pytest.approx(1.3)
 
 
-def test_the_padding_share_counts_cells():
+def test_the_padding_fraction_is_over_all_positions():
     stats = metrics.StatsAccumulator()
     stats.add_padding([4, 2])
     stats.add_padding([10])
     stats.add_padding([])
-    # 2 of 8 + 10 cells are padding.
-    assert stats.compute(1)["padding_share"] == pytest.approx(2 / 18)
+    # 2 of 8 + 10 positions are padding.
+    assert stats.compute(1)["padding_fraction"] == pytest.approx(2 / 18)
 
 
 def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():
@@ -43,7 +43,7 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
     assert metrics.explained_variance(returns, returns, mask) == 1.0
     assert metrics.explained_variance(torch.full((2, 3), 5.0), returns, mask) == pytest.approx(0.0)
-    # errors 1, 0, -1 have variance 2/3, as the returns do
+    # The errors 1, 0, -1 have variance 2/3, and so do the returns.
     assert metrics.explained_variance(returns - torch.tensor([[1.0, 0, 0], [-1, 0, 0]]), returns, mask) == 0.0
     assert metrics.explained_variance(returns, torch.ones(2, 3), mask) == 0.0
 
@@ -97,7 +97,7 @@ def test_objective_stats_are_over_tokens_or_sequences_and_never_over_padding():
     assert stats["mismatch/ratio_max"] == 1.0
 
 
-def test_the_mismatch_of_sampler_and_trainer_is_measured():
+def test_mismatch_stats_compare_the_log_probs_of_sampler_and_trainer():
     batch = rollouts()
     batch["rollout_logprobs"] = batch["logprobs"] - torch.tensor([[math.log(2.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
     stats = metrics.objective_stats(batch, source_names=["a", "b"])
@@ -116,16 +116,17 @@ def test_advantage_and_critic_stats_are_over_masked_tokens():
     assert stats["ppo/advantages/abs_max"] == 3.0
 
 
-def test_evaluation_stats_give_the_kl_of_whole_sequences():
+def test_evaluation_stats_sum_the_kl_over_a_response():
     stats = metrics.evaluation_stats(rollouts())
     # 0.5 a token, 3 and 1 tokens
     assert stats["eval/kl_sum_seq"] == pytest.approx(1.0)
     assert stats["eval/scores"] == 3.0
 
 
-def test_throughput_counts_real_tokens():
+def test_throughput_does_not_count_padding():
     stats = metrics.throughput_stats(rollouts(), {"rollout": 2.0, "update": 2.0, "memory/peak_gib": 1.5})
-    # 4 response and 3 prompt tokens in 4 seconds
+    # 4 response and 3 prompt tokens in 4 seconds.
+    assert stats["tokens/sampled"] == 4.0
     assert stats["tokens/per_second"] == 7 / 4
     assert stats["tokens/sampled_per_second"] == 2.0
     assert stats["time/step"] == 4.0

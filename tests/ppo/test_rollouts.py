@@ -1,14 +1,11 @@
-"""One rank's rollout: what the sources see, what the penalty does, and what does not depend on chunks."""
+"""One rank's rollout: what the reward sources see, and that chunking changes nothing."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alpaca_ppo.ppo.rollouts import merge_prompt_batches
-from alpaca_ppo.rewards import build_reward
-from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.tracking.rollout_tables import evaluation_rows, rollout_rows
-from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import prompts, tiny_trainer
 
 
@@ -56,38 +53,6 @@ def test_reward_functions_get_text_without_special_tokens_and_every_column(tmp_p
     assert [len(ids) for ids in seen["completion_ids"]] == rollouts["response_mask"].sum(1).tolist()
     assert seen["prompts"] == [dataset[i]["prompt"] for i in seen["topic"]]
     assert not any("<eos>" in text for text in seen["completions"])
-
-
-def samples() -> dict[str, torch.Tensor]:
-    """Three responses of 3, 2 and 1 tokens; the last two did not stop."""
-    return {
-        "responses": torch.tensor([[10, 11, 2], [12, 13, 0], [14, 0, 0]]),
-        "response_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=torch.bool),
-        "stopped": torch.tensor([True, False, False]),
-    }
-
-
-def score(function, penalty):
-    rows = [{"prompt": "w20"}] * 3
-    return score_responses(build_reward(function), tiny_tokenizer(), samples(), rows, penalty=penalty)
-
-
-def test_the_penalty_takes_the_place_of_the_score_and_the_score_is_kept_beside_it():
-    scored = score(lambda prompts, completions, **columns: [1.0, 2.0, 3.0], penalty=-5.0)
-    assert scored["scores"].tolist() == [1.0, 2.0, 3.0]
-    assert scored["rewards"].tolist() == [1.0, -5.0, -5.0]
-    assert scored["scores_by_source"].tolist() == [[1.0], [2.0], [3.0]]
-    kept = score(lambda prompts, completions, **columns: [1.0, 2.0, 3.0], penalty=None)
-    assert kept["rewards"].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_the_penalty_of_token_scores_stands_on_the_last_token():
-    def per_token(prompts, completions, completion_ids, **columns):
-        return [[1.0] * len(ids) for ids in completion_ids]
-
-    scored = score(per_token, penalty=-5.0)
-    assert scored["rewards"].tolist() == [[1, 1, 1], [0, -5, 0], [-5, 0, 0]]
-    assert scored["scores"].tolist() == [3.0, 2.0, 1.0]
 
 
 def test_batches_of_different_width_merge_on_the_right():

@@ -34,7 +34,7 @@ def test_a_function_gets_texts_ids_and_every_other_column():
     }
 
 
-def test_a_function_without_keyword_dictionary_gets_what_it_names():
+def test_a_function_without_kwargs_gets_only_the_arguments_in_its_signature():
     def named(completions, level, *, bonus=10):
         return [len(text) + number + bonus for text, number in zip(completions, level, strict=True)]
 
@@ -46,7 +46,8 @@ def test_a_required_column_that_is_missing_is_named():
     def named(completions, solution):
         return [0.0] * len(completions)
 
-    with pytest.raises(RewardError, match=r"'named' requires \['solution'\].*it gives .*'answer', 'level'"):
+    message = r"'named' requires the arguments \['solution'\], but only .*'answer', 'level'\] are available"
+    with pytest.raises(RewardError, match=message):
         score(named)
 
 
@@ -63,7 +64,7 @@ def test_text_completions_of_message_prompts_become_assistant_messages():
     assert seen == [[{"role": "assistant", "content": "hello"}], done]
 
 
-def test_async_functions_wait_together():
+def test_async_functions_run_concurrently():
     def waiting(number, events):
         async def judge(completions, **columns):
             events.append(f"start {number}")
@@ -101,7 +102,7 @@ def test_a_synchronous_function_may_run_a_loop_of_its_own():
     assert score(judge).rewards.tolist() == [2.0] * 3
 
 
-def test_an_async_call_is_found_behind_a_partial_or_an_object():
+def test_an_async_function_may_be_a_partial_or_a_callable_object():
     class Judge:
         async def __call__(self, completions, **columns):
             return [1.0] * len(completions)
@@ -136,7 +137,7 @@ def test_an_exception_names_source_row_and_text(asynchronous):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_an_exception_of_the_whole_batch_names_no_single_row():
+def test_an_exception_that_no_row_raises_by_itself_names_the_batch():
     def judge(completions, **columns):
         if len(completions) > 1:
             raise RuntimeError("too many")
@@ -147,7 +148,7 @@ def test_an_exception_of_the_whole_batch_names_no_single_row():
     assert caught.value.row is None
 
 
-def test_a_failure_beside_an_async_function_leaves_nothing_unawaited(recwarn):
+def test_async_functions_are_awaited_even_if_another_function_fails(recwarn):
     async def judge(completions, **columns):
         return [1.0] * len(completions)
 
@@ -173,7 +174,7 @@ def test_a_long_text_is_shortened_at_both_ends_of_the_message():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A working directory with a package and a file of reward functions, as a user has it."""
+    """A user's working directory with a package and a file of reward functions."""
     (tmp_path / "judging_package").mkdir()
     (tmp_path / "judging_package" / "judge.py").write_text(
         "def best(completions):\n    return [1.0] * len(completions)\n"
@@ -195,7 +196,7 @@ def project(tmp_path, monkeypatch):
     assert sys.path == before[1]
 
 
-def test_a_function_is_named_by_module_from_the_working_directory(project):
+def test_a_function_is_found_by_module_in_the_working_directory(project):
     assert score("judging_package.judge:best").by_source["best"].tolist() == [1.0] * 3
 
 
@@ -203,10 +204,10 @@ def test_the_working_directory_comes_before_installed_modules(project):
     assert load_reward_function("this:mine")(["a"]) == [1.0]
 
 
-def test_a_function_is_named_by_file_and_the_file_is_loaded_once(project):
+def test_a_function_is_found_by_file_and_the_file_is_loaded_once(project):
     import json
 
-    # The file may have the name of a module that is imported, and import its neighbours.
+    # The file may have the same name as an imported module, and may import other modules of its folder.
     result = score("loose/json.py:good", str(project / "loose" / "json.py") + ":calls")
     assert {name: values.tolist() for name, values in result.by_source.items()} == {
         "good": [2.0] * 3,
@@ -215,7 +216,7 @@ def test_a_function_is_named_by_file_and_the_file_is_loaded_once(project):
     assert sys.modules["json"] is json
 
 
-def test_an_installed_function_is_named_by_its_module():
+def test_a_function_is_found_by_an_installed_module():
     assert load_reward_function("time:sleep") is time.sleep
 
 
@@ -225,20 +226,20 @@ def test_an_installed_function_is_named_by_its_module():
         ("judging_package.judge", "must be 'module:function' or 'path/to/file.py:function'"),
         (":best", "must be 'module:function'"),
         ("judging_package.judge:", "must be 'module:function'"),
-        ("judging_package.jury:best", "no module 'judging_package.jury' in .* give the file instead"),
+        ("judging_package.jury:best", "no module 'judging_package.jury' in .* use the file's path instead"),
         ("no_such_package.judge:best", "no module 'no_such_package'"),
-        ("judging_package.judge:worst", r"has no function 'worst'; it has \['best'\]"),
-        ("loose/json.py:number", r"has no function 'number'; it has \['good', 'calls'\]"),
-        ("loose/missing.py:best", "there is no file .*missing.py"),
+        ("judging_package.judge:worst", r"has no function 'worst', only \['best'\]"),
+        ("loose/json.py:number", r"has no function 'number', only \['good', 'calls'\]"),
+        ("loose/missing.py:best", "the file .*missing.py does not exist"),
     ],
 )
-def test_a_bad_name_says_what_is_missing(project, spec, message):
+def test_a_bad_name_is_refused_with_what_is_missing(project, spec, message):
     with pytest.raises(ValueError, match=message):
         load_reward_function(spec)
 
 
 @pytest.mark.parametrize("spec", ["broken_judge:best", "broken_judge.py:best"])
-def test_an_error_inside_the_module_stays_as_it_is(project, spec):
+def test_an_exception_inside_the_module_is_passed_on_unchanged(project, spec):
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
             load_reward_function(spec)

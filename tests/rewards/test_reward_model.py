@@ -19,7 +19,7 @@ from tests.tiny_models import (
 
 WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
 ONE, TWO, THREE, USER, ASSISTANT = range(4, 9)
-# Of different length, one with an eos at its end, one with it inside, one that is a single token.
+# Of different lengths: one ends with eos, one has eos inside, one is a single token.
 PROMPTS = ["one two", "three", "two <eos> one three", "one"]
 COMPLETIONS = [" three", " two one <eos>", " two", ""]
 
@@ -31,7 +31,7 @@ def score(model, tokenizer, prompts=PROMPTS, completions=COMPLETIONS, **options)
 
 
 def alone(model, sequences):
-    """Each sequence's score in a batch of its own, without any padding."""
+    """Each sequence's score in its own batch, without padding."""
     with torch.no_grad():
         return torch.cat([model(input_ids=torch.tensor([ids])).logits[:, 0] for ids in sequences]).float()
 
@@ -43,7 +43,7 @@ def ids_of(tokenizer):
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("pad_token_id", [PAD, EOS, None])
-def test_a_batch_is_scored_as_its_rows_alone(arch, pad_token_id, batch_size):
+def test_a_row_is_scored_the_same_in_any_batch(arch, pad_token_id, batch_size):
     model = tiny_sequence_classifier(arch, pad_token_id=pad_token_id)
     tokenizer = tiny_tokenizer(WORDS)
     expected = alone(model, ids_of(tokenizer))
@@ -53,7 +53,7 @@ def test_a_batch_is_scored_as_its_rows_alone(arch, pad_token_id, batch_size):
 
 
 @pytest.mark.parametrize(("end", "end_id"), [(" <eos>", EOS), (" <pad>", PAD), (" two", TWO)])
-def test_without_a_pad_token_the_score_stands_at_the_very_last_token(end, end_id):
+def test_without_a_pad_token_the_score_is_read_at_the_very_last_token(end, end_id):
     model = tiny_sequence_classifier("gpt2", pad_token_id=None)
     with torch.no_grad():
         hidden = model.transformer(torch.tensor([[ONE, end_id]])).last_hidden_state
@@ -70,7 +70,7 @@ def test_the_tokenizers_pad_token_does_not_matter():
     assert_close(score(model, tokenizer), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_pad_id_outside_the_vocabulary_stands_for_none():
+def test_a_pad_id_outside_the_vocabulary_counts_as_no_pad_id():
     model = tiny_sequence_classifier("llama", pad_token_id=None)
     tokenizer = tiny_tokenizer(WORDS)
     expected = score(model, tokenizer)
@@ -96,7 +96,7 @@ def test_an_encoder_is_scored_with_its_mask():
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     for parameter in model.parameters():
-        # The default spread is so small that attention to padding would not be seen.
+        # With the small default initialization, attention to padding would not change the scores visibly.
         parameter.data.normal_(0.0, 0.3)
     tokenizer = tiny_tokenizer(WORDS)
     assert_close(score(model, tokenizer), alone(model, ids_of(tokenizer)), atol=1e-5, rtol=1e-5)
@@ -130,7 +130,7 @@ def test_a_text_prompt_with_a_message_completion_is_a_conversation():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_no_keys_and_values_are_kept(arch):
+def test_the_key_value_cache_is_off_while_scoring(arch):
     model = tiny_sequence_classifier(arch)
     caches = []
     model.register_forward_hook(lambda module, inputs, output: caches.append(output.past_key_values))
@@ -140,7 +140,7 @@ def test_no_keys_and_values_are_kept(arch):
     assert model.config.to_dict() == before
 
 
-def test_dropout_is_off_while_scoring_and_the_mode_comes_back():
+def test_dropout_is_off_while_scoring_and_the_mode_is_restored():
     model = tiny_sequence_classifier("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
     expected = score(model, tiny_tokenizer(WORDS))
     model.train()
@@ -192,7 +192,7 @@ def test_the_scorer_moves_its_models():
 def test_a_language_model_is_refused(tmp_path):
     folder = saved(tmp_path, tiny_causal_lm("llama"), tiny_tokenizer(WORDS))
     with pytest.raises(
-        ValueError, match="my-reward' has num_labels 2; a reward model is a sequence classifier with num_labels=1"
+        ValueError, match="my-reward' has num_labels 2; a reward model must be a sequence classifier with num_labels=1"
     ):
         build_reward(folder)
 
@@ -201,7 +201,8 @@ def test_a_language_model_that_claims_one_label_is_refused_for_its_random_head(t
     model = tiny_causal_lm("llama")
     model.config.num_labels = 1
     folder = saved(tmp_path, model, tiny_tokenizer(WORDS))
-    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\], which would be random"):
+    message = r"lacks the weights \['score.weight'\], which would be initialized at random"
+    with pytest.raises(ValueError, match=message):
         build_reward(folder)
 
 
@@ -216,13 +217,13 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     model = tiny_sequence_classifier("llama")
     with pytest.raises(ValueError, match="'LlamaForSequenceClassification' was built in memory and has no tokenizer"):
         build_reward(model)
-    with pytest.raises(ValueError, match="my-reward' has no tokenizer beside it"):
+    with pytest.raises(ValueError, match="my-reward' has no tokenizer in its folder"):
         build_reward(saved(tmp_path, model))
 
 
 def test_messages_without_a_chat_template_are_refused():
     with pytest.raises(
-        RewardError, match="without chat template, but got messages; set tokenizer.chat_template, on row 0"
+        RewardError, match="without a chat template, but got messages; set tokenizer.chat_template, on row 0"
     ):
         score(tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS), [[{"role": "user", "content": "one"}]], ["two"])
 
@@ -230,7 +231,7 @@ def test_messages_without_a_chat_template_are_refused():
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_a_text_longer_than_the_context_is_refused_and_not_cut(arch):
     prompts = ["one", "one " * MAX_POSITIONS]
-    message = f"takes 1 to {MAX_POSITIONS} tokens and got {MAX_POSITIONS + 1}; .*, on row 1"
+    message = f"takes 1 to {MAX_POSITIONS} tokens but got {MAX_POSITIONS + 1}; .*, on row 1"
     with pytest.raises(RewardError, match=message):
         score(tiny_sequence_classifier(arch), tiny_tokenizer(WORDS), prompts, [" two", "two"])
 
@@ -238,7 +239,7 @@ def test_a_text_longer_than_the_context_is_refused_and_not_cut(arch):
 def test_a_text_longer_than_the_tokenizers_limit_is_refused():
     tokenizer = tiny_tokenizer(WORDS)
     tokenizer.model_max_length = 2
-    with pytest.raises(RewardError, match="takes 1 to 2 tokens and got 3"):
+    with pytest.raises(RewardError, match="takes 1 to 2 tokens but got 3"):
         score(tiny_sequence_classifier("bloom"), tokenizer, ["one two"], [" three"])
 
 
@@ -247,16 +248,16 @@ def test_an_empty_text_is_refused():
         score(tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS), [""], [""])
 
 
-def test_a_name_that_is_neither_function_nor_model_is_named_with_the_remedy(tmp_path):
+def test_a_name_that_is_neither_a_function_nor_a_model_is_refused_with_the_remedy(tmp_path):
     for name in ("./no/such", str(tmp_path / "none")):
-        with pytest.raises(ValueError, match=f"no reward model can be loaded from '{name}' .* is module:function") as e:
+        with pytest.raises(ValueError, match=f"cannot load a reward model from '{name}' .* is module:function") as e:
             build_reward(name)
         assert isinstance(e.value.__cause__, OSError)
 
 
-def test_an_adapter_is_no_whole_reward_model(tmp_path):
+def test_an_adapter_is_refused_as_a_full_reward_model(tmp_path):
     peft = get_peft_model(tiny_sequence_classifier("llama"), LoraConfig(r=2, task_type="SEQ_CLS"))
     peft.save_pretrained(tmp_path / "adapter")
-    message = r"reward_model_name_or_path \(or an entry of reward_funcs\) is '.*adapter', .*; give it as reward_adapter"
+    message = r"reward_model_name_or_path \(or an entry of reward_funcs\) is '.*adapter', .*; pass it as reward_adapter"
     with pytest.raises(ValueError, match=message):
         build_reward(str(tmp_path / "adapter"))

@@ -33,13 +33,13 @@ def test_rewards_are_the_weighted_sum_of_the_sources():
     assert_close(result.by_source["second"], torch.tensor([0.5, 0.0, -1.0]))
 
 
-def test_none_is_left_out_of_the_sum_and_nan_in_the_source():
+def test_none_is_left_out_of_the_sum_and_is_nan_in_its_source():
     result = score(gives(1.0, None, 3.0, name="first"), gives(None, 2.0, 1.0, name="second"))
     assert_close(result.rewards, torch.tensor([1.0, 2.0, 4.0]))
     assert_close(result.by_source["second"], torch.tensor([math.nan, 2.0, 1.0]), equal_nan=True)
 
 
-def test_token_scores_stand_at_their_tokens_and_sequence_scores_at_the_last():
+def test_token_scores_go_to_their_tokens_and_sequence_scores_to_the_last():
     tokens = gives([0.1, 0.2, 0.3], [0.4], None, name="tokens")
     result = score(tokens, gives(1.0, 2.0, 3.0, name="whole"), reward_weights=[10.0, 1.0])
     # Row 0: 1, 2, 3 + 1.  Row 1: 4 + 2.  Row 2 has two tokens and only the sequence's score.
@@ -66,7 +66,7 @@ def test_token_scores_come_as_tensors_and_arrays():
     assert_close(result.rewards, torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0], [5.0, 6.0, 0.0]]))
 
 
-def test_a_share_without_rows_has_no_rewards():
+def test_a_batch_without_rows_has_no_rewards_and_calls_no_function():
     def never(**columns):
         raise AssertionError("called without rows")
 
@@ -74,7 +74,7 @@ def test_a_share_without_rows_has_no_rewards():
     assert result.rewards.shape == (0,) and result.by_source["never"].shape == (0,)
 
 
-def test_equal_names_get_a_number_that_errors_use_too():
+def test_sources_of_equal_name_are_numbered_and_errors_use_the_number():
     with pytest.raises(RewardError, match="reward source 'source_3' returned 2 scores"):
         score(gives(1.0, 2.0, 3.0), gives(1.0, 2.0, 3.0), gives(1.0, 2.0))
 
@@ -91,7 +91,7 @@ def test_equal_names_get_a_number_that_errors_use_too():
         ([1.0, 1.0, [None, 1.0]], "returned None, a NoneType and not a number", 2),
         ([1.0, 1.0, 1j], "a complex and not a number", 2),
         ([[1.0, 1.0], 1.0, 1.0], "returned 2 token scores for 3 response tokens", 0),
-        ([1.0, None, 1.0], "returned None: a row needs a score from at least one source", 1),
+        ([1.0, None, 1.0], "returned None; each row needs a score from at least one source", 1),
     ],
 )
 def test_an_unusable_score_names_source_row_and_text(scores, message, row):
@@ -114,24 +114,24 @@ def test_an_unusable_score_names_source_row_and_text(scores, message, row):
         ("abc", "returned a str instead of a list"),
     ],
 )
-def test_a_result_that_is_no_list_of_scores_is_named(result, message):
+def test_a_result_that_is_not_a_list_of_scores_is_refused(result, message):
     with pytest.raises(RewardError, match=f"source 'lambda' {message}.*, on a batch of 3 rows"):
         score(lambda **columns: result)
 
 
-def test_a_row_that_no_source_scored_names_all_of_them():
+def test_a_row_that_no_source_scores_is_refused_with_the_names_of_all():
     with pytest.raises(RewardError, match="reward source 'one, two' returned None.*, on row 0"):
         score(gives(None, 1.0, 1.0, name="one"), gives(None, None, 1.0, name="two"))
 
 
-def test_a_sequence_score_has_no_place_in_an_empty_response_among_token_scores():
+def test_a_sequence_score_of_an_empty_response_is_refused_among_token_scores():
     scorer = build_reward([gives([1.0], [], name="tokens"), gives(1.0, 1.0, name="whole")])
-    with pytest.raises(RewardError, match="'whole' scored a response without tokens.*, on row 1"):
+    with pytest.raises(RewardError, match="'whole' scored a whole response that has no tokens.*, on row 1"):
         scorer(["a", "b"], ["A", ""], [[5], []], ROWS[:2])
 
 
 def test_lists_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="differ in number: {'prompts': 3, 'completions': 2"):
+    with pytest.raises(ValueError, match="differ in length: {'prompts': 3, 'completions': 2"):
         build_reward(gives(1.0))(PROMPTS, COMPLETIONS[:2], IDS, ROWS)
 
 
@@ -141,8 +141,8 @@ def test_rows_with_different_columns_are_refused():
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_a_column_that_takes_an_arguments_name_is_refused(name):
-    with pytest.raises(ValueError, match=rf"columns \['{name}'\], which reward functions get .* rename"):
+def test_a_column_with_the_name_of_an_argument_is_refused(name):
+    with pytest.raises(ValueError, match=rf"columns \['{name}'\] have the names of arguments .* rename"):
         build_reward(gives(1.0))(["a"], ["A"], [[1]], [{"prompt": "a", name: 1}])
 
 
@@ -154,8 +154,8 @@ def test_a_column_that_takes_an_arguments_name_is_refused(name):
         ([gives(1.0)], {"reward_weights": [math.nan]}, "every weight must be a finite number"),
         ([gives(1.0)], {"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward sources"),
         ([gives(1.0)], {"batch_size": 0}, "reward batch_size is 0"),
-        ([3.0], {}, "reward_funcs has 3.0, a float; give a function, a model"),
-        ([torch.nn.Linear(2, 1)], {}, "has a Linear, a module without a configuration"),
+        ([3.0], {}, "reward_funcs contains 3.0, a float; use a function, a model"),
+        ([torch.nn.Linear(2, 1)], {}, "contains a Linear, a module without a transformers configuration"),
         (["no_such_module:judge"], {}, "no module 'no_such_module'"),
     ],
 )

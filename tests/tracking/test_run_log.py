@@ -34,7 +34,7 @@ def text(accumulator, tag):
     return accumulator.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
-def test_a_line_holds_the_step_first_and_then_the_sorted_numbers(tmp_path):
+def test_a_line_has_the_step_first_and_then_the_sorted_metrics(tmp_path):
     log = make_log(tmp_path)
     log.log({"ppo/loss": 0.1, "objective/kl": 2}, 1)
     log.log({"ppo/loss": 1 / 3}, 2)
@@ -44,7 +44,7 @@ def test_a_line_holds_the_step_first_and_then_the_sorted_numbers(tmp_path):
     ]
 
 
-def test_numbers_that_json_does_not_know_are_null(tmp_path):
+def test_numbers_that_json_cannot_represent_are_null(tmp_path):
     make_log(tmp_path).log({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
     assert lines(tmp_path) == ['{"step": 1, "a": null, "b": null, "c": null}']
 
@@ -55,7 +55,7 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step_byte_for_byte(tmp_path):
         log.log({"x": step / 7}, step)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "x": 0.7')  # killed half way through a line
+        file.write('{"step": 5, "x": 0.7')  # killed in the middle of a line
     resumed = make_log(tmp_path, resume_step=2)
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [0, 1, 2]
     for step in (3, 4):
@@ -63,7 +63,7 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step_byte_for_byte(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole
 
 
-def test_a_run_that_starts_anew_keeps_nothing_of_an_older_one(tmp_path):
+def test_a_new_run_removes_the_records_of_an_older_one(tmp_path):
     log = make_log(tmp_path)
     log.log({"x": 1.0}, 0)
     log.log_table("eval", [{"prompt": "p"}], 0)
@@ -72,25 +72,25 @@ def test_a_run_that_starts_anew_keeps_nothing_of_an_older_one(tmp_path):
     assert list((tmp_path / "eval").iterdir()) == []
 
 
-def test_rows_of_later_steps_are_dropped_and_a_stranger_s_files_stay(tmp_path):
+def test_rows_of_later_steps_are_removed_and_other_files_stay(tmp_path):
     log = make_log(tmp_path)
     for step in (20, 40):
         log.log_rollouts([{"response": "r"}], step)
-    for stranger in ("rollouts/step_notes.jsonl", "step_000060.jsonl"):
-        (tmp_path / stranger).write_text("mine")
+    for other in ("rollouts/step_notes.jsonl", "step_000060.jsonl"):
+        (tmp_path / other).write_text("mine")
     make_log(tmp_path, resume_step=20)
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000020.jsonl", "step_notes.jsonl"]
     assert (tmp_path / "step_000060.jsonl").exists()
 
 
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}'])
-def test_a_metrics_file_that_is_no_record_is_an_error_that_names_the_line(tmp_path, line):
+def test_an_invalid_line_in_metrics_jsonl_is_an_error_that_names_the_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record of a run"):
         make_log(tmp_path, resume_step=1)
 
 
-def test_rows_are_strict_json_one_a_line_whatever_the_text(tmp_path):
+def test_rows_are_strict_json_one_per_line_whatever_the_text(tmp_path):
     row = {"response": "a\nb\u2028c \ud83d | é", "tokens": [{"id": 1, "kl": math.nan}], "pair": (1.5, math.inf)}
     make_log(tmp_path).log_rollouts([row, {"response": ""}], 20)
     written = (tmp_path / "rollouts" / "step_000020.jsonl").read_bytes().decode("utf-8").split("\n")
@@ -102,7 +102,7 @@ def test_rows_are_strict_json_one_a_line_whatever_the_text(tmp_path):
     }
 
 
-def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     log = make_log(tmp_path)
     log.log_rollouts([{"response": "old"}], 1)
 
@@ -115,12 +115,12 @@ def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text()) == {"response": "old"}
 
 
-def test_run_yaml_holds_the_resolved_configuration(tmp_path):
+def test_run_yaml_has_the_resolved_configuration(tmp_path):
     make_log(tmp_path)
     assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == CONFIG
 
 
-def test_tensorboard_gets_numbers_tables_and_configuration(tmp_path):
+def test_tensorboard_gets_metrics_tables_and_configuration(tmp_path):
     log = make_log(tmp_path, report_to=["tensorboard"])
     log.log({"objective/kl": 0.5}, 1)
     log.log({"objective/kl": 0.75}, 2, report=False)
@@ -135,8 +135,8 @@ def test_tensorboard_gets_numbers_tables_and_configuration(tmp_path):
 
 
 @pytest.mark.parametrize(("resume_step", "steps"), [(2, [1, 2, 3]), (-1, [3])])
-def test_tensorboard_hides_what_a_resumed_or_new_run_does_not_keep(tmp_path, monkeypatch, resume_step, steps):
-    # Event files are ordered by a name that holds the second they were made in.
+def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, monkeypatch, resume_step, steps):
+    # Event files are ordered by name, which contains the second in which they were created.
     for start, first, last in ((1_000_000, 1, 4), (1_000_001, 3, 3)):
         monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda start=start: start)
         log = make_log(tmp_path, report_to=["tensorboard"], resume_step=-1 if first == 1 else resume_step)
@@ -157,7 +157,7 @@ def test_trackers_that_the_accelerator_already_has_are_kept_and_left_open(tmp_pa
     accelerator.trackers[0].finish()
 
 
-def test_another_tracker_gets_the_run_s_name_its_configuration_and_its_numbers(tmp_path, monkeypatch):
+def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, monkeypatch):
     calls = []
 
     class Tracker(run_log.TensorBoardTracker.__mro__[1]):
@@ -218,7 +218,7 @@ def test_a_progress_bar_shows_on_a_terminal_only(tmp_path, monkeypatch, stream, 
     assert ("ppo" in stream.getvalue() and "8/8" in stream.getvalue()) is shown
 
 
-def test_report_to_names_each_tracker_once(monkeypatch):
+def test_a_tracker_named_twice_is_used_once(monkeypatch):
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
     assert tracker_names(["wandb", "all"]) == ["wandb", "tensorboard"]
     assert tracker_names(["none"]) == tracker_names([]) == []
@@ -227,12 +227,12 @@ def test_report_to_names_each_tracker_once(monkeypatch):
 @pytest.mark.parametrize(
     ("report_to", "message"),
     [
-        (["tensorbord"], "'tensorbord', which is no tracker of Accelerate; available here: tensorboard, all, none"),
+        (["tensorbord"], "'tensorbord', which is not a tracker of Accelerate; available here: tensorboard, all, none"),
         (["tensorboard", "wandb"], "'wandb', which is not installed; available here: tensorboard, all, none"),
-        (["none", "tensorboard"], "'none' excludes the others"),
+        (["none", "tensorboard"], "'none' cannot be combined with other trackers"),
     ],
 )
-def test_a_tracker_that_cannot_be_had_is_an_error_that_lists_the_others(monkeypatch, report_to, message):
+def test_an_unavailable_tracker_is_an_error_that_lists_the_available_ones(monkeypatch, report_to, message):
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises(ValueError, match=message):
         tracker_names(report_to)

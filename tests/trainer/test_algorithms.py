@@ -1,13 +1,14 @@
 """Every option of the algorithm through the trainer: it learns from it, whatever the micro-batches, and says so."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional import GROUP_ESTIMATORS
-from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.models import C51Head, build_actor_critic
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
@@ -77,7 +78,7 @@ def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
     with pytest.raises(ValueError, match="critic_warmup_steps is 3, but adv_estimator 'remax' has no critic"):
         tiny_trainer(tmp_path, adv_estimator="remax", critic_warmup_steps=3)
     given = {"value_model": tiny_causal_lm("llama")}
-    with pytest.raises(ValueError, match="value_model is given, but adv_estimator 'remax' has no critic"):
+    with pytest.raises(ValueError, match="value_model is given, but adv_estimator 'remax' uses no critic"):
         tiny_trainer(tmp_path, adv_estimator="remax", trainer_arguments=given)
     with pytest.raises(ValueError, match="the adv_estimator needs no critic; leave it out"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, value_model=tiny_causal_lm("llama"))
@@ -160,6 +161,8 @@ def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
 @pytest.mark.parametrize("layout", ["separate", "shared"])
 def test_a_subclass_that_scales_the_loss_scales_the_critic_too(layout, tmp_path):
     class Nothing(PPOTrainer):
+        separate_critic_backward = False
+
         def compute_loss(self, rollouts_batch):
             loss, stats = super().compute_loss(rollouts_batch)
             return 0.0 * loss, stats
@@ -184,10 +187,10 @@ def test_a_support_that_holds_every_return_is_not_warned_of(tmp_path):
 
 
 def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
-    head = {"kind": "c51", "v_min": -1.0, "v_max": 1.0}
+    head = partial(C51Head, v_min=-1.0, v_max=1.0)
     built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
     settings = {"model": built, "critic_layout": "shared", "critic": "c51"}
-    with pytest.raises(ValueError, match="an ActorCritic with the head .*-1.0.*, but args say .*-10.0"):
+    with pytest.raises(ValueError, match="with the head .*-1.0.*, but the configuration asks for .*-10.0"):
         tiny_trainer(tmp_path, **settings)
     tiny_trainer(tmp_path, c51_v_min=-1.0, c51_v_max=1.0, risk_level=0.5, **settings)
     assert built.critic.head.risk_level == 0.5
@@ -247,7 +250,7 @@ def test_a_run_starts_from_the_critic_that_another_left(kind, tmp_path):
     second = tiny_trainer(tmp_path / "second", trainer_arguments={"value_model": folder}, **settings)
     for one, other in zip(first.actor_critic.critic.parameters(), second.actor_critic.critic.parameters(), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="the value model's head is .*set critic and its fields"):
+    with pytest.raises(ValueError, match="the value model's head is .*set critic and its options"):
         tiny_trainer(
             tmp_path / "third", trainer_arguments={"value_model": folder}, num_quantiles=5, num_atoms=5, **settings
         )

@@ -31,7 +31,7 @@ def no_model(monkeypatch):
 def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
     named = {"model": str(tmp_path)}
-    refused(tmp_path, "report_to names 'smoke', which is no tracker", arguments=named, report_to=["smoke"])
+    refused(tmp_path, "report_to names 'smoke', which is not a tracker", arguments=named, report_to=["smoke"])
     refused(tmp_path / "file", "output_dir is '.*file', but .*file is a file", arguments=named)
     refused(tmp_path / "file" / "run", "output_dir is '.*run', but .*file is a file", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
@@ -54,7 +54,7 @@ def test_a_reward_adapter_is_checked_before_a_model_is_loaded(tmp_path):
     refused(tmp_path, message, arguments={**named, **lora}, **wide)
     tiny_tokenizer().save_pretrained(tmp_path / "wide")
     named["reward_funcs"] = []
-    message = r"reward_adapter .*wide does not fit LlamaForCausalLM: its .* is of shape \(.*64.*\), and \(.*32.*\) w"
+    message = r"reward_adapter .*wide does not fit LlamaForCausalLM: its .* has shape \(.*64.*\), but .*32"
     refused(tmp_path, message, arguments={**named, **lora}, **wide)
     message = "reward_adapter is '.*wide', but the policy has no adapters; give peft_config"
     refused(tmp_path, message, arguments=named, **wide)
@@ -110,9 +110,9 @@ def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_
     args = run_config(tmp_path / "run")
     for resume in (True, "true", str(tmp_path / "run/checkpoint-2")):
         check_start(args, resume)
-    with pytest.raises(ValueError, match="already holds checkpoint-2 of another run"):
+    with pytest.raises(ValueError, match="already holds checkpoint-2 of an earlier run"):
         check_start(args, None)
-    with pytest.raises(ValueError, match="resume_from_checkpoint is '.*checkpoint-3', which is no folder"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint is '.*checkpoint-3', which is not a folder"):
         check_start(args, str(tmp_path / "run/checkpoint-3"))
     (tmp_path / "run/checkpoint-2/state.safetensors").unlink()
     with pytest.raises(ValueError, match="state.safetensors is missing"):

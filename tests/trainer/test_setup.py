@@ -154,18 +154,18 @@ def test_an_optimizer_that_leaves_out_the_critic_is_refused(tmp_path):
 def test_an_accelerator_of_another_precision_is_refused(tmp_path):
     refused(tmp_path, "bf16 is True but the accelerator", arguments={"accelerator": Accelerator(cpu=True)}, bf16=True)
     tracked = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    refused(tmp_path, "log_with .* but its trackers were not started", arguments={"accelerator": tracked})
+    refused(tmp_path, "log_with .* but its trackers are not init", arguments={"accelerator": tracked})
     # Accelerate's state of this process has no bf16.
-    refused(tmp_path, "bf16 is True and use_cpu True, but this process has an Accelerator", bf16=True)
+    refused(tmp_path, "bf16 is True and use_cpu is True, but this process already has an Accelerator", bf16=True)
     trainer = tiny_trainer(tmp_path, trainer_arguments={"accelerator": Accelerator(cpu=True)})
     assert "objective/scores" in trainer.step(trainer.prompt_batches(0))
 
 
 def test_a_step_beyond_the_schedule_and_a_rollout_without_prompts_are_refused(tmp_path):
     trainer = tiny_trainer(tmp_path)
-    with pytest.raises(ValueError, match="step 2 is not one of the schedule's 2"):
+    with pytest.raises(ValueError, match="step 2 is outside the schedule of 2 steps"):
         trainer.prompt_batches(2)
-    with pytest.raises(ValueError, match="no prompt in prompt_batches"):
+    with pytest.raises(ValueError, match="prompt_batches is empty on every process"):
         trainer.rollout([])
 
 

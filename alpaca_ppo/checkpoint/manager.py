@@ -1,0 +1,230 @@
+"""`CheckpointManager`: the checkpoints of one run, and which of them is the best.
+
+It asks named components for their `state_dict` and gives it back; what they hold is their own. How a checkpoint is
+written is in `serialization`, which folders there are in `directory`, what a resumed run must share in `compatibility`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from transformers import TrainerState
+
+from alpaca_ppo.atomic_io import clean_leftovers
+from alpaca_ppo.checkpoint import directory, serialization
+from alpaca_ppo.checkpoint.compatibility import REMEDIES
+from alpaca_ppo.distributed import collectives
+
+
+class Component(Protocol):
+    """A part of a run that a checkpoint holds: plain values and tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of it; every rank calls this."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Puts back what `state_dict` gave."""
+        ...
+
+
+class BestCheckpoint:
+    """The best checkpoint of a run by one metric, kept in `TrainerState` under transformers' names.
+
+    Only checkpoints compete: a metric that was measured where none was written is not compared.
+
+    Args:
+        state: of the run.
+        metric: of a step or an evaluation; None = no checkpoint is the best.
+        greater_is_better: False where the lower value wins.
+    """
+
+    def __init__(self, state: TrainerState, metric: str | None, *, greater_is_better: bool) -> None:
+        self._state, self._metric, self._greater_is_better = state, metric, greater_is_better
+
+    def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
+        """Checks that `stats`, of an evaluation (empty where there is no eval dataset) or of a step, hold the metric if
+        it is measured there.
+
+        Raises:
+            ValueError: when they do not; names the metrics that there are.
+        """
+        metric = self._metric
+        if metric is None or metric in stats or metric.startswith("eval/") != evaluation:
+            return
+        if not stats:
+            raise ValueError(
+                f"metric_for_best_model is {metric!r}, but eval_dataset is None; pass one, or null the metric"
+            )
+        kind, others = (
+            ("an evaluation", "") if evaluation else ("a step", ", one of an evaluation such as eval/scores,")
+        )
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, which {kind} does not measure; choose one of "
+            f"{', '.join(sorted(stats))}{others} or null"
+        )
+
+    def compare(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
+        """Makes `folder`, the checkpoint of `step`, the best where its metric beats the best so far."""
+        value, best = stats.get(self._metric or "", math.nan), self._state.best_metric
+        if not math.isfinite(value):
+            return
+        if best is None or (value > best if self._greater_is_better else value < best):
+            self._state.best_metric, self._state.best_global_step = value, step
+            self._state.best_model_checkpoint = str(folder)
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the best checkpoint so far."""
+        return None if self._state.best_model_checkpoint is None else Path(self._state.best_model_checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Metric, value and step of the best checkpoint."""
+        return {
+            "metric": self._metric,
+            "greater_is_better": self._greater_is_better,
+            "value": self._state.best_metric,
+            "step": self._state.best_global_step,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], folder: Path) -> None:
+        """Takes the best from `saved`; `folder` holds the checkpoints of its run.
+
+        A value of another metric, or one whose checkpoint is gone, cannot be compared with: the search begins anew.
+        """
+        asked = self.state_dict()
+        if saved["step"] is None or any(saved[name] != asked[name] for name in ("metric", "greater_is_better")):
+            return
+        best = folder / f"checkpoint-{saved['step']}"
+        if not best.is_dir():
+            warnings.warn(
+                f"{best}, the best checkpoint so far ({saved['metric']} = {saved['value']}), is gone; the best is "
+                "chosen among the checkpoints to come",
+                stacklevel=6,
+            )
+            return
+        self._state.best_metric, self._state.best_global_step = saved["value"], saved["step"]
+        self._state.best_model_checkpoint = str(best)
+
+
+class CheckpointManager:
+    """Saves, finds, loads and rotates the checkpoints of a run.
+
+    Args:
+        accelerator: of the run.
+        output_dir: holds `checkpoint-<step>` folders.
+        engine: weights and optimizer state, both of whole parameters.
+        scheduler: of the learning rate.
+        components: returns what else a checkpoint holds, by name.
+        best: decides which checkpoint is the best.
+        identity: what a resumed run must share, by entry; called on the main process to save, on all to load.
+        expected: the part of `identity` that must agree, called on every rank to load.
+        check: given the saved entries before anything in memory changes; raises where the run cannot go on from them.
+        save_total_limit: checkpoints to keep, the newest and the best among them; None = all.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        output_dir: str | Path,
+        *,
+        engine: serialization.Checkpointable,
+        scheduler: Any,
+        components: Callable[[], Mapping[str, Component]],
+        best: BestCheckpoint,
+        identity: Callable[[], Mapping[str, Any]],
+        expected: Callable[[], Mapping[str, Any]],
+        check: Callable[[Mapping[str, Any]], Any],
+        save_total_limit: int | None,
+    ) -> None:
+        self._accelerator, self._output_dir = accelerator, Path(output_dir)
+        self._engine, self._scheduler, self._components = engine, scheduler, components
+        self.best = best
+        self._identity, self._expected, self._check = identity, expected, check
+        self._save_total_limit = save_total_limit
+
+    def folder(self, step: int) -> Path:
+        """Of the checkpoint after `step` whole steps."""
+        return self._output_dir / f"checkpoint-{step}"
+
+    def save(self, step: int, stats: Mapping[str, float]) -> Path:
+        """Writes the checkpoint of `step`, complete or not at all, removes surplus older ones, and returns its folder.
+
+        Every rank must call it. `stats` are the step's metrics, by which it may become the best one.
+        """
+        folder = self.folder(step)
+        self.best.compare(stats, step, folder)
+        # Ranks assemble what lies in parts on them; one writes it.
+        weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
+        rng = collectives.gather_list(serialization.random_states(), self._accelerator)
+        states = {name: component.state_dict() for name, component in self._components().items()}
+        with collectives.raise_on_all_ranks(self._accelerator):
+            if self._accelerator.is_main_process:
+                serialization.save_checkpoint(
+                    folder,
+                    weights=weights,
+                    optimizer=optimizer,
+                    rng=rng,
+                    scheduler=self._scheduler,
+                    extra={"components": states, "best": self.best.state_dict(), **self._identity()},
+                    save_total_limit=self._save_total_limit,
+                    best=self.best.folder,
+                )
+        return folder
+
+    def find(self, resume_from_checkpoint: bool | str | None) -> Path | None:
+        """The checkpoint to go on from, or None for a new run; removes what killed processes left in the folder.
+
+        Raises:
+            ValueError: where there is no such checkpoint, or a new run would write over an older one.
+        """
+        folder = None
+        if resume_from_checkpoint:
+            folder = directory.resolve_checkpoint(resume_from_checkpoint, str(self._output_dir))
+        else:
+            directory.refuse_finished_run(str(self._output_dir))
+        # Not before every rank has seen that the folder is this run's: in another's, a live run may be writing.
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            clean_leftovers(str(self._output_dir))
+        self._accelerator.wait_for_everyone()
+        return folder
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restores everything from the checkpoint `folder`, and returns the saved entries.
+
+        Checkpoints of later steps beside it are renamed `abandoned-checkpoint-<step>`: the run leaves that branch.
+
+        Raises:
+            ValueError: for a checkpoint that is damaged or of another run; nothing in memory has changed then.
+        """
+        extra = serialization.load_checkpoint(
+            folder,
+            trained=self._engine,
+            scheduler=self._scheduler,
+            rank=self._accelerator.process_index,
+            expected=self._expected(),
+            remedies=REMEDIES,
+            check=partial(self._check_entries, folder),
+        )
+        for name, component in self._components().items():
+            component.load_state_dict(extra["components"][name])
+        self.best.load_state_dict(extra["best"], folder.parent)
+        # Every rank has read what it resumes from.
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process and (moved := directory.set_aside_later(folder)):
+            print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
+        return extra
+
+    def _check_entries(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        saved, here = set(extra["components"]), set(self._components())
+        if saved != here:
+            raise ValueError(
+                f"checkpoint {folder} holds the state of {', '.join(sorted(saved))}, and this trainer has "
+                f"{', '.join(sorted(here))}; resume with the trainer class that wrote it"
+            )
+        self._check(extra)

@@ -1,0 +1,187 @@
+"""Fields of a configuration: a dataclass field carries its help text, its group and its bounds, and is checked by them.
+
+What one value may be is declared here, beside the field. What two values may not be together is in `checks`.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any
+
+from alpaca_ppo.registry import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The range of a number. NaN is never inside, and infinity only with `allow_inf`."""
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    allow_inf: bool = False
+
+    def __str__(self) -> str:
+        """The range in words, such as "at least 0 and below 1"; empty without bounds."""
+        words = ("above", "at least", "below", "at most")
+        limits = (self.above, self.at_least, self.below, self.at_most)
+        return " and ".join(f"{word} {limit:g}" for word, limit in zip(words, limits, strict=True) if limit is not None)
+
+    def contain(self, value: float) -> bool:
+        """Whether `value` is in the range."""
+        return (
+            (math.isfinite(value) or (self.allow_inf and math.isinf(value)))
+            and (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What the parser, the checks and the documentation know of one field.
+
+    Attributes:
+        kinds: the types that the field accepts besides None.
+        nullable: whether None is accepted.
+        default: the default value, or `dataclasses.MISSING`.
+        group: the heading under which `--help` and the documentation list the field.
+        registry: the names that a `str` field may take, built in or registered by a user.
+    """
+
+    name: str
+    kinds: tuple[Any, ...]
+    nullable: bool
+    default: Any
+    help: str
+    group: str
+    bounds: Bounds
+    registry: Registry[Any] | None
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a `Literal`; empty for other types."""
+        literals = [kind for kind in self.kinds if typing.get_origin(kind) is typing.Literal]
+        return tuple(choice for literal in literals for choice in typing.get_args(literal))
+
+    @property
+    def entry_kinds(self) -> tuple[Any, ...] | None:
+        """The types of a list's entries; None where the field is no list."""
+        lists = [typing.get_args(kind)[0] for kind in self.kinds if typing.get_origin(kind) is list]
+        return _members(lists[0]) if lists else None
+
+
+METADATA = ("group", "bounds", "registry")
+"""Keys of a field's metadata that belong to this module; `HfArgumentParser` would hand them on to argparse."""
+
+
+def argument(
+    default: Any,
+    help: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    allow_inf: bool = False,
+    registry: Registry[Any] | None = None,
+    group: str | None = None,
+) -> Any:
+    """A dataclass field for `check_fields` and `parse_args`. None is valid wherever the field's type allows it.
+
+    Args:
+        default: the default value; a list is copied for each instance.
+        help: one or two sentences for `--help` and the documentation.
+        above, at_least, below, at_most: bounds of a number, or of each number in a list.
+        allow_inf: accept infinity, which is refused otherwise, as NaN always is.
+        registry: the valid names of a choice that users may extend. A closed set of choices is a `Literal` type.
+        group: starts a new group of options with this field; the fields after it belong to the same group.
+    """
+    metadata: dict[str, Any] = {"help": help, "bounds": Bounds(above, at_least, below, at_most, allow_inf)}
+    if registry is not None:
+        metadata["registry"] = registry
+    if group is not None:
+        metadata["group"] = group
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """Every field of the dataclass `cls` that its constructor takes, by name and in order.
+
+    A dataclass without groups is one group of its own name.
+    """
+    hints, group, options = typing.get_type_hints(cls), cls.__name__, {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        group = field.metadata.get("group", group)
+        members = _members(hints[field.name])
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        options[field.name] = Option(
+            name=field.name,
+            kinds=tuple(kind for kind in members if kind is not type(None)),
+            nullable=type(None) in members,
+            default=default,
+            help=field.metadata.get("help", ""),
+            group=group,
+            bounds=field.metadata.get("bounds", Bounds()),
+            registry=field.metadata.get("registry"),
+        )
+    return options
+
+
+def check_fields(arguments: Any) -> None:
+    """Checks each field of the dataclass instance `arguments` against its type, its choices and its bounds.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+    for name, option in options_of(type(arguments)).items():
+        check_value(option, getattr(arguments, name))
+
+
+def check_value(option: Option, value: Any) -> None:
+    """Checks one value of the field `option`.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+    if value is None and option.nullable:
+        return
+    if option.choices:
+        if value not in option.choices:
+            raise ValueError(f"{option.name} is {value!r}; choose one of {', '.join(map(str, option.choices))}")
+        return
+    _check_type(option.name, value, option.kinds, nullable=option.nullable)
+    entries = value if isinstance(value, list) else []
+    for entry in entries:
+        _check_type(f"an entry of {option.name}", entry, option.entry_kinds or ())
+    for number in entries or [value]:
+        if isinstance(number, int | float) and not option.bounds.contain(number):
+            finite = "" if math.isfinite(number) else "finite"
+            wanted = " and ".join(filter(None, [finite, str(option.bounds)]))
+            raise ValueError(f"{option.name} is {value!r}; it must be {wanted}{' or null' if option.nullable else ''}")
+    if option.registry is not None:
+        option.registry.check(value, field=option.name)
+
+
+def _check_type(what: str, value: Any, kinds: tuple[Any, ...], *, nullable: bool = False) -> None:
+    accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    wanted = " or ".join([*(kind.__name__ for kind in accepted), *(["null"] if nullable else [])])
+    if float in accepted:
+        accepted += (int,)
+    # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+        remedy = ", in quotes" if str in accepted and isinstance(value, int | float) else ""
+        raise ValueError(f"{what} is {value!r} ({type(value).__name__}); it must be {wanted}{remedy}")
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that `hint` allows: those of a union, or the hint itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

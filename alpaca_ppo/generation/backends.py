@@ -1,0 +1,143 @@
+"""The generation backends, which run the model for `generate`; `register_generation_backend` adds one.
+
+The two built-in backends choose tokens with the same `ResponseBuffer`, so they sample the same tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alpaca_ppo.generation.decode import decode
+from alpaca_ppo.generation.hf_generate import decode_with_generate
+from alpaca_ppo.generation.responses import Generation, ResponseBuffer
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.registry import GENERATION_BACKENDS
+
+Backend = Callable[..., Generation]
+"""A backend; see `register_generation_backend`."""
+
+
+def register_generation_backend(name: str) -> Callable[[Backend], Backend]:
+    """Returns a decorator that adds the generation backend `name`.
+
+    A backend is a function
+
+        backend(model, queries, query_attn_masks, *, sampling_params, prompt_ids, any_rank, before_token) -> Generation
+
+    that samples `sampling_params.num_return_sequences` responses to each prompt. `model` is in eval mode and computes
+    no gradients; `queries` (B, Q) int64, left-padded, `query_attn_masks` (B, Q) int64 and `prompt_ids` (B,) are on its
+    device. `any_rank` and `before_token` are those of `generate`: a backend that runs a model whose parameters are
+    sharded over ranks (ZeRO 3 without `ds3_gather_for_generation`) must use `any_rank`, and a slow one should call
+    `before_token` regularly. To sample the same tokens as the built-in backends, draw the random numbers from
+    `sampling_params.random_keys(prompt_ids)`.
+
+    Raises:
+        ValueError: if the name is taken, or contains a space, comma or colon.
+    """
+    return GENERATION_BACKENDS.register(name)
+
+
+def run_backend(
+    model: PreTrainedModel,
+    queries: Tensor,
+    query_attn_masks: Tensor,
+    *,
+    sampling_params: SamplingParams,
+    prompt_ids: Tensor,
+    any_rank: Callable[[bool], bool] | None,
+    before_token: Callable[[], Any],
+) -> Generation:
+    """Returns the responses of the backend `sampling_params.backend`.
+
+    Raises:
+        ValueError: for an unknown backend, or if it does not return a `Generation` of the right shapes.
+    """
+    generation = GENERATION_BACKENDS.get(sampling_params.backend)(
+        model,
+        queries,
+        query_attn_masks,
+        sampling_params=sampling_params,
+        prompt_ids=prompt_ids,
+        any_rank=any_rank,
+        before_token=before_token,
+    )
+    rows = len(queries) * sampling_params.num_return_sequences
+    return _check_generation(generation, sampling_params.backend, (rows, sampling_params.max_new_tokens))
+
+
+def _check_generation(generation: Any, backend: str, shape: tuple[int, int]) -> Generation:
+    if not isinstance(generation, Generation):
+        raise ValueError(
+            f"the generation_backend {backend!r} returned a {type(generation).__name__}; it must return a "
+            "generation.Generation"
+        )
+    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
+    for field, tensor in vars(generation).items():
+        if tensor.shape != wanted[field]:
+            raise ValueError(
+                f"the generation_backend {backend!r} returned {field} of shape {tuple(tensor.shape)}; it must be "
+                f"{wanted[field]}: one row per response, max_new_tokens columns"
+            )
+    return generation
+
+
+@GENERATION_BACKENDS.implement("decode")
+def _decode(
+    model: PreTrainedModel,
+    queries: Tensor,
+    query_attn_masks: Tensor,
+    *,
+    sampling_params: SamplingParams,
+    prompt_ids: Tensor,
+    any_rank: Callable[[bool], bool] | None,
+    before_token: Callable[[], Any],
+) -> Generation:
+    responses = _make_buffer(model, sampling_params, prompt_ids, before_token)
+    decode(
+        model,
+        queries,
+        query_attn_masks,
+        num_return_sequences=sampling_params.num_return_sequences,
+        max_new_tokens=sampling_params.max_new_tokens,
+        responses=responses,
+        any_rank=any_rank,
+    )
+    return responses.finish()
+
+
+@GENERATION_BACKENDS.implement("generate")
+def _generate(
+    model: PreTrainedModel,
+    queries: Tensor,
+    query_attn_masks: Tensor,
+    *,
+    sampling_params: SamplingParams,
+    prompt_ids: Tensor,
+    any_rank: Callable[[bool], bool] | None,
+    before_token: Callable[[], Any],
+) -> Generation:
+    responses = _make_buffer(model, sampling_params, prompt_ids, before_token)
+    decode_with_generate(
+        model,
+        queries,
+        query_attn_masks,
+        num_return_sequences=sampling_params.num_return_sequences,
+        max_new_tokens=sampling_params.max_new_tokens,
+        responses=responses,
+        any_rank=any_rank,
+    )
+    return responses.finish()
+
+
+def _make_buffer(
+    model: PreTrainedModel, sampling_params: SamplingParams, prompt_ids: Tensor, before_token: Callable[[], Any]
+) -> ResponseBuffer:
+    return ResponseBuffer(
+        sampling_params.random_keys(prompt_ids),
+        sampling_params,
+        logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        before_token=before_token,
+    )

@@ -1,0 +1,71 @@
+"""Modules that a user names by file or by dotted name."""
+
+import sys
+
+import pytest
+
+from alpaca_ppo.config.modules import NoSuchModule, import_modules, load_module
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a module, a package and files that fail, as the current folder; nothing stays imported."""
+    (tmp_path / "json.py").write_text("import neighbour\ncount = 0\n")
+    (tmp_path / "neighbour.py").write_text("name = 'beside'\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/inner.py").write_text("name = 'inner'\n")
+    (tmp_path / "needs.py").write_text("import no_such_dependency\n")
+    (tmp_path / "fails.py").write_text("raise ValueError('taken')\n")
+    monkeypatch.chdir(tmp_path)
+    before = dict(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.modules.clear()
+    sys.modules.update(before[0])
+    assert sys.path == before[1]
+
+
+def test_a_file_is_loaded_once_and_replaces_no_module_of_its_name(project):
+    import json
+
+    module = load_module("json.py")
+    module.count += 1
+    assert load_module(str(project / "json.py")).count == 1
+    assert module.neighbour.name == "beside"
+    assert sys.modules["json"] is json
+
+
+def test_a_module_is_found_in_the_current_folder():
+    assert load_module("time") is sys.modules["time"]
+
+
+def test_a_package_is_found_in_the_current_folder(project):
+    assert load_module("package.inner").name == "inner"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.py", "the file .*missing.py does not exist"),
+        ("package.outer", "there is no module 'package.outer' in .* use the file's path instead"),
+        ("no_such_package.inner", "there is no module 'no_such_package' in"),
+    ],
+)
+def test_a_missing_file_or_module_is_named(project, name, message):
+    with pytest.raises(NoSuchModule, match=message):
+        load_module(name)
+    with pytest.raises(ValueError, match=f"import_modules holds '{name}', which cannot be imported: {message}"):
+        import_modules(["json.py", name])
+
+
+@pytest.mark.parametrize("name", ["needs.py", "needs"])
+def test_an_error_inside_the_module_is_raised_unchanged_every_time(project, name):
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+            load_module(name)
+
+
+def test_import_modules_names_the_entry_that_fails_and_its_error(project):
+    with pytest.raises(ValueError, match="import_modules holds 'fails.py', .* imported: ValueError: taken"):
+        import_modules(["fails.py"])
+    with pytest.raises(ValueError, match="import_modules holds 'needs', .* ModuleNotFoundError: No module named"):
+        import_modules(["needs"])

@@ -1,0 +1,202 @@
+"""Each example of docs/customization.md is short and trains, as a user would run it: registered names and rewards by
+train_ppo.py and the YAML beneath them, callbacks and subclasses in a trainer.
+"""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from torch.testing import assert_close
+from transformers import TrainerCallback
+
+from alpaca_ppo import PPOTrainer, parse_args
+from examples import train_ppo
+from tests.docs.conftest import RUN
+from tests.docs.markdown import Block, all_blocks
+from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, weights
+
+PAGE = [block for block in all_blocks("python", "yaml") if block.page == "docs/customization.md"]
+PROGRAMS = {
+    block.heading: block for block in PAGE if block.language == "python" and block.heading != "Without the trainer"
+}
+SETTINGS = {block.heading: block for block in PAGE if block.language == "yaml"}
+IN_TRAINERS = sorted(set(PROGRAMS) - set(SETTINGS))
+TINY = ("query_len", "response_len", "rollout_batch_size", "step_batch_size", "step_per_device_batch_size")
+
+
+def names_of(block: Block) -> dict:
+    names: dict = {}
+    exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), names)
+    return names
+
+
+def shown(heading: str, base: type) -> type | None:
+    """The subclass of `base` under `heading`."""
+    found = [value for value in names_of(PROGRAMS[heading]).values() if isinstance(value, type) and value is not base]
+    return next((value for value in found if issubclass(value, base)), None)
+
+
+def test_the_page_adds_one_of_each():
+    registered = {"An advantage estimator", "A policy loss", "A critic head", "A KL estimator", "A reward source"}
+    assert set(SETTINGS) == registered
+    assert {"A metric", "A callback", "Tokens from another engine"} <= set(IN_TRAINERS)
+
+
+@pytest.mark.parametrize("heading", PROGRAMS)
+def test_each_example_is_shorter_than_25_lines(heading):
+    assert len(PROGRAMS[heading].text.splitlines()) < 25
+
+
+@pytest.mark.parametrize("heading", SETTINGS)
+def test_what_is_registered_trains_two_steps_from_the_command_line(heading, workplace):
+    args = tiny_config("out")
+    run = RUN | {name: getattr(args, name) for name in TINY} | {"reward_funcs": ["my_rewards.py:count_even"]}
+    run |= {"total_episodes": 20, "report_to": "none", "use_cpu": True, "output_dir": "out", "learning_rate": 1e-3}
+    (workplace / "my_rewards.py").write_text(
+        "def count_even(completion_ids, **columns):\n"
+        "    return [sum(token % 2 == 0 for token in ids) for ids in completion_ids]\n"
+    )
+    rows = [json.dumps({"prompt": f"w{10 + i}"}) for i in range(40)]
+    (workplace / "prompts.jsonl").write_text("\n".join(rows))
+    (workplace / "run.yaml").write_text(yaml.safe_dump(run | yaml.safe_load(SETTINGS[heading].text)))
+    train_ppo.main(["--config", "run.yaml"])
+    assert [line["ppo/policy/optimizer_steps"] for line in metric_lines("out")] == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("heading", IN_TRAINERS)
+def test_what_is_passed_in_or_overridden_trains_two_steps(heading, tmp_path):
+    trainer_class, callback = shown(heading, PPOTrainer), shown(heading, TrainerCallback)
+    assert trainer_class or callback
+    trainer = tiny_trainer(
+        tmp_path,
+        trainer_class=trainer_class or PPOTrainer,
+        trainer_arguments={"callbacks": [callback()] if callback else None},
+    )
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert any(not torch.equal(before[name], value) for name, value in weights(trainer).items())
+
+
+def test_the_estimators_lambda_grows_with_the_length():
+    estimator = names_of_registered("An advantage estimator")["length_adaptive"]
+    # 25 tokens: lambda = 1 - 1 / (0.05 * 25) = 0.2. With values 0 and a reward r at the end, the return of the token
+    # before it is 0.2 r.
+    inputs = SimpleNamespace(rewards=torch.zeros(1, 25), values=torch.zeros(1, 25))
+    inputs.rewards[0, -1], inputs.response_mask = 10.0, torch.ones(1, 25, dtype=torch.bool)
+    outcome = estimator(inputs, SimpleNamespace(gamma=1.0))
+    assert_close(outcome.returns[0, -3:], torch.tensor([0.4, 2.0, 10.0]))
+
+
+def test_the_policy_loss_weighs_log_probs_with_the_clipped_ratio():
+    cispo = names_of_registered("A policy loss")["cispo"]
+    args = SimpleNamespace(cliprange=0.2, cliprange_high=None, loss_agg_mode="token-mean")
+    logprobs = torch.tensor([[math.log(0.5), math.log(0.3)]], requires_grad=True)
+    old = torch.tensor([[math.log(0.25), math.log(0.3)]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, stats = cispo(logprobs, old, torch.tensor([[1.0, 2.0]]), mask, args=args, weights=None, denominator=None)
+    # Ratios 2, clipped to 1.2, and 1: -(1.2 * 1 * log 0.5 + 1 * 2 * log 0.3) / 2
+    assert_close(loss, torch.tensor(-(1.2 * math.log(0.5) + 2 * math.log(0.3)) / 2))
+    assert float(stats["clipfrac"]) == 0.5
+    loss.backward()
+    assert_close(logprobs.grad, torch.tensor([[-0.6, -1.0]]))
+
+
+def test_the_critic_head_learns_a_mean_and_a_deviation():
+    head = names_of_registered("A critic head")["GaussianHead"](4)
+    predictions = torch.tensor([[[0.0, 0.0], [1.0, math.log(4.0)]]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    # 0.5 * (0 + 2^2 / 1) = 2 and 0.5 * (log 4 + 2^2 / 4) = 0.5 log 4 + 0.5; deviations 1 and 2
+    loss, stats = head.loss(
+        predictions, torch.tensor([[2.0, 3.0]]), mask, old_values=None, loss_agg_mode="token-mean", denominator=None
+    )
+    assert_close(loss, torch.tensor((2.5 + 0.5 * math.log(4.0)) / 2))
+    assert_close(stats["deviation"], torch.tensor(1.5))
+    states = torch.ones(3, 4)
+    assert_close(head(states).values, head.linear(states)[:, 0])
+
+
+def test_the_kl_estimator_is_linear_beyond_one_nat():
+    huber = names_of_registered("A KL estimator")["huber"]
+    assert_close(huber(torch.tensor([0.5, -2.0])), torch.tensor([0.125, 1.5]))
+
+
+@pytest.fixture(autouse=True)
+def _forget_registrations(workplace):
+    """What an example registers is forgotten after its test."""
+
+
+def names_of_registered(heading: str) -> dict:
+    return names_of(PROGRAMS[heading])
+
+
+def rollouts_and_shaped(trainer):
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    keys = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
+    return rollouts, trainer._shape_reward(*(rollouts[key] for key in keys))["shaped_rewards"]
+
+
+def test_the_other_engines_log_probs_are_the_trainers(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=shown("Tokens from another engine", PPOTrainer), temperature=0.7)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    assert_close(rollouts["rollout_logprobs"], rollouts["logprobs"], rtol=1e-4, atol=1e-5)
+    lengths = rollouts["response_mask"].sum(dim=1)
+    assert_close(rollouts["stopped"], rollouts["responses"].gather(1, lengths.unsqueeze(1) - 1).squeeze(1) == 2)
+
+
+def test_the_metric_counts_different_tokens(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=shown("A metric", PPOTrainer), total_episodes=10)
+    stats = trainer.train()
+    lines = (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines()
+    seen = {token["id"] for line in lines for token in json.loads(line)["tokens"]}
+    assert len(seen) <= stats["objective/distinct_tokens"] <= 64
+
+
+def test_the_callback_ends_the_run_and_saves(tmp_path):
+    callback = shown("A callback", TrainerCallback)()
+    control = SimpleNamespace(should_save=False, should_training_stop=False)
+    callback.on_log(None, None, control, logs={"objective/scores": 4.5})
+    assert not control.should_training_stop
+    callback.on_log(None, None, control, logs={"objective/scores": 4.6})
+    assert control.should_save and control.should_training_stop
+
+
+def test_the_length_aware_reward_costs_each_token(tmp_path):
+    trainer_class = shown("A length-aware reward", PPOTrainer)
+    rollouts, shaped = rollouts_and_shaped(tiny_trainer(tmp_path / "a", trainer_class=trainer_class))
+    _, plain = rollouts_and_shaped(tiny_trainer(tmp_path / "b"))
+    assert_close(shaped.sum(1), plain.sum(1) - 0.01 * rollouts["response_mask"].sum(1))
+
+
+def test_the_other_advantage_is_the_whitened_return_to_go(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=shown("Another advantage", PPOTrainer))
+    mask = torch.tensor([[1, 1], [1, 0]], dtype=torch.bool)
+    outcome = trainer._estimate_advantage(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.zeros(2, 2), mask)
+    # returns 3 2 0, mean 5/3, unbiased variance (16 + 1 + 25) / 9 / 2 = 7/3
+    assert_close(outcome["returns"], torch.tensor([[3.0, 2.0], [0.0, 0.0]]))
+    expected = (torch.tensor([3.0, 2.0, 0.0]) - 5 / 3) / (7 / 3) ** 0.5
+    assert_close(outcome["advantages"][mask], expected)
+
+
+def test_process_rewards_pay_new_tokens_and_the_score_at_the_end(tmp_path):
+    trainer_class = shown("Rewards for single tokens", PPOTrainer)
+    trainer = tiny_trainer(tmp_path, trainer_class=trainer_class, kl_coef=0.0)
+    rollouts, shaped = rollouts_and_shaped(trainer)
+    for row, keep in enumerate(rollouts["response_mask"]):
+        distinct = len(set(rollouts["responses"][row][keep].tolist()))
+        assert float(shaped[row].sum()) == pytest.approx(0.1 * distinct + float(rollouts["scores"][row]), abs=1e-5)
+
+
+def test_an_example_whose_file_does_not_register_is_found(workplace):
+    (workplace / "empty.py").write_text("")
+    with pytest.raises(ValueError, match="adv_estimator"):
+        parse_args(
+            train_arguments(), ["--config", "run.yaml", "--import_modules", "empty.py", "--adv_estimator", "mine"]
+        )
+
+
+def train_arguments():
+    return [train_ppo.ScriptArguments, train_ppo.LoraArguments, train_ppo.PPOConfig]

@@ -1,0 +1,71 @@
+"""docs/design.md is the map of the package as it is: every file once, the tiers of the layout test, changes with files
+that exist; and the README is short.
+"""
+
+import re
+
+import pytest
+
+from tests.docs.markdown import ROOT, blocks, table_rows
+from tests.test_layout import TIERS
+
+DESIGN = (ROOT / "docs/design.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def files_of_tree(text: str) -> list[str]:
+    """Paths of the files in a drawn tree: two spaces a level, folders end in a slash, the rest of a line is a note."""
+    folders: list[str] = []
+    found = []
+    for line in filter(str.strip, text.splitlines()):
+        level, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders[level:] = [name] if name.endswith("/") else []
+        if not name.endswith("/"):
+            found.append("".join(folders) + name)
+    return found
+
+
+def package_files() -> list[str]:
+    """Python files and presets of the package, without `__init__`s below the root's."""
+    found = [p for p in (ROOT / "alpaca_ppo").rglob("*.*") if p.suffix in (".py", ".yaml")]
+    kept = [p for p in found if p.name != "__init__.py" or p.parent.name == "alpaca_ppo"]
+    return sorted(p.relative_to(ROOT).as_posix() for p in kept)
+
+
+def test_the_tree_names_every_file_once():
+    (tree,) = blocks(DESIGN, "docs/design.md", "text")
+    assert sorted(files_of_tree(tree.text)) == package_files()
+
+
+def test_every_file_of_the_tree_has_a_note():
+    (tree,) = blocks(DESIGN, "docs/design.md", "text")
+    assert [line for line in filter(str.strip, tree.text.splitlines()) if len(line.split()) < 2] == []
+
+
+def test_the_tiers_are_those_of_the_layout_test():
+    rows = table_rows(DESIGN, "tier")
+    drawn = [set(re.findall(r"`(\w+)`", row["holds"])) for row in rows]
+    assert drawn == [set(tier) for tier in reversed(TIERS)]
+
+
+def test_fifteen_changes_or_more_name_a_file():
+    rows = table_rows(DESIGN, "change")
+    assert len(rows) >= 15
+    assert [row["change"] for row in rows if not re.search(r"`alpaca_ppo/[\w/]+\.py`", row["open"])] == []
+
+
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_a_tree_is_read_by_its_indentation():
+    tree = "a/   notes\n  b.py  is b\n  c/\n    d.py  is d\n  e.py\n"
+    assert files_of_tree(tree) == ["a/b.py", "a/c/d.py", "a/e.py"]
+
+
+@pytest.mark.parametrize("first", ["what", "claim"])
+def test_tables_are_found_by_their_first_column(first):
+    text = "| what | n |\n|---|---|\n| x | 1 |\n\n| claim | n |\n|---|---|\n| y | 2 |\n| z | 3 |\n"
+    assert [row["n"] for row in table_rows(text, first)] == {"what": ["1"], "claim": ["2", "3"]}[first]

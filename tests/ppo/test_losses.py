@@ -1,0 +1,108 @@
+"""The terms of a micro-batch's loss, worked out by hand, and what is checked of registered losses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from alpaca_ppo import PPOConfig
+from alpaca_ppo.functional import Loss, aggregate_loss, masked_mean, register_policy_loss
+from alpaca_ppo.models import ActorCriticOutputs, IQNHead, ScalarHead
+from alpaca_ppo.ppo.losses import critic_terms, policy_terms, sample_value_taus
+from tests.registered import temporary_choices
+
+MASK = tensor([[True, True], [True, False]])
+
+
+def batch(**others: Tensor) -> Any:
+    tensors = {
+        "response_mask": MASK,
+        "logprobs": torch.full((2, 2), -1.0),
+        "ref_logprobs": tensor([[-1.5, -1.0], [-2.0, 0.0]]),
+        "advantages": tensor([[1.0, 2.0], [3.0, 0.0]]),
+        "returns": tensor([[1.0, 2.0], [4.0, 0.0]]),
+        "values": torch.zeros(2, 2),
+        "denominator": tensor(6.0),
+    }
+    return {**tensors, **others}
+
+
+def outputs(**others: Tensor) -> ActorCriticOutputs:
+    entropies, values = tensor([[0.5, 1.0], [1.5, 0.0]]), torch.zeros(2, 2)
+    tensors = {"logprobs": torch.full((2, 2), -1.0), "entropies": entropies, "values": values, "predictions": values}
+    return ActorCriticOutputs(**{**tensors, "value_means": None, **others})  # type: ignore[arg-type]
+
+
+def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
+    args = PPOConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="abs", entropy_coef=0.01)
+    loss, stats = policy_terms(outputs(), batch(), args)
+    # Ratio 1: -(1 + 2 + 3) / 6 = -1. KL: (0.5 + 0 + 1) / 6 = 0.25. Entropy: (0.5 + 1 + 1.5) / 6 = 0.5.
+    assert float(stats["loss/policy"]) == -1 and float(stats["loss/kl"]) == 0.25 and float(stats["loss/entropy"]) == 0.5
+    assert float(loss) == pytest.approx(-1 + 0.1 * 0.25 - 0.01 * 0.5)
+    # The weights of the responses multiply each term: 2 on the last response doubles its 3, 1 and 1.5.
+    weights = tensor([[1.0, 1.0], [2.0, 0.0]])
+    stats = policy_terms(outputs(), batch(loss_weights=weights), args)[1]
+    expected = pytest.approx([-1.5, 2.5 / 6, 0.75])
+    assert [float(stats[f"loss/{name}"]) for name in ("policy", "kl", "entropy")] == expected
+
+
+def test_the_critics_term_is_the_loss_of_its_head_times_vf_coef():
+    head = ScalarHead(4)
+    loss, stats = critic_terms(outputs(), batch(), head, PPOConfig(vf_coef=0.5))
+    # Half the squared errors 1, 4 and 16 over the denominator.
+    assert float(stats["loss/value"]) == 0.5 * 21 / 6 and float(loss) == 0.5 * 0.5 * 21 / 6
+    assert float(stats["val/error"]) == 7.0
+
+
+def test_value_taus_are_the_same_for_the_same_key_alone():
+    head = IQNHead(4, num_quantiles=5)
+    taus = sample_value_taus(head, 1, 2, 3)
+    assert taus is not None and taus.shape == (5,) and bool(((taus > 0) & (taus < 1)).all())
+    assert torch.equal(taus, sample_value_taus(head, 1, 2, 3))
+    assert not torch.equal(taus, sample_value_taus(head, 1, 3, 2))
+    assert sample_value_taus(ScalarHead(4), 1) is None and sample_value_taus(None, 1) is None
+
+
+def test_a_registered_policy_loss_gets_the_batch_and_its_stats_are_named_after_it():
+    with temporary_choices():
+
+        @register_policy_loss("reinforce")
+        def reinforce(
+            logprobs: Tensor,
+            old_logprobs: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            *,
+            args: Any,
+            weights: Tensor,
+            denominator: Tensor,
+        ) -> Loss:
+            losses = -args.cliprange * weights * advantages * logprobs
+            stats = {"drift": masked_mean(logprobs - old_logprobs, response_mask)}
+            return Loss(aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator), stats)
+
+        weights = tensor([[1.0, 1.0], [2.0, 0.0]])
+        args = PPOConfig(policy_loss="reinforce", cliprange=0.5)
+        loss, stats = policy_terms(outputs(logprobs=torch.full((2, 2), -3.0)), batch(loss_weights=weights), args)
+    # -0.5 * (1 + 2 + 2 * 3) * -3 / 6.
+    assert float(loss) == 2.25 and float(stats["policy/drift"]) == -2.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (tensor(1.0), r"returned a Tensor; it must return functional.Loss\(loss, stats\)"),
+        (Loss(torch.ones(2, 2), {}), r"returned loss of shape \(2, 2\); it must be a scalar tensor"),
+        (Loss(tensor(1.0), {"ratio": 1.0}), "returned ratio as a float; it must be a scalar tensor"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_a_registered_loss_returns_is_checked(returned: Any, message: str, monkeypatch: pytest.MonkeyPatch):
+    with temporary_choices():
+        register_policy_loss("mine")(lambda *args, **keywords: returned)
+        with pytest.raises(ValueError, match=f"the policy_loss 'mine' {message}"):
+            policy_terms(outputs(), batch(), PPOConfig(policy_loss="mine"))
+    head = ScalarHead(4)
+    monkeypatch.setattr(head, "loss", lambda *args, **keywords: returned)
+    with pytest.raises(ValueError, match=f"the loss of the critic 'scalar' {message}"):
+        critic_terms(outputs(), batch(), head, PPOConfig())

@@ -1,0 +1,230 @@
+"""`_generate` and `_score`: what a subclass may bring, what it must return, and where its tokens and scores end up."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.functional.rng import uniforms
+from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples
+from tests.tiny_models import EOS, PAD
+from tests.tiny_runs import metric_lines, tiny_trainer
+
+
+class HuggingFaceSampler(PPOTrainer):
+    """Takes tokens and log-probs from `model.generate` of transformers instead of the package's sampler."""
+
+    def _generate(self, prompts, sampling_params):
+        n, width = sampling_params.num_return_sequences, sampling_params.max_new_tokens
+        queries, masks = prompts["queries"], prompts["query_attn_masks"]
+        model = self.actor_critic.policy.model
+        model.eval()
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=queries,
+                attention_mask=masks,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=width,
+                num_return_sequences=n,
+                eos_token_id=EOS,
+                pad_token_id=PAD,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        model.train()
+        responses = torch.full((len(queries) * n, width), PAD)
+        new = out.sequences[:, queries.size(1) :]
+        responses[:, : new.size(1)] = new
+        ended = (responses == EOS).long().cumsum(dim=1)
+        mask = (ended - (responses == EOS).long()) == 0
+        logits = torch.stack(out.logits, dim=1).log_softmax(dim=-1)
+        logprobs = torch.zeros(responses.shape)
+        logprobs[:, : new.size(1)] = logits.gather(2, new.unsqueeze(2)).squeeze(2)
+        return {
+            "responses": torch.where(mask, responses, PAD),
+            "response_mask": mask,
+            "rollout_logprobs": torch.where(mask, logprobs, 0),
+            "stopped": ended[:, -1] > 0,
+        }
+
+
+def test_tokens_of_another_engine_train_and_their_log_probs_are_the_trainer_s(tmp_path):
+    torch.manual_seed(0)
+    trainer = tiny_trainer(
+        tmp_path, trainer_class=HuggingFaceSampler, adv_estimator="rloo", num_return_sequences=2, response_len=6
+    )
+    trainer.train()
+    lines = metric_lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2]
+    # exp(logprob - rollout_logprob) of the same tokens under the same weights.
+    assert all(abs(line["mismatch/ratio_max"] - 1) < 1e-4 for line in lines)
+    assert all(line["objective/response_length"] > 1 for line in lines)
+
+
+def holed(trainer_class=PPOTrainer, score=None):
+    """A trainer class whose responses have a hole: the second token is another's."""
+
+    class Holed(trainer_class):
+        def _generate(self, prompts, sampling_params):
+            samples = super()._generate(prompts, sampling_params)
+            mask = samples["response_mask"]
+            mask[:, 1] &= ~mask[:, 2]
+            samples["rollout_logprobs"] = torch.where(mask, samples["rollout_logprobs"], 0)
+            return samples
+
+    return Holed
+
+
+def positions(prompts, completions, completion_ids, **columns):
+    """Scores each token by its place among the chosen ones, from 1."""
+    return [[float(i + 1) for i in range(len(ids))] for ids in completion_ids]
+
+
+def test_token_rewards_stand_in_the_columns_of_their_tokens_beyond_a_hole(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=holed(), trainer_arguments={"reward_funcs": positions})
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    mask = rollouts["response_mask"]
+    with_hole = mask[:, 2]
+    assert with_hole.sum() >= 3
+    assert (rollouts["rewards"][with_hole][:, :3] == torch.tensor([1.0, 0.0, 2.0])).all()
+    assert_close(rollouts["rewards"], torch.where(mask, mask.cumsum(dim=1), 0).float())
+    trainer.train()
+
+
+def test_a_sample_may_have_a_prompt_of_its_own_and_further_tensors_of_a_row(tmp_path):
+    class Renamed(PPOTrainer):
+        def _generate(self, prompts, sampling_params):
+            samples = super()._generate(prompts, sampling_params)
+            samples["queries"] = torch.where(samples["query_attn_masks"] > 0, 7, samples["queries"])
+            return {**samples, "turns": torch.ones(len(samples["queries"]))}
+
+        def _score(self, samples, rows):
+            assert samples["turns"].shape == (len(rows),)
+            return super()._score(samples, rows)
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Renamed)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    assert set(rollouts["queries"][rollouts["query_attn_masks"] > 0].tolist()) == {7}
+    # The trainer's own pass reads the new prompts: the sampler's log-probs were of the old ones.
+    assert not torch.allclose(rollouts["logprobs"], rollouts["rollout_logprobs"], atol=1e-3)
+    assert "turns" in rollouts
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_scores_come_in_fixed_chunks_that_never_split_a_prompt_s_samples(chunk, tmp_path):
+    sizes = []
+
+    class Chunked(PPOTrainer):
+        score_chunk_prompts = chunk
+
+        def _score(self, samples, rows):
+            sizes.append(samples["prompt_ids"].tolist())
+            assert [row["prompt"] for row in rows][::2] == [row["prompt"] for row in rows][1::2]
+            return super()._score(samples, rows)
+
+    whole = tiny_trainer(tmp_path / "whole", num_return_sequences=2)
+    trainer = tiny_trainer(tmp_path / "chunks", trainer_class=Chunked, num_return_sequences=2)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    assert [len(ids) for ids in sizes] == {None: [20], 1: [2] * 10, 3: [6, 6, 6, 2]}[chunk]
+    assert all(ids[::2] == ids[1::2] for ids in sizes)
+    for key, value in whole.rollout(whole.prompt_batches(0)).items():
+        assert torch.equal(rollouts[key], value), key
+
+
+def test_the_random_keys_are_those_that_the_package_s_sampler_draws_with(tmp_path):
+    seen = {}
+
+    class Watching(PPOTrainer):
+        def _generate(self, prompts, sampling_params):
+            seen["keys"] = sampling_params.random_keys(prompts["prompt_ids"])
+            seen["samples"] = super()._generate(prompts, sampling_params)
+            return seen["samples"]
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Watching, num_return_sequences=2, response_len=1)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    levels = uniforms(seen["keys"], 0)
+    assert levels.shape == (20,) and levels.unique().numel() == 20
+    # The level of the uniform distribution falls into the chosen token's share of the cumulative distribution.
+    model = trainer.actor_critic.policy.model
+    with torch.no_grad():
+        logits = model(rollouts["queries"], attention_mask=rollouts["query_attn_masks"]).logits[:, -1].double()
+    cumulative = logits.softmax(dim=1).cumsum(dim=1)
+    chosen = rollouts["responses"]
+    upper = cumulative.gather(1, chosen).squeeze(1)
+    lower = torch.where(chosen.squeeze(1) > 0, cumulative.gather(1, (chosen - 1).clamp_min(0)).squeeze(1), 0)
+    assert bool(((levels > lower - 1e-6) & (levels < upper + 1e-6)).all())
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """Prompts, sampling parameters and samples of one rollout of two prompts with two samples."""
+    seen = {}
+
+    class Watching(PPOTrainer):
+        def _generate(self, prompts, sampling_params):
+            seen.update(prompts=prompts, sampling_params=sampling_params)
+            seen["samples"] = super()._generate(prompts, sampling_params)
+            return seen["samples"]
+
+    trainer = tiny_trainer(tmp_path_factory.mktemp("run"), trainer_class=Watching, num_return_sequences=2)
+    trainer.rollout(trainer.collate(trainer.train_prompts, [0, 1]))
+    return seen
+
+
+def drop(key):
+    return lambda samples: {name: value for name, value in samples.items() if name != key}
+
+
+def put(key, change):
+    return lambda samples: {**samples, key: change(samples[key].clone())}
+
+
+def emptied(mask):
+    mask[2] = False
+    return mask
+
+
+def infinite(logprobs):
+    logprobs[1, 0] = -torch.inf
+    return logprobs
+
+
+def right_padded(masks):
+    masks[1] = torch.tensor([1, 0, 0, 0])
+    return masks
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda samples: [], r"_generate\(\) returned its result as a list; it must return a dict with responses, "),
+        (drop("stopped"), r"_generate\(\) returned its result without stopped"),
+        (put("responses", lambda t: t[:, :2]), r"responses as a tensor of shape \(4, 2\).*of shape \(4, 5\): 2 rows"),
+        (put("queries", lambda t: t[:3]), r"queries as a tensor of shape \(3, 4\).*of shape \(4, 4\)"),
+        (put("response_mask", lambda t: t.long()), "response_mask as torch.int64; it must be bool"),
+        (put("response_mask", emptied), "response_mask without a chosen token in row 2"),
+        (put("query_attn_masks", right_padded), "query_attn_masks whose row 1 is not left-padded"),
+        (put("rollout_logprobs", infinite), "rollout_logprobs that are not finite under response_mask"),
+    ],
+)
+def test_what_generate_must_return(change, message, sampled):
+    with pytest.raises((ValueError, FloatingPointError), match=message):
+        complete_samples(change(sampled["samples"]), sampled["prompts"], sampled["sampling_params"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scores: None, r"_score\(\) returned its result as a NoneType; it must return a dict with scores, "),
+        (drop("rewards"), r"_score\(\) returned its result without rewards"),
+        (put("scores", lambda t: t[:1]), r"scores as a tensor of shape \(1,\).*must be a tensor of shape \(4,\)"),
+        (put("rewards", lambda t: torch.zeros(4, 2)), r"rewards as a tensor .*of shape \(4,\) or \(4, 5\)"),
+        (put("scores_by_source", lambda t: t[:3]), r"scores_by_source as a tensor of shape \(3, 1\)"),
+    ],
+)
+def test_what_score_must_return(change, message, sampled):
+    scores = {"scores": torch.zeros(4), "rewards": torch.zeros(4), "scores_by_source": torch.zeros(4, 1)}
+    assert check_scores(scores, sampled["samples"]) == scores
+    with pytest.raises(ValueError, match=message):
+        check_scores(change(scores), sampled["samples"])
