@@ -118,7 +118,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains with the options in `argv` (by default the command line) and writes the reward model to its `output_dir`."""
+    """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
     arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
     training.remove_unused_columns = False

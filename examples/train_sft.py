@@ -80,7 +80,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains with the options in `argv` (by default the command line) and writes the model to its `output_dir`."""
+    """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
