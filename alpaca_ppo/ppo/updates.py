@@ -299,7 +299,9 @@ def make_updater(
             "its own; set them there, or null critic_learning_rate"
         )
     total = sum(
-        optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
+        optimizer_steps(
+            schedule.num_prompts_at(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs
+        )
         for step in range(schedule.num_steps)
     )
     optimizer = optimizer or make_optimizer(actor_critic, args)
