@@ -28,7 +28,7 @@ def prompts(count: int = 40) -> Dataset:
 
 
 def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
-    """Ten prompts a step, step batches of 4, 4 and 2 rows, micro-batches of at most 3."""
+    """Ten prompts a step, in one epoch of step batches of 4, 4 and 2 rows, in micro-batches of at most 3."""
     settings: dict[str, Any] = {
         "output_dir": str(output_dir),
         "query_len": 4,
@@ -37,6 +37,7 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
         "rollout_per_device_batch_size": 4,
         "step_batch_size": 4,
         "step_per_device_batch_size": 3,
+        "ppo_epochs": 1,
         "total_episodes": 20,
         "learning_rate": 1e-3,
         "kl_coef": 0.05,

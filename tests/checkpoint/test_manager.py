@@ -96,7 +96,7 @@ def test_callbacks_see_the_best_when_a_checkpoint_is_saved(tmp_path):
 
 
 def evaluated(folder, metric, **overrides):
-    settings = {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": metric}
+    settings = {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": metric, "ppo_epochs": 2}
     return tiny_trainer(folder, **settings, trainer_arguments={"eval_dataset": prompts(5)}, **overrides)
 
 

@@ -25,6 +25,7 @@ from tests.warm_python import warm_python
 
 RUN = {
     "total_episodes": 30,
+    "ppo_epochs": 2,
     "save_steps": 2,
     "eval_steps": 2,
     "kl_controller": "proportional",

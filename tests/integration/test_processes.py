@@ -27,11 +27,11 @@ def save_reward_adapter(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-IQN = ("critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=0.001")
+IQN = ("ppo_epochs=2", "critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=0.001")
 GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 ADAPTER = ("lora=true", "critic_layout=adapter")
-SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,5]]", "max_skipped_updates=3")
+SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
 RUNS = {
     # 11 prompts at 10 a step leave one for the last step, and one rank without.
     "rank_without_prompts": ("total_episodes=11",),

@@ -15,7 +15,6 @@ from tests.tiny_runs import metric_lines
 
 COMMON = (
     "dtype=float32",
-    "ppo_epochs=1",
     "total_episodes=30",
     "save_steps=1",
     "eval_prompts=3",

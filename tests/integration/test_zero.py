@@ -20,8 +20,6 @@ from tests.integration.launching import start_tiny
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
 
-# Three optimizer steps a step, unless a run says otherwise.
-COMMON = {"dtype": "float32", "ppo_epochs": 1}
 ADAPTERS = {"lora": True, "critic_layout": "adapter"}
 RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
@@ -103,7 +101,7 @@ def write_reward_adapter(folder: Path) -> None:
 
 
 def flags(folder: Path, name: str) -> list[str]:
-    settings = {**COMMON, **RUNS[name]}
+    settings = {"dtype": "float32", **RUNS[name]}
     if "reward_adapter" in settings:
         settings["reward_adapter"] = str(folder / settings["reward_adapter"])
     return [

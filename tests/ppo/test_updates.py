@@ -87,7 +87,7 @@ def test_the_learning_rate_follows_its_schedule_over_optimizer_steps(tmp_path):
 
 
 def test_every_epoch_and_every_step_shuffles_its_rows_anew(tmp_path):
-    trainer = tiny_trainer(tmp_path)
+    trainer = tiny_trainer(tmp_path, ppo_epochs=2)
     seen = []
     original = trainer.updater.step
     trainer.updater.step = lambda rollouts, rows, *a, **k: (

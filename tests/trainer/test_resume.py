@@ -11,6 +11,7 @@ from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
 RUN = {
     "total_episodes": 50,
+    "ppo_epochs": 2,
     "save_steps": 2,
     "eval_steps": 2,
     "kl_controller": "proportional",
