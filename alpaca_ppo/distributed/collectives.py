@@ -1,4 +1,5 @@
-"""Every collective of the package: gathering rollouts and statistics, synchronizing ranks, reporting their errors.
+"""All collective operations of the package: gathering rollouts and statistics, synchronizing ranks, reporting
+their errors.
 
 Other modules see either one rank's rows or the global batch and do not depend on the number of processes.
 """
@@ -82,10 +83,10 @@ def is_lost_peer(error: Exception) -> bool:
 
 def any_rank(flag: bool, accelerator: Accelerator) -> bool:
     """Whether `flag` is True on any rank; all ranks get the same answer."""
-    return bool(largest(int(flag), accelerator))
+    return bool(max_int_over_ranks(int(flag), accelerator))
 
 
-def largest(number: int, accelerator: Accelerator) -> int:
+def max_int_over_ranks(number: int, accelerator: Accelerator) -> int:
     """The largest of the ranks' numbers: one all-reduce of one integer, cheap enough for every micro-batch."""
     if accelerator.num_processes == 1:
         return number

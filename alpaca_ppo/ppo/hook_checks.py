@@ -1,5 +1,5 @@
-"""What the trainer's hooks must return, checked where they return it, so that a mistake in a subclass is named by its
-hook instead of showing up in some tensor operation later.
+"""Checks of what the trainer's hooks return, so that an error names the hook at fault instead of showing up in a later
+tensor operation.
 """
 
 import math
@@ -19,7 +19,7 @@ SCORED = ("scores", "rewards", "scores_by_source")
 
 
 class NonFiniteUpdate(FloatingPointError):
-    """An optimizer step that was refused: weights, optimizer and schedule are as before it.
+    """An optimizer step that was skipped: weights, optimizer and schedule are unchanged.
 
     Args:
         cause: which loss term of which rank, or the gradient's norm.
@@ -28,28 +28,27 @@ class NonFiniteUpdate(FloatingPointError):
 
     def __init__(self, cause: str, prompt_ids: Sequence[int]) -> None:
         super().__init__(
-            f"{cause}: the update was refused and the weights are as before it. Prompts of the batch: "
+            f"{cause}: the update was skipped and the weights are unchanged. Prompts of the batch: "
             f"{list(prompt_ids)}. Look for a learning_rate that is too high, or for non-finite values in a custom hook"
         )
         self.cause, self.prompt_ids = cause, list(prompt_ids)
 
 
 def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
-    """What `_generate` returned, checked, and completed by `queries`, `query_attn_masks`, `prompt_ids`, `sample_ids`.
+    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
 
     Args:
-        samples: of the hook; `queries` and `query_attn_masks` are those of `prompts` where it leaves them out.
-        prompts: what the hook got, P prompts.
-        sampling_params: what the hook got; each prompt has its `num_return_sequences` (n) rows next to one another.
+        samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
+        prompts: the P prompts that the hook was called with.
+        sampling_params: those that the hook was called with; each prompt has its `num_return_sequences` (n) rows next
+            to one another.
 
     Raises:
-        ValueError: for a missing key, another shape than (P * n, R) with R = max_new_tokens, a response without a
-            chosen token, or a prompt that is not left-padded or not as wide as before.
+        ValueError: for a missing key, a shape other than (P * n, R) with R = max_new_tokens, a response without a
+            chosen token, or a prompt that is not left-padded, or whose width differs from `prompts`.
         FloatingPointError: for log-probs under the mask that are not finite.
     """
-    if not isinstance(samples, Mapping) or (missing := [key for key in SAMPLED if key not in samples]):
-        lacks = f"without {', '.join(missing)}" if isinstance(samples, Mapping) else f"as {_described(samples)}"
-        raise ValueError(f"_generate() returned its result {lacks}; it must return a dict with {', '.join(SAMPLED)}")
+    _check_keys("_generate", samples, SAMPLED)
     n = sampling_params.num_return_sequences
     rows, width = len(prompts["rows"]) * n, prompts["queries"].size(1)
     shapes = dict.fromkeys(SAMPLED, (rows, sampling_params.max_new_tokens)) | {"stopped": (rows,)}
@@ -57,7 +56,7 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         **samples,
-        # Rows are those of the prompts in their order, whatever the hook returned under these names.
+        # Always computed from `prompts`; values that the hook returned under these names are ignored.
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
         "sample_ids": torch.arange(n).repeat(len(prompts["rows"])),
     }
@@ -95,15 +94,13 @@ def _check_rows(samples: Mapping[str, Tensor]) -> None:
 
 
 def check_scores(scores: Any, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `_score` returned for the C rows of `samples`, checked.
+    """The checked result of `_score` for the C rows of `samples`.
 
     Raises:
-        ValueError: for a missing key, or another shape than `scores` (C,), `rewards` (C,) or (C, R) and
+        ValueError: for a missing key, or a shape other than `scores` (C,), `rewards` (C,) or (C, R) and
             `scores_by_source` (C, sources).
     """
-    if not isinstance(scores, Mapping) or (missing := [key for key in SCORED if key not in scores]):
-        lacks = f"without {', '.join(missing)}" if isinstance(scores, Mapping) else f"as {_described(scores)}"
-        raise ValueError(f"_score() returned its result {lacks}; it must return a dict with {', '.join(SCORED)}")
+    _check_keys("_score", scores, SCORED)
     rows, width = samples["responses"].shape
     allowed: dict[str, list[tuple[int, ...]]] = {"scores": [(rows,)], "rewards": [(rows,), (rows, width)]}
     for key, value in scores.items():
@@ -115,10 +112,10 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def check_rollouts(rollouts: Any) -> None:
-    """Every entry of what `rollout` returned must be a tensor with one row for each response.
+    """Checks that every entry of what `rollout` returned is a tensor with one row for each response.
 
     Raises:
-        ValueError: names the entry that is not.
+        ValueError: if one is not; names the entry.
     """
     if not isinstance(rollouts, dict) or not isinstance(rollouts.get("responses"), Tensor):
         raise ValueError(
@@ -134,20 +131,19 @@ def check_rollouts(rollouts: Any) -> None:
 
 
 def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tuple[str, ...]) -> None:
-    """Puts what `hook` returned into `rollouts`.
+    """Checks what `hook` returned and adds it to `rollouts`.
 
     Args:
         rollouts: changed in place.
         hook: the method's name.
-        returned: a dictionary of tensors with one row a response; what `required` names is (B, R).
+        returned: a dictionary of tensors with one row per response; those in `required` are (B, R).
         required: keys that it must have.
 
     Raises:
         ValueError: for a missing key, or a tensor of another shape.
+        FloatingPointError: for values under the mask that are not finite.
     """
-    if not isinstance(returned, Mapping) or (missing := [key for key in required if key not in returned]):
-        lacks = f"without {', '.join(missing)}" if isinstance(returned, Mapping) else f"as {_described(returned)}"
-        raise ValueError(f"{hook}() returned its result {lacks}; it must return a dict with {', '.join(required)}")
+    _check_keys(hook, returned, required)
     shape = rollouts["responses"].shape
     for key, value in returned.items():
         wanted = shape if key in required else shape[:1]
@@ -164,7 +160,7 @@ def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tupl
 
 
 def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
-    """Says which terms (`loss/*` in `stats`) keep `loss` from being finite; None where it is."""
+    """Describes which terms (`loss/*` in `stats`) make `loss` non-finite; None if `loss` is finite."""
     if bool(torch.isfinite(loss.detach())):
         return None
     terms = {name: float(value) for name, value in stats.items() if name.startswith("loss/") and name != "loss/total"}
@@ -173,16 +169,23 @@ def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
 
 
 def check_loss(loss: Any) -> None:
-    """What `compute_loss` returned first must be a number that a gradient flows from.
+    """Checks that the loss returned by `compute_loss` is a scalar tensor with a gradient.
 
     Raises:
         ValueError: when it is not.
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ValueError(
-            f"compute_loss() returned its loss as {_described(loss)}; it must be a scalar tensor with a gradient, and "
-            "come first in a pair (loss, stats)"
+            f"compute_loss() returned {_described(loss)} as the loss; it must return a pair (loss, stats) whose loss "
+            "is a scalar tensor with a gradient"
         )
+
+
+def _check_keys(hook: str, returned: Any, required: tuple[str, ...]) -> None:
+    is_mapping = isinstance(returned, Mapping)
+    if not is_mapping or (missing := [key for key in required if key not in returned]):
+        found = f"a dict without {', '.join(missing)}" if is_mapping else _described(returned)
+        raise ValueError(f"{hook}() returned {found}; it must return a dict with {', '.join(required)}")
 
 
 def _described(value: Any) -> str:

@@ -187,11 +187,11 @@ def test_a_resumed_run_that_had_nothing_left_to_do_still_knows_its_figures(tmp_p
 def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_before_the_run_does(tmp_path):
     class Twice(PPOTrainer):
         def step(self, prompt_batches):
-            rollouts = self._estimated_rollouts(prompt_batches)
+            rollouts = self._rollouts_with_advantages(prompt_batches)
             rows = torch.arange(4)
             self.updater.step(rollouts, rows, self.compute_loss, policy_unchanged=True)
             os.kill(os.getpid(), signal.SIGTERM)
-            stats = self.step_with_rollouts(self._estimated_rollouts(prompt_batches))
+            stats = self.step_with_rollouts(self._rollouts_with_advantages(prompt_batches))
             return self.record_step_stats(stats, rollouts, self.state.global_step)
 
     with pytest.raises(Interrupted):
@@ -281,7 +281,7 @@ def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is
     # 15: the forked child was ended by the signal, as it would have been without us.
     assert done.stdout.split() == ["one", "request", "15"]
     assert time.monotonic() - start < 60
-    assert "SIGTERM: saving, then ending" in done.stderr
+    assert "SIGTERM: saving a checkpoint and exiting" in done.stderr
 
 
 def load_extra(folder):

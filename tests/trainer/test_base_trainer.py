@@ -180,6 +180,7 @@ def test_a_state_of_ones_own_is_saved_and_resumed_and_missed_by_another_trainer(
     resumed.train(resume_from_checkpoint=True)
     assert [line["own/steps"] for line in metric_lines(tmp_path)] == [1.0, 2.0, 3.0]
     with pytest.raises(
-        ValueError, match="holds the state of counter, kl_controller, progress, .* has kl_controller, progress; resume"
+        ValueError,
+        match="holds the components counter, kl_controller, progress, .* has kl_controller, progress; resume",
     ):
         tiny_trainer(tmp_path, total_episodes=40, **run).train(resume_from_checkpoint=True)

@@ -198,8 +198,8 @@ def right_padded(masks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda samples: [], r"_generate\(\) returned its result as a list; it must return a dict with responses, "),
-        (drop("stopped"), r"_generate\(\) returned its result without stopped"),
+        (lambda samples: [], r"_generate\(\) returned a list; it must return a dict with responses, "),
+        (drop("stopped"), r"_generate\(\) returned a dict without stopped"),
         (put("responses", lambda t: t[:, :2]), r"responses as a tensor of shape \(4, 2\).*of shape \(4, 5\): 2 rows"),
         (put("queries", lambda t: t[:3]), r"queries as a tensor of shape \(3, 4\).*of shape \(4, 4\)"),
         (put("response_mask", lambda t: t.long()), "response_mask as torch.int64; it must be bool"),
@@ -216,8 +216,8 @@ def test_what_generate_must_return(change, message, sampled):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda scores: None, r"_score\(\) returned its result as a NoneType; it must return a dict with scores, "),
-        (drop("rewards"), r"_score\(\) returned its result without rewards"),
+        (lambda scores: None, r"_score\(\) returned a NoneType; it must return a dict with scores, "),
+        (drop("rewards"), r"_score\(\) returned a dict without rewards"),
         (put("scores", lambda t: t[:1]), r"scores as a tensor of shape \(1,\).*must be a tensor of shape \(4,\)"),
         (put("rewards", lambda t: torch.zeros(4, 2)), r"rewards as a tensor .*of shape \(4,\) or \(4, 5\)"),
         (put("scores_by_source", lambda t: t[:3]), r"scores_by_source as a tensor of shape \(3, 1\)"),
