@@ -142,7 +142,7 @@ def join_scores(parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor) ->
     Raises:
         ValueError: if `_score` returned other keys for one chunk than for another.
     """
-    keys = [set(part) for part in parts]
+    keys: list[set[Any]] = [set(part) for part in parts]
     if different := sorted(set.union(*keys) - set.intersection(*keys)):
         raise ValueError(f"_score() returned {', '.join(different)} for some of its chunks only; return them for all")
     rewards = [part["rewards"] for part in parts]
