@@ -86,8 +86,8 @@ class PreemptionHandler:
     def for_rollout(
         self,
         engine: Engine,
-        backend: str,
         *,
+        stops_before_tokens: bool,
         can_stop: bool = True,
         on_rows: Callable[[int], Any] = lambda rows: None,
     ) -> "RolloutPoll":
@@ -95,14 +95,14 @@ class PreemptionHandler:
 
         Args:
             engine: the policy's; it decides whether ranks run their forward passes in lockstep.
-            backend: the sampler's; it decides whether all ranks can stop together before a token.
+            stops_before_tokens: whether the generation backend can stop before any token, on all ranks at once.
             can_stop: False if a checkpoint saved now could not be resumed exactly; the rollout is then run to its end.
             on_rows: called with the number of responses that are finished.
         """
         return RolloutPoll(
             self if can_stop else None,
             synced_forwards=engine.synced_forwards,
-            stops_before_tokens=backend == "decode",
+            stops_before_tokens=stops_before_tokens,
             on_rows=on_rows,
         )
 
