@@ -70,9 +70,9 @@ def prepare(data: str, folder: Path, *, sft_rows: int, test_rows: int, seed: int
 def measure(model: Path, reference: Path, rows: Dataset, *, do_sample: bool, seed: int = 0) -> dict[str, float]:
     """Returns how the model in the folder `model` answers `rows`, with one response per row.
 
-    `well_formed` and `correct` are the fractions of rows whose response stopped by itself and ends with a well-formed,
-    or the correct, result. `standard_error` is that of `well_formed`. `length` is in tokens. `kl` is the KL to the
-    model in the folder `reference`, in nats per response (for sampled responses an unbiased estimate).
+    `well_formed` and `correct` are the fractions of rows whose response ended with a stop token and ends with a
+    well-formed, or the correct, result. `standard_error` is that of `well_formed`. `length` is in tokens. `kl` is the
+    KL to the model in the folder `reference`, in nats per response (for sampled responses an unbiased estimate).
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy, prior = Policy(load_causal_lm(str(model))).eval(), Policy(load_causal_lm(str(reference))).eval()

@@ -170,8 +170,8 @@ def _step_peak(trainer: PPOTrainer) -> int:
         trainer.step(trainer.prompt_batches(1))
         return torch.cuda.max_memory_allocated()
     live = LiveBytes()
-    live.see_all()
-    live.restart()
+    live.track_all()
+    live.reset_peak()
     with live:
         trainer.step(trainer.prompt_batches(1))
     return live.peak

@@ -4,7 +4,7 @@ memory-table`.
 A column is a model with random weights and its batch; a row is a layout. Every row has a reward model: a frozen
 classifier of its own, in the last row an adapter on the policy's base. Each cell runs in its own process and shows the
 peak of the second step (live tensors on a CPU, torch.cuda.max_memory_allocated on a GPU) with the estimate of
-`alpaca_ppo.estimate_memory`, or the estimate alone if there is not enough memory (on a CPU: for a billion weights or
+`alpaca_ppo.estimate_memory`, or only the estimate if there is not enough memory (on a CPU: for a billion weights or
 more). Writes `examples/memory_table.md` and, if all shapes are chosen, the table in docs/memory.md.
 
     python -m examples.memory_table --shapes llama-7b qwen2.5-7b     # on a GPU: only the two 7B shapes
@@ -98,7 +98,7 @@ def describe(columns: dict[str, dict[str, Any]], device: str) -> str:
     """What the columns are, and how they were measured."""
     what = "bytes of live tensors" if device == "CPU" else "torch.cuda.max_memory_allocated"
     lines = [
-        f"The peak memory of one PPO step, measured on a {device} ({what}) where it has room, else estimated by "
+        f"The peak memory of one PPO step, measured on a {device} ({what}) if memory suffices, otherwise estimated by "
         "`alpaca_ppo.estimate_memory`. Weights are random. Every row but the last has a reward model of the policy's "
         "size; in the last row it is an adapter. In the bfloat16 columns the first row keeps float32 weights and runs "
         "its passes in bfloat16. Written by `make memory-table`.",
@@ -115,7 +115,7 @@ def describe(columns: dict[str, dict[str, Any]], device: str) -> str:
 
 
 def write_between_markers(path: Path, text: str) -> None:
-    """Replaces what stands between the two markers in the file at `path` by `text`."""
+    """Replaces what is between the two markers in the file at `path` by `text`."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")

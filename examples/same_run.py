@@ -185,13 +185,13 @@ Rows = Mapping[tuple[str, str, int], tuple[Difference, float]]
 def report(rows: Rows, kl: Mapping[str, float]) -> str:
     """The Markdown table of differences and seconds. `kl` is that of each reference run's last step, in nats."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
-    moved = ", ".join(f"{TRAINED[trained][0]} {value:.2f}" for trained, value in kl.items())
+    changed = ", ".join(f"{value:.2f} nats ({TRAINED[trained][0]})" for trained, value in kl.items())
     lines = [
         f"{STEPS} steps of {ROWS} prompts on a small random Llama in float32, each run compared with the one on one "
         f"process in micro-batches of {MICRO_BATCHES[-1]}. Metrics: largest difference in the first step, relative if "
         "the metric is above 1. Weights: norm of the difference over the norm, for the worst tensor of the final "
-        f"policy and critic. The policy has moved: its KL per response at the end is {moved} nats. "
-        f"Seconds include the start of the program, on {os.cpu_count()} CPU cores, one thread a process; {packages}; "
+        f"policy and critic. The policy has changed: its final KL per response is {changed}. "
+        f"Seconds include the start of the program, on {os.cpu_count()} CPU cores, one thread per process; {packages}; "
         "`python -m examples.same_run`.",
         "",
         "| trained | processes | micro-batch | responses that differ | metrics | weights | seconds |",

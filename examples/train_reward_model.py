@@ -5,7 +5,7 @@
 The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Ouyang et al., arXiv:2203.02155, eq. 1). The output
 folder is an `AutoModelForSequenceClassification` with one label and its tokenizer, and `train_ppo.py
 --reward_model_name_or_path` scores a response exactly as it was scored here: prompt and completion as one text, or as
-messages through the chat template. The score stands at the last token that is not the pad token; a tokenizer without
+messages through the chat template. The score is read at the last token that is not the pad token; a tokenizer without
 one pads with eos, so that a text is scored before the eos that it ends with, here and wherever the folder is loaded.
 Every argument of `transformers.TrainingArguments` is a flag too; with `--use_peft` the folder is an adapter, which
 `train_ppo.py --reward_adapter` puts on the policy's base.
@@ -118,7 +118,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains as `argv` (the command line by default) says and writes the reward model to its `output_dir`."""
+    """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
     arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
     training.remove_unused_columns = False

@@ -58,7 +58,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
     """Rows of `input_ids`, `labels` (prompt tokens ignored, the eos learned) and `length`, none above `max_length`.
 
     Raises:
-        ValueError: when the completion column is missing, a completion is no text, or no row fits.
+        ValueError: when the completion column is missing, a completion is not text, or no row fits.
     """
     column = arguments.completion_column
     if column not in dataset.column_names:
@@ -80,7 +80,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains as `argv` (the command line by default) says and writes the model to its `output_dir`."""
+    """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)

@@ -120,7 +120,7 @@ class AdapterSet:
                 layer._gradient_checkpointing_func = function
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """Adds an adapter `name`, initialized by PEFT (to a product of zero). PEFT may write into `config`.
+        """Adds an adapter `name`, initialized by PEFT (to a product of zero). PEFT may modify `config`.
 
         An adapter of that name that an earlier run added to the same model is replaced.
 
@@ -150,13 +150,13 @@ class AdapterSet:
         if trained_on and here and trained_on != here:
             warnings.warn(
                 f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; on other weights "
-                "its scores are meaningless, so make sure that both names stand for the same weights",
+                "its scores are meaningless, so make sure that both names refer to the same weights",
                 stacklevel=2,
             )
         self.add(name, config, trainable=False)
         tensors = load_file(weights_file("reward_adapter", folder))
         try:
-            # Checked as PEFT resolved it on this base: older names may stand for expert parameters now.
+            # Checked as PEFT resolved it on this base: PEFT may resolve older layer names to expert parameters.
             lora_config(config, f"reward_adapter {folder}")
             self._fill(name, folder, {key: value for key, value in tensors.items() if not is_head(key)})
         except ValueError:
@@ -168,7 +168,7 @@ class AdapterSet:
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
         if different := sorted(expected ^ set(given)):
             raise ValueError(
-                f"the adapter in {folder} does not fit {type(self.model).__name__}: it lacks, or has in excess, "
+                f"the adapter in {folder} does not fit {type(self.model).__name__}: missing or unexpected weights: "
                 f"{', '.join(different[:3])}; use an adapter that was trained on this base model"
             )
         set_peft_model_state_dict(self.peft, given, adapter_name=name)

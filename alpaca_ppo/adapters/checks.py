@@ -67,7 +67,7 @@ def _check_parameters(peft: Any, model: PreTrainedModel, config: LoraConfig) -> 
         names = sorted(resolved.target_modules) or linear
         raise ValueError(
             f"target_modules (--lora_target_modules) is {_listed(wanted)}, which on {type(model).__name__} adapts the "
-            f"parameters {reached} of its experts or their router; such adapters cannot be switched off, merged and "
+            f"parameters {reached} of its experts or their router; such adapters cannot be switched off, merged or "
             f"exported here: name only linear layers, such as {names}"
         )
 
@@ -176,7 +176,8 @@ def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     if not isinstance(head, nn.Linear) or any(True for _ in head.named_children()):
         raise ValueError(
             f"the adapter adapts the language-model head (target_modules {config.target_modules}, modules_to_save "
-            f"{config.modules_to_save}), whose logits are computed from its weight alone, in chunks; leave the head out"
+            f"{config.modules_to_save}), but logits are computed in chunks from the head's base weight, which ignores "
+            "an adapter; leave the head out"
         )
 
 

@@ -1,4 +1,6 @@
-"""Saved adapters, in a folder or on the hub: their kind, and whether they fit a base, before any model is loaded.
+"""Saved adapters, in a folder or on the hub: what kind they are, and whether they fit a base; checked before any model
+is loaded.
+
 
 Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened.
 """

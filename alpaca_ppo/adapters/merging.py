@@ -1,4 +1,6 @@
-"""Merges the policy's adapter into the stored base, of which a half-precision run holds only a rounded copy.
+"""Merges the policy's adapter into the base as stored on disk.
+
+A half-precision run holds only a rounded copy of that base.
 
 Writing the merged model to a folder is in `checkpoint.export`.
 """

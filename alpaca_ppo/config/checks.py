@@ -1,4 +1,4 @@
-"""Combinations of options that `PPOConfig` refuses. What a single value may be stands beside its field.
+"""Combinations of options that `PPOConfig` refuses. The range of a single value is declared with its field.
 
 What the configuration must know of an estimator, a loss or a critic comes from `registry`, so that the checks hold for
 those that a user registers too.
@@ -10,10 +10,12 @@ from typing import Any
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
-"""Values of `reference` that are no path or hub id."""
+"""Values of `reference` that are not a path or hub id."""
 
 MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes"),)
-"""Groups of options of which at most one may be set. On the command line, one of them replaces another in the file."""
+"""Groups of options of which at most one may be set. On the command line, one of them overrides another that is set in
+the file.
+"""
 
 _CRITIC_ONLY = (
     "critic",

@@ -13,7 +13,7 @@ _INTRODUCTION = """\
 # Configuration
 
 Every option is a flag of `examples/train_ppo.py` and a key of its YAML file: `--config run.yaml`. A flag
-wins over the file; `null` is the absence of a value, in the file and on the command line. `--config trl`
+overrides the file; `null` means "not set", in the file and on the command line. `--config trl`
 reads the preset of that name. In Python, the options are the fields of the dataclasses below. An estimator,
 loss, critic or backend that a file in `import_modules` registers is valid wherever built-in names are listed.
 

@@ -1,6 +1,8 @@
-"""Fields of a configuration: a dataclass field carries its help text, its group and its bounds, and is checked by them.
+"""Fields of a configuration: a dataclass field carries its help text, its group and the bounds against which its value
+is checked.
 
-What one value may be is declared here, beside the field. What two values may not be together is in `checks`.
+
+The range of a single value is declared with its field; forbidden combinations are in `checks`.
 """
 
 import dataclasses
@@ -68,13 +70,13 @@ class Option:
 
     @property
     def entry_kinds(self) -> tuple[Any, ...] | None:
-        """The types of a list's entries; None where the field is no list."""
+        """The types of a list's entries; None if the field is not a list."""
         lists = [typing.get_args(kind)[0] for kind in self.kinds if typing.get_origin(kind) is list]
         return _members(lists[0]) if lists else None
 
 
 METADATA = ("group", "bounds", "registry")
-"""Keys of a field's metadata that belong to this module; `HfArgumentParser` would hand them on to argparse."""
+"""Keys of a field's metadata that belong to this module; `HfArgumentParser` would pass them on to argparse."""
 
 
 def argument(

@@ -126,7 +126,8 @@ class _FlagParser(HfArgumentParser):
             settings["help"] += f" One of {', '.join(option.registry.names)}."
         if isinstance(settings.get("type"), types.UnionType):
             settings["type"] = _number_or_text
-        # A field of three kinds reads "none" itself, as a word: TrainingArguments.report_to.
+        # In fields that also accept other types (TrainingArguments.report_to), "none" is a value of its own and is not
+        # converted to None.
         if option.nullable and len(option.kinds) == 1 and "type" in settings:
             settings["type"] = _or_null(settings["type"])
             if option.choices:
@@ -136,7 +137,7 @@ class _FlagParser(HfArgumentParser):
         return self._sections[option.group].add_argument(*names, **settings)
 
     def read(self, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """The flags that `arguments` hold, without defaults, and the arguments that are no flag."""
+        """The flags that `arguments` hold, without defaults, and the arguments that are not flags."""
         absent = argparse.Namespace(**dict.fromkeys(self._options, _ABSENT))
         parsed, unknown = self.parse_known_args(arguments, absent)
         given = {name: value for name, value in vars(parsed).items() if value is not _ABSENT}

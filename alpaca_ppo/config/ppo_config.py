@@ -1,9 +1,10 @@
 """`PPOConfig`, the options of a training run: validated once, then frozen.
 
-Options that `transformers.TrainingArguments` has too keep their name and meaning; AlpacaFarm's options keep theirs. A
-step is one rollout and the updates on it, and `logging_steps`, `save_steps` and `eval_steps` count those. Bounds stand
-beside each field; combinations are checked in `checks`. Nothing here depends on models, devices or the number of
-processes.
+Options that also exist in `transformers.TrainingArguments` or in AlpacaFarm keep their name and meaning. One step is
+one rollout plus the updates on it; `logging_steps`, `save_steps`, `eval_steps` and `critic_warmup_steps` count such
+steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names `step_batch_size` and
+`step_per_device_batch_size` is an optimizer step too. Bounds are declared with each field; combinations are checked in
+`checks`. Nothing here depends on models, devices or the number of processes.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class PPOConfig:
         0, "Steps between two checkpoints; 0 = only the final model is saved.", at_least=0, group="Checkpoints"
     )
     save_total_limit: int | None = argument(
-        None, "Checkpoints to keep, the newest and the best among them (with 1, both are kept); null = all.", at_least=1
+        None,
+        "Number of checkpoints to keep, including the newest and the best (1 keeps both); null = all.",
+        at_least=1,
     )
     metric_for_best_model: str | None = argument(
         None, "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept."
@@ -85,7 +88,9 @@ class PPOConfig:
     num_return_sequences: int = argument(1, "Responses sampled for each prompt.", at_least=1)
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
-    step_per_device_batch_size: int = argument(8, "Responses per micro-batch on one device.", at_least=1)
+    step_per_device_batch_size: int = argument(
+        8, "Responses per micro-batch of an optimizer step, on one device.", at_least=1
+    )
     ppo_epochs: int = argument(2, "Passes over each step's rollouts.", at_least=1)
 
     response_len: int = argument(300, "Maximum length of a response, in tokens.", at_least=1, group="Generation")
@@ -169,9 +174,17 @@ class PPOConfig:
     kl_controller: Literal["fixed", "proportional", "horizon"] = argument(
         "fixed", "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593)."
     )
-    target_kl: float = argument(6.0, "KL that the controllers aim at, in nats per sequence.", above=0)
+    target_kl: float = argument(
+        6.0,
+        "Target of the KL controllers, in nats per sequence. It does not stop the updates early, as target_kl does in "
+        "Stable-Baselines3: that is target_kl_stop.",
+        above=0,
+    )
     k_beta: float = argument(
-        0.1, "Gain of the proportional controller; at 5 a single step could make kl_coef negative.", above=0, below=5
+        0.1,
+        "Gain of the proportional controller; must be below 5, or a single step could make kl_coef negative.",
+        above=0,
+        below=5,
     )
     kl_horizon: int = argument(10000, "Horizon of the horizon controller, in responses.", at_least=1)
     use_kl_loss: bool = argument(
@@ -204,7 +217,9 @@ class PPOConfig:
         None, "Learning rate of the critic; null = learning_rate.", at_least=0
     )
     critic_warmup_steps: int = argument(
-        0, "First steps in which only the critic is trained; the learning-rate schedule counts them.", at_least=0
+        0,
+        "Number of initial PPO steps in which only the critic is trained; the learning-rate schedule counts them.",
+        at_least=0,
     )
     init_value_with_reward: bool = argument(
         False,

@@ -1,6 +1,6 @@
 """Loading a dataset of prompts by name: a file, a folder, or a hub id.
 
-Leaves out streaming, because the schedule needs the number of prompts.
+Streaming is not supported, because the schedule needs the number of prompts.
 """
 
 from pathlib import Path

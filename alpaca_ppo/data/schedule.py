@@ -65,7 +65,7 @@ class PromptSchedule:
         indices: list[int] = seeded_permutation(self.num_prompts, self.seed, epoch)[start:stop].tolist()
         return indices
 
-    def rows(self, step: int) -> int:
+    def num_prompts_at(self, step: int) -> int:
         """Returns the number of prompts of `step` without building the permutation."""
         epoch, within = divmod(step, self._steps_per_epoch)
         start = within * self.rollout_batch_size

@@ -42,7 +42,7 @@ class DeepSpeedState:
         self._device, self._is_main_process = device, is_main_process
 
     def weights(self) -> dict[str, Tensor]:
-        """As `TrainState.weights`; trained weights are float32. Ranks that write no checkpoint get meta tensors."""
+        """As `TrainState.weights`; trained weights are float32. Ranks that write no checkpoints get meta tensors."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         names = saved_names(self._module)

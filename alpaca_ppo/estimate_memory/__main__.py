@@ -45,7 +45,11 @@ def _verdict(result: dict[str, Any]) -> list[str]:
         lines.append(f"  {change['change']:<45}{change['peak'] / GIB:>9.2f}{mark}")
     if recommended is None:
         together = result["all_changes"]
-        verdict = "all of them together fit" if together["fits"] else "not even all together fit: use a smaller model"
+        verdict = (
+            "all of them together fit"
+            if together["fits"]
+            else "even all of them together do not fit: use a smaller model"
+        )
         peak = f"{together['peak'] / GIB:.2f} GiB with {'; '.join(together['changes'])}"
         lines.append(f"no single change is enough; {verdict} ({peak})")
     return lines

@@ -22,7 +22,7 @@ from alpaca_ppo.models.factory import check_merge
 
 GIB = 2**30
 RESERVE_GIB = 1.0
-"""Not available for tensors on an accelerator: its context, the workspaces of kernels, fragmentation."""
+"""GiB of an accelerator's memory that tensors cannot use: CUDA context, kernel workspaces, fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EstimateArguments(ScriptArguments):
     zero_stage: int = argument(0, "DeepSpeed ZeRO stage, 1 to 3; 0 = none.", at_least=0, at_most=3)
     device_gib: float | None = argument(
         None,
-        f"Memory of a device in GiB, of which {RESERVE_GIB:g} is not available for tensors: does the run fit?",
+        f"Memory of a device in GiB, of which {RESERVE_GIB:g} is reserved; the output then shows whether the run fits.",
         above=RESERVE_GIB,
     )
     json: bool = argument(False, "Print JSON, in bytes, instead of a table.")

@@ -1,6 +1,6 @@
 """The models of a run with fake tensors, which have a shape but no memory.
 
-They are built from configurations alone, by the same code that builds a run's models, with few decoder layers. Patches
+They are built only from configurations, by the same code that builds a run's models, with few decoder layers. Patches
 for what transformers and torch do differently with fake tensors are at the end.
 """
 
@@ -27,7 +27,8 @@ from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
 
 Measurements = dict[str, float]
-"""Bytes (or counts) by name, such as `policy/weights`; each grows with the layers of the model before "/"."""
+"""Bytes (or counts) by name, such as `policy/weights`; each depends on the number of layers of the model
+named before the "/"."""
 
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4)."""

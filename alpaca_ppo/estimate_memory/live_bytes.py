@@ -38,11 +38,11 @@ class LiveBytes(TorchDispatchMode):
         if func in self._answers:
             return self._answers[func]
         result = func(*args, **(kwargs or {}))
-        self.see(result)
+        self.track(result)
         return result
 
-    def see(self, tensors: Any) -> None:
-        """Counts the tensors in `tensors`, a nest of containers, that are not counted yet.
+    def track(self, tensors: Any) -> None:
+        """Counts the tensors in `tensors`, nested containers, that are not counted yet.
 
         Tensors on the meta device have no memory and are skipped.
         """
@@ -50,14 +50,14 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage())
 
-    def see_all(self) -> None:
+    def track_all(self) -> None:
         """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
         gc.collect()
         # Not isinstance, which would trigger the imports of lazily loaded library modules.
-        self.see([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+        self.track([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
 
-    def restart(self) -> None:
-        """Restarts `peak` at the bytes alive now."""
+    def reset_peak(self) -> None:
+        """Resets `peak` to the bytes alive now."""
         self.peak = self.live
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -66,10 +66,10 @@ class LiveBytes(TorchDispatchMode):
             return
         size = storage.nbytes()
         # torch keeps one Python object per storage for as long as the storage lives.
-        self._storages[key] = weakref.ref(storage, partial(self._gone, key, size))
+        self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int, size: int, _: Any) -> None:
+    def _on_freed(self, key: int, size: int, _: Any) -> None:
         del self._storages[key]
         self.live -= size

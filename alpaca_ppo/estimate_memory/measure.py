@@ -39,7 +39,8 @@ from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.policy import response_states
 
-# A model that asks whether a batch has padding is answered "yes", so that it does not drop its attention mask.
+# The result of the operation by which a model tests a batch for padding: always "has padding", so that it keeps its
+# attention mask.
 _ANSWERS = {torch.ops.aten._local_scalar_dense.default: 0}
 _GROWTH = 65
 """Tokens by which the sampler's cache grows at a time (`generation.kv_cache`): the new one and 64 free columns."""
@@ -150,7 +151,7 @@ class _Passes:
     def of(self, run: FakeRun, *, with_reward_adapter: bool) -> Measurements:
         """Bytes above the weights, by pass and cause."""
         modules = [run.actor_critic, *run.rewards, *([] if run.reference is None else [run.reference.policy])]
-        self._live.see([[*module.parameters(), *module.buffers()] for module in modules])
+        self._live.track([[*module.parameters(), *module.buffers()] for module in modules])
         found = self._rollout(run.actor_critic.policy.model)
         for i, reward in enumerate(run.rewards):
             found[f"reward{i}/score"] = self._score(reward)
@@ -160,13 +161,13 @@ class _Passes:
             return found | self._train(run.actor_critic)
 
     def _begin(self) -> None:
-        self._live.restart()
+        self._live.reset_peak()
         self._base = self._live.live
 
     def _peak(self) -> float:
         """Peak bytes above those at `_begin`, since the last call."""
         peak = float(self._live.peak - self._base)
-        self._live.restart()
+        self._live.reset_peak()
         return peak
 
     def _autocast(self) -> Any:

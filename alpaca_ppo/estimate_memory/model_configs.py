@@ -1,4 +1,4 @@
-"""What an estimate reads: the models' configurations and DeepSpeed's file, with the checks that the run makes."""
+"""Reads the input of an estimate: the models' configurations and DeepSpeed's file, with the run's own checks."""
 
 from collections.abc import Mapping
 from typing import Any

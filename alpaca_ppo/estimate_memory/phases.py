@@ -123,7 +123,7 @@ class _Step:
             # Autocast drops its copies of policy and critic before the reference's pass.
             casts = 0.0 if name == "reference" else casts
             held = self._held("log-probs", casts + own + self._only_during(name))
-            yield from self._pass(f"{name}/eval", held, less=own)
+            yield from self._pass(f"{name}/eval", held, double_counted=own)
             casts += own
 
     def _only_during(self, name: str) -> float:
@@ -149,16 +149,16 @@ class _Step:
             )
 
     def _running(self, name: str) -> str:
-        """The model whose weights the pass `name` reads: a critic without a backbone of its own reads the policy's."""
+        """The model whose weights the pass `name` reads: a critic without its own backbone reads the policy's."""
         own_backbone = name == "critic" and self._args.critic_layout == "separate"
         return "critic" if own_backbone else "policy"
 
     def _pass(
-        self, name: str, held: PhaseMemory, *, less: float = 0.0, backbone_gradients: float | None = None
+        self, name: str, held: PhaseMemory, *, double_counted: float = 0.0, backbone_gradients: float | None = None
     ) -> Iterator[PhaseMemory]:
-        """The moments of a pass; `less` are bytes that both it and the weights in `held` count."""
+        """The moments of a pass; `double_counted` bytes are included both in the pass and in the weights of `held`."""
         unpacked = self._measured["policy/unpacked"]
         backbone, saved, head = (self._measured[f"{name}.{part}"] for part in ("backbone", "saved", "head"))
         in_decoder = held if backbone_gradients is None else replace(held, gradients=backbone_gradients)
-        yield replace(in_decoder, activations=backbone - less + unpacked)
-        yield replace(held, activations=saved - less, logits=head - saved)
+        yield replace(in_decoder, activations=backbone - double_counted + unpacked)
+        yield replace(held, activations=saved - double_counted, logits=head - saved)

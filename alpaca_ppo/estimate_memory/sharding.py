@@ -41,7 +41,7 @@ class Gradients:
     """Bytes of gradients around one backward pass.
 
     Attributes:
-        before: before it, and while it goes through the head.
+        before: before the backward pass, and while it goes through the head.
         during: while it goes through the decoder.
         after: at its end, when its activations have been freed.
     """
@@ -148,7 +148,7 @@ class DeviceMemory:
         """The gradients around one of the backward passes of a micro-batch.
 
         Args:
-            passes: of a micro-batch, in order: "critic" and "policy", or "policy" alone, which then has all gradients.
+            passes: of a micro-batch, in order: "critic" and "policy", or only "policy", which then has all gradients.
             place: index of the pass.
             single: whether the micro-batch is the only one of its optimizer step.
         """

@@ -1,6 +1,6 @@
 """The mathematics of PPO as pure functions of tensors, and the decorators that register estimators and losses.
 
-The modules import torch, the standard library and `alpaca_ppo.registry` alone. Masks are bool, True = counts; entries
+The modules import only torch, the standard library and `alpaca_ppo.registry`. Masks are bool, True = counts; entries
 where the mask is False, NaN included, affect neither results nor gradients. Half-precision inputs are computed and
 returned in float32, float64 inputs in float64. No function modifies its inputs or communicates with other processes.
 """

@@ -27,7 +27,7 @@ class Advantages(NamedTuple):
     advantages: Tensor
     """Weights of the policy's log-probabilities in its loss."""
     returns: Tensor
-    """Targets of the critic where there is one; returns-to-go otherwise."""
+    """Targets of the critic if there is one; returns-to-go otherwise."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AdvantageInputs:
     response_mask: Tensor
     """(B, R) bool, True = a token the policy chose."""
     scores: Tensor | None = None
-    """(B,) float32: the reward of each response before the KL penalty; (B, R) where the reward is given per token."""
+    """(B,) float32: the reward of each response before the KL penalty; (B, R) if the reward is given per token."""
     prompt_ids: Tensor | None = None
     """(B,) int64: the index of the prompt in its dataset, equal for responses to the same prompt."""
     baseline_scores: Tensor | None = None
@@ -218,7 +218,7 @@ def _group_sum(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _group_min(values: Tensor, member: Tensor, group: Tensor) -> Tensor:
-    """(B,): for each row, the smallest of `values` over the members of its group; infinity where it has none."""
+    """(B,): for each row, the smallest of `values` over the members of its group; infinity if it has none."""
     infinity = torch.full_like(values, torch.inf)
     return infinity.scatter_reduce(0, group, torch.where(member, values, infinity), "amin")[group]
 

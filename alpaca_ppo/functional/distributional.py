@@ -96,7 +96,7 @@ def c51_loss(
         The loss, and the stats `edge_mass` (predicted probability of the first and last atom together; if it is large,
         the support may be too narrow), `outside_support` (fraction of returns that were clamped), `error` (mean squared
         difference of predicted mean and unclamped return) and `vpred` (average of the predicted means) over the masked
-        tokens of this call; 0 where there are none.
+        tokens of this call; 0 if there are none.
 
     Raises:
         ValueError: for fewer than two atoms, when v_min is not below v_max, for an unknown mode, and for shapes that
@@ -167,7 +167,7 @@ def quantile_huber_loss(
     Returns:
         The loss, and the stats `error` (mean squared difference of the mean quantile and the return) and `vpred` (mean
         of the quantiles; for sampled taus an estimate of the mean of the distribution) over the masked tokens of this
-        call; 0 where there are none.
+        call; 0 if there are none.
 
     Raises:
         ValueError: when kappa is not positive, for an unknown mode, and for shapes that differ.
@@ -202,8 +202,8 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float) -> Tensor:
     """The mean of the lower `alpha` tail (CVaR) of the distribution that K quantiles at `quantile_midpoints` represent;
     for alpha = 1 the mean of the distribution.
 
-    Each quantile has the mass 1/K. The one at the boundary of the tail counts with the part of its mass inside the
-    tail:
+    Each quantile has the mass 1/K. The one at the boundary of the tail is weighted by the part of its mass that
+    lies inside the tail:
 
         cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
 

@@ -36,7 +36,8 @@ def register_kl_estimator(name: str) -> Callable[[KLEstimator], KLEstimator]:
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """The KL estimate of each token, in nats. With d = logprobs - ref_logprobs:
 
-    - `k1` = d: unbiased, of either sign; positive where the policy likes the token more than the reference does;
+    - `k1` = d: unbiased, of either sign; positive where the policy gives the token a higher
+      probability than the reference does;
     - `abs` = |d|; `k2` = d^2 / 2, whose expected gradient is that of the KL;
     - `k3` = exp(-d) - 1 + d: unbiased and never negative; -d is clamped to +-20 and the result to at most 10;
     - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward; for reproducing AlpacaFarm;

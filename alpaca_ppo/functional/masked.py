@@ -1,7 +1,7 @@
 """Means, variances and loss sums over the True entries of a mask.
 
 Every function selects the True entries with `torch.where` before any arithmetic, so a NaN elsewhere changes neither a
-result nor a gradient. Nothing here communicates between processes: where a sum must be divided by a count over the
+result nor a gradient. Nothing here communicates between processes: if a sum must be divided by a count over the
 whole optimizer step, the caller passes that count as `denominator`.
 """
 
@@ -28,7 +28,7 @@ class Loss(NamedTuple):
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """`values` as float32, or unchanged where they are float64 already."""
+    """`values` as float32, or unchanged if they are float64 already."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -53,7 +53,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 where no entry is True.
+    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 if no entry is True.
 
     Args:
         values: any shape.

@@ -211,7 +211,7 @@ def rollout_correction_weights(
         log_ratio, counted = log_ratio.sum(dim=1, keepdim=True), response_mask.any(dim=1, keepdim=True)
     weights = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp_max(threshold)
     if normalize:
-        # The mean is 0 only where no token counts; all weights are 0 then.
+        # The mean is 0 only if no token counts; all weights are 0 then.
         weights = weights / masked_mean(weights, counted)
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 

@@ -1,4 +1,4 @@
-"""Random numbers that depend on integer keys alone, never on how often or in which order they are asked for.
+"""Random numbers that depend only on integer keys, never on how often or in which order they are drawn.
 
 Two kinds: `stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, prompt,
 sample, position); `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such as the order
@@ -43,7 +43,7 @@ def uniforms(keys: Tensor, position: int) -> Tensor:
 
 
 def seeded_generator(*key: int) -> torch.Generator:
-    """A generator on the CPU, seeded by the integers in `key` alone."""
+    """A generator on the CPU, seeded only by the integers in `key`."""
     state = 0
     for part in key:
         # A linear mix modulo a Mersenne prime gives (0, 1) and (1, 0) different seeds; a sum would not.
@@ -52,7 +52,7 @@ def seeded_generator(*key: int) -> torch.Generator:
 
 
 def seeded_permutation(size: int, *key: int) -> Tensor:
-    """A permutation of range(size) that is a function of the integers in `key` alone; (size,) int64 on the CPU."""
+    """A permutation of range(size) that is a function of only the integers in `key`; (size,) int64 on the CPU."""
     return torch.randperm(size, generator=seeded_generator(*key))
 
 

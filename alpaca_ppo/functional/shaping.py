@@ -15,7 +15,7 @@ class ShapedRewards(NamedTuple):
     shaped_rewards: Tensor
     """Score and KL penalty together."""
     non_score_rewards: Tensor
-    """The KL penalty alone: -kl_coef * kl."""
+    """Only the KL penalty: -kl_coef * kl."""
     kl: Tensor
     """The KL estimate of each token, in nats."""
 

@@ -20,7 +20,8 @@ def value_loss(
 
         loss = 0.5 * aggregate(max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2))
 
-    Clipping follows PPO2 of OpenAI Baselines and has no paper behind it; None leaves the plain squared error.
+    Clipping follows PPO2 of OpenAI Baselines and is not described in a paper; with None the loss is the plain
+    squared error.
 
     Args:
         vpreds: (B, R), the critic's predictions, which receive the gradient.
@@ -34,7 +35,7 @@ def value_loss(
 
     Returns:
         The loss, and the stats `clipfrac` (fraction of tokens whose clipped error is the larger), `error` (mean squared
-        error before clipping) and `vpred` (mean prediction) over the masked tokens of this call; 0 where there are
+        error before clipping) and `vpred` (mean prediction) over the masked tokens of this call; 0 if there are
         none.
 
     Raises:

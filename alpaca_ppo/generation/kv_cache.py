@@ -1,6 +1,7 @@
 """The key-value cache of the decode loop: rows can be dropped, and a step writes into preallocated columns.
 
-Leaves out static caches, which `torch.compile` would need, and recurrent states, from which rows cannot be dropped.
+Does not support static caches, which `torch.compile` would need, or recurrent states, from which rows cannot
+be dropped.
 """
 
 import inspect

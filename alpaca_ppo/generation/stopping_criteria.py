@@ -33,7 +33,7 @@ class StopRule:
         self._truncate_after = truncate_after
 
     def __call__(self, tokens: Tensor, position: int) -> Tensor:
-        """Returns (N,) bool: True where a token of `tokens` (N,), at position `position` (from 0), ends its row."""
+        """Returns (N,) bool: True if a token of `tokens` (N,), at position `position` (from 0), ends its row."""
         ends = self._stop_or_truncate_ids if position >= self._truncate_after else self._stop_ids
         return (tokens.unsqueeze(1) == ends).any(dim=1)
 

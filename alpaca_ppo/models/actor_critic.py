@@ -152,9 +152,9 @@ class ActorCritic(nn.Module):
         adapters = self.policy.adapters
         assert adapters is not None
         # The caller may have made the adapter active for the backward pass too (`critic_active`).
-        outlived = torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE
+        needs_recompute_context = torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE
         with self.critic_active():
-            if not outlived:
+            if not needs_recompute_context:
                 return self.policy.states(packed)
             with adapters.recompute_with_active_adapter():
                 return self.policy.states(packed)

@@ -1,5 +1,5 @@
-"""The heads of critics: a head reads values from hidden states, owns the loss that trains it, and describes itself in
-its folder. A new kind of critic is one class with `register_critic_head`.
+"""The heads of critics: a head computes values from hidden states, defines its own loss, and stores its settings in its
+folder. A new kind of critic is one class with `register_critic_head`.
 
 Heads compute in float32 at least, whatever the dtype of the backbone and of their own weights (DeepSpeed makes those
 bfloat16 in a bfloat16 run). The built-in heads start at the value 0, so that the first advantages are the returns
@@ -66,7 +66,7 @@ class CriticHead(nn.Module, ABC):
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """A new head with the options that `args` names. `configure` sets what is not stored in the head's folder."""
+        """A new head with the options given in `args`. `configure` sets what is not stored in the head's folder."""
         return cls(hidden_size)
 
     @classmethod
@@ -75,7 +75,7 @@ class CriticHead(nn.Module, ABC):
         return cls(hidden_size, **settings)
 
     def settings(self) -> dict[str, Any]:
-        """The options that shape the weights or give them their meaning; JSON values, stored in the head's folder."""
+        """The options needed to rebuild the head for its saved weights; JSON values, stored in the head's folder."""
         return {}
 
     def configure(self, args: PPOConfig) -> None:
@@ -122,7 +122,7 @@ class CriticHead(nn.Module, ABC):
 
     def score_weight(self) -> Tensor | None:
         """(1, H): the weight of a sequence classifier's linear layer `score` whose logits are this head's values; None
-        where no such layer gives them. A critic that has it is saved as a sequence classifier.
+        if the values are not such a linear function. A critic that has it is saved as a sequence classifier.
         """
         return None
 
@@ -279,7 +279,7 @@ class C51Head(CriticHead):
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
         self.linear = _zero_linear(hidden_size, num_atoms)
         atoms = c51_atoms(num_atoms, v_min=v_min, v_max=v_max, dtype=torch.float64)
-        self.linear.bias.data.copy_(_start(atoms))
+        self.linear.bias.data.copy_(_initial_logits(atoms))
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
@@ -401,7 +401,7 @@ class QuantileHead(_QuantileCritic):
 class IQNHead(_QuantileCritic):
     """The quantile function of the return, Z(s, tau) = w . (h(s) * phi(tau)) + b(tau) (arXiv:1806.06923, equation 4).
 
-    phi(tau) = relu(W cos(pi i tau) + c), i = 0 .. embedding_dim - 1. w and b start at 0, so every quantile does.
+    phi(tau) = relu(W cos(pi i tau) + c), i = 0 .. embedding_dim - 1. w and b start at 0, so every quantile starts at 0.
     The paper samples levels for each state. Here the tokens of an optimizer step share them, so that phi is (K, H)
     and not (N, K, H); the expected gradient is the same.
 
@@ -474,7 +474,7 @@ def _zero_linear(inputs: int, outputs: int) -> HeadLinear:
     return linear
 
 
-def _start(atoms: Tensor) -> Tensor:
+def _initial_logits(atoms: Tensor) -> Tensor:
     """Logits (num_atoms,) of 0.999 * softmax(t * atoms) + 0.001 * uniform, with the t that brings the mean nearest to
     0.
 

@@ -60,7 +60,7 @@ def make_actor_critic(
 
     Raises:
         ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
-            another vocabulary than the policy; when an `ActorCritic` differs from what `args` describe; for adapters
+            a vocabulary other than the policy's; when an `ActorCritic` differs from what `args` describe; for adapters
             that this package cannot handle; and for options of adapters without adapters, or of loading for a model in
             memory.
     """
@@ -160,7 +160,7 @@ def check_merge(args: PPOConfig, *, has_adapters: bool) -> None:
 
 
 def _skeleton(name: str, args: PPOConfig) -> Any:
-    """The model `name` on the meta device; None where there is no such model, an error that loading it reports."""
+    """The model `name` on the meta device; None if there is no such model; loading it later reports the error."""
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError):
@@ -193,8 +193,8 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
         raise ValueError(
             f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
-            "be trained, where small updates are lost to rounding. Use LoRA (peft_config, --use_peft), or dtype: "
-            "float32 with bf16: true"
+            "be trained; in this precision small updates are lost to rounding. Use LoRA (peft_config, --use_peft), or "
+            "dtype: float32 with bf16: true"
         )
     return language_model
 

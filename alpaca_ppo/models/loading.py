@@ -116,7 +116,8 @@ def _load_complete(
     if info["missing_keys"]:
         raise ValueError(
             f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}, which "
-            "would be initialized at random: it was saved as another kind of model; use one that was saved as this kind"
+            "would be initialized at random: the checkpoint is of a different model class; use one saved as "
+            f"{type(model).__name__}"
         )
     loaded: PreTrainedModel = model
     return loaded

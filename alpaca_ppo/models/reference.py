@@ -60,7 +60,7 @@ class AdapterReference:
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Yields the policy itself, which computes as the reference inside the block."""
+        """Yields the policy, which acts as the reference inside the block."""
         with self.adapters.active(self.adapter):
             yield self.policy
 

@@ -1,6 +1,6 @@
 """Checks that a run's token ids and sequence lengths fit a model: its embeddings and its positions.
 
-They need the model's configuration, but no forward pass. Checks of the configuration alone are in `config.checks`.
+They need the model's configuration, but no forward pass. Options are checked in `config`.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def _first_without_embedding(model: PreTrainedModel, tokenizer: Any) -> str | No
     in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     added, rows = tokenizer.added_tokens_decoder, _num_embeddings(model)
     for token, i in tokenizer.get_vocab().items():
-        # The last token of Gemma 3's tokenizer stands for an image; its text-only models have no embedding for it.
+        # The last token of Gemma 3's tokenizer represents an image; its text-only models have no embedding for it.
         unused = i in added and added[i].special and i not in in_use and token not in str(tokenizer.chat_template)
         if i >= rows and not unused:
             return f"{token!r} (id {i})"

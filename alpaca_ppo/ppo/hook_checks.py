@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.functional.masked import zero_outside
+from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -69,13 +71,15 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
                 f"{n} rows for each of the {len(prompts['rows'])} prompts"
             )
     _check_rows(complete)
-    return complete
+    return {key: value.cpu() for key, value in complete.items()}
 
 
 def _check_rows(samples: Mapping[str, Tensor]) -> None:
     mask, attention = samples["response_mask"], samples["query_attn_masks"].bool()
-    if mask.dtype != torch.bool:
-        raise ValueError(f"_generate() returned response_mask as {mask.dtype}; it must be bool, True = a chosen token")
+    dtypes = {"responses": torch.long, "queries": torch.long, "response_mask": torch.bool, "stopped": torch.bool}
+    for key, dtype in dtypes.items():
+        if samples[key].dtype != dtype:
+            raise ValueError(f"_generate() returned {key} as {samples[key].dtype}; it must be {dtype}")
     if bool((empty := ~mask.any(dim=1)).any()):
         raise ValueError(
             f"_generate() returned a response_mask without a chosen token in row {int(empty.nonzero()[0])}; every "
@@ -93,22 +97,64 @@ def _check_rows(samples: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_scores(scores: Any, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The checked result of `_score` for the C rows of `samples`.
+def score_chunks(num_rows: int, samples_per_prompt: int, chunk_prompts: int | None) -> list[slice]:
+    """The rows of each call of `_score`: those of `chunk_prompts` prompts, or all of them.
 
     Raises:
-        ValueError: for a missing key, or a shape other than `scores` (C,), `rewards` (C,) or (C, R) and
-            `scores_by_source` (C, sources).
+        ValueError: if `chunk_prompts` is below 1.
+    """
+    if chunk_prompts is not None and chunk_prompts < 1:
+        raise ValueError(f"score_chunk_prompts is {chunk_prompts}; it must be at least 1, or None for all prompts")
+    size = num_rows if chunk_prompts is None else chunk_prompts * samples_per_prompt
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int) -> dict[str, Tensor]:
+    """The checked result of `_score` for the C rows of `samples`; (C, R) rewards are zeroed outside `response_mask`.
+
+    Raises:
+        ValueError: for a missing key, a key of the samples, or a shape other than `scores` (C,), `rewards` (C,) or
+            (C, R) and `scores_by_source` (C, num_sources).
     """
     _check_keys("_score", scores, SCORED)
+    if taken := sorted(set(scores) & set(samples)):
+        raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
     rows, width = samples["responses"].shape
-    allowed: dict[str, list[tuple[int, ...]]] = {"scores": [(rows,)], "rewards": [(rows,), (rows, width)]}
+    allowed: dict[str, list[tuple[int, ...]]] = {
+        "scores": [(rows,)],
+        "rewards": [(rows,), (rows, width)],
+        "scores_by_source": [(rows, num_sources)],
+    }
     for key, value in scores.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape not in allowed.get(key, [(rows, *shape[1:])]):
             wanted = " or ".join(str(one) for one in allowed.get(key, [(rows, "...")]))
             raise ValueError(f"_score() returned {key} as {_described(value)}; it must be a tensor of shape {wanted}")
-    return dict(scores)
+    if scores["rewards"].dim() == 1:
+        return dict(scores)
+    return {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])}
+
+
+def join_scores(parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor) -> dict[str, Tensor]:
+    """The scores of all chunks as tensors of all rows. If some chunks have rewards per token and others per response,
+    a response's reward goes to its last chosen token.
+
+    Raises:
+        ValueError: if `_score` returned other keys for one chunk than for another.
+    """
+    keys: list[set[Any]] = [set(part) for part in parts]
+    if different := sorted(set.union(*keys) - set.intersection(*keys)):
+        raise ValueError(f"_score() returned {', '.join(different)} for some of its chunks only; return them for all")
+    rewards = [part["rewards"] for part in parts]
+    if any(part.dim() == 2 for part in rewards):
+        masks = response_mask.split([len(part) for part in rewards])
+        rewards = [part if part.dim() == 2 else _on_last(part, mask) for part, mask in zip(rewards, masks, strict=True)]
+    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "rewards"}
+    return {**joined, "rewards": torch.cat(rewards)}
+
+
+def _on_last(rewards: Tensor, mask: Tensor) -> Tensor:
+    return rewards.new_zeros(mask.shape).scatter(1, last_token_index(mask).unsqueeze(1), rewards.unsqueeze(1))
 
 
 def check_rollouts(rollouts: Any) -> None:

@@ -184,41 +184,37 @@ class RolloutCollector:
             if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
                 prepare(source.model)
 
-    def gather(
-        self,
-        engine: Engine,
-        batches: Sequence[PromptBatch],
-        collect: Callable[[PromptBatch], dict[str, Tensor]],
-        *,
-        dummy_prompts: Callable[[int], PromptBatch],
-        samples_per_prompt: int,
-        poll: RolloutPoll,
-    ) -> Rollouts:
-        """Calls `collect` on this rank's prompts and returns the rows of all ranks, on the CPU, in the prompts' order.
+    def local_prompts(
+        self, engine: Engine, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
+    ) -> PromptBatch | None:
+        """This rank's prompts as one batch; None if it has none.
 
-        If forward passes need every rank (`engine.synced_forwards`), ranks with fewer prompts than others also collect
-        dummies, whose rows are dropped. Otherwise, a rank without prompts does not call `collect`.
+        If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
+        after its own, so that all ranks make the same passes.
 
         Args:
             engine: of the policy.
             batches: this rank's prompts.
-            collect: returns the rows of a prompt batch.
             dummy_prompts: returns the given number of dummy prompts.
-            samples_per_prompt: rows of each prompt.
-            poll: checks for signals; a rank that stops early is reported to the others here, and all of them raise.
         """
-        count = sum(len(batch["rows"]) for batch in batches)
         if engine.synced_forwards:
+            count = sum(len(batch["rows"]) for batch in batches)
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
-        local = None
-        with poll.rollout():
-            found = collect(merge_prompt_batches(batches)) if batches else {}
-            local = {key: value[: count * samples_per_prompt] for key, value in found.items() if count}
-        rows: Any = gather_rows(local, self.accelerator, samples_per_prompt=samples_per_prompt)
-        if rows is None:
+        return merge_prompt_batches(batches) if batches else None
+
+    def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll) -> Rollouts:
+        """The rows of all ranks, on the CPU, in the prompts' order.
+
+        Args:
+            rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout.
+            samples_per_prompt: rows of each prompt.
+            poll: of the rollout; if any rank was stopped, all of them raise here.
+        """
+        gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
+        if gathered is None:
             poll.raise_on_all_ranks()
-        gathered: Rollouts = rows
-        return gathered
+        rollouts: Rollouts = gathered
+        return rollouts
 
     def sample(
         self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll

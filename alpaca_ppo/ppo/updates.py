@@ -56,8 +56,8 @@ class Updater:
         """Optimizer steps taken by this object."""
         self._inside_step = False
         self._faults: list[str] = []
-        self._weight_at_backward: list[Tensor] = []
-        self._weight_in_loss: list[Tensor] = []
+        # For each early backward pass of the critic: the weight it was run with, and the weight in the returned loss.
+        self._critic_weights: list[tuple[list[Tensor], list[Tensor]]] = []
         self._ratio_warned = self._edges_warned = False
 
     @property
@@ -126,7 +126,7 @@ class Updater:
             self._check_critic_weight()
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
-        stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
+        stepped = target_kl_stop is None or freeze_policy or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
         if stepped:
             norm = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
             stats.add({"policy/grad_norm": norm}, tokens=1)
@@ -181,13 +181,16 @@ class Updater:
 
         def backward(terms: Terms) -> Terms:
             loss, stats = terms
+            at_backward: list[Tensor] = []
+            in_loss: list[Tensor] = []
+            self._critic_weights.append((at_backward, in_loss))
             # The hook receives d(backpropagated loss)/d(critic's loss): 1, times the engine's scale.
-            loss.register_hook(self._weight_at_backward.append)
+            loss.register_hook(at_backward.append)
             self.engine.backward(loss)
             # The returned loss contains this detached copy. In its backward pass the hook receives the weight that
             # `compute_loss` gave to the copy, times the same scale. `_check_critic_weight` compares the two.
             detached = loss.detach().requires_grad_()
-            detached.register_hook(self._weight_in_loss.append)
+            detached.register_hook(in_loss.append)
             return detached + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
 
         with self.engine.no_sync(), actor_critic.critic_active():
@@ -200,14 +203,13 @@ class Updater:
             ValueError: if `compute_loss` scaled or dropped it, so that the critic's gradient would not match the
                 returned loss.
         """
-        at_backward, in_loss = self._weight_at_backward, self._weight_in_loss
-        self._weight_at_backward, self._weight_in_loss = [], []
-        if not at_backward or self._faults:
+        pairs, self._critic_weights = self._critic_weights, []
+        if self._faults:
             return
         # The engine's scale cancels. Without an entry in `in_loss`, the term was dropped and its weight is 0.
-        weight = float(sum(in_loss)) / float(at_backward[0])
-        # If the weight is not finite, neither is the gradient norm, and the update is skipped anyway.
-        if math.isfinite(weight) and weight != 1.0:
+        weights = [float(sum(in_loss)) / float(at_backward[0]) for at_backward, in_loss in pairs]
+        # If a weight is not finite, neither is the gradient norm, and the update is skipped anyway.
+        for weight in (weight for weight in weights if math.isfinite(weight) and weight != 1.0):
             raise ValueError(
                 f"compute_loss() returned a loss in which the critic's part has the weight {weight:g}, but its "
                 "backward pass has already been run with weight 1; set separate_critic_backward = False in your "
@@ -221,9 +223,15 @@ class Updater:
             whole.merge(part)
         return whole
 
-    def _approx_kl(self, stats: StatsAccumulator) -> float:
-        """KL(old || new) of one optimizer step's rows on all ranks, in nats per token (k3); 0 without the metric."""
-        return self.merge_over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
+    def _approx_kl(self, stats: StatsAccumulator, target_kl_stop: float) -> float:
+        """KL(old || new) of one optimizer step's rows on all ranks, in nats per token (k3)."""
+        measured = self.merge_over_ranks(stats).compute(1)
+        if "policy/approx_kl_k3" not in measured:
+            raise ValueError(
+                f"target_kl_stop is {target_kl_stop}, but the policy loss measured no approx_kl_k3; add it to the "
+                "statistics that the loss returns, or set target_kl_stop: null"
+            )
+        return measured["policy/approx_kl_k3"]
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
         """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the support of a
@@ -315,7 +323,9 @@ def make_updater(
             "own learning rates; set them there, and set critic_learning_rate: null"
         )
     total = sum(
-        optimizer_steps(schedule.rows(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs)
+        optimizer_steps(
+            schedule.num_prompts_at(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs
+        )
         for step in range(schedule.num_steps)
     )
     optimizer = optimizer or make_optimizer(actor_critic, args)

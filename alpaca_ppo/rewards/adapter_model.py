@@ -1,6 +1,6 @@
 """A reward model that is a LoRA adapter on the policy's base model.
 
-Leaves out training such an adapter; `examples/train_reward_model.py --use_peft` does that.
+Such an adapter is trained with `examples/train_reward_model.py --use_peft`.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ class AdapterClassifier(nn.Module):
 
     The base's parameters are shared with the policy; only the head belongs to this module. Its logits equal those of
     transformers' classifier with the same adapter: the score is read at the last token that is not the pad id, on
-    whichever side a row is padded. If eos is also the pad id, that is the token before the final eos. A row of pad ids
-    only is scored at its first token.
+    whichever side a row is padded. If eos is also the pad id, that is the token before the final eos. A row that
+    contains only pad ids is scored at its first token.
 
     Args:
         adapters: the policy's adapters; the reward adapter is loaded beside them.

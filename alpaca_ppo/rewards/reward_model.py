@@ -1,6 +1,6 @@
 """A sequence classifier as a reward source, with its own tokenizer and chat template; padding does not change a score.
 
-Leaves out reward models sharded over devices. A reward adapter on the policy's base is in `adapter_model`.
+Reward models sharded over devices are not supported. A reward adapter on the policy's base is in `adapter_model`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,8 @@ class ModelReward:
         """Returns the B scores. The model scores in eval mode, in batches of similar length.
 
         Raises:
-            RewardError: if a row is too long for the model, or is messages and the tokenizer has no chat template.
+            RewardError: if a row is too long for the model, or consists of messages although the
+                tokenizer has no chat template.
         """
         sequences = self._tokenize(batch)
         scores = torch.zeros(len(batch), dtype=torch.float32)

@@ -34,7 +34,7 @@ class RewardResult(NamedTuple):
     belongs to `completion_ids[k]`, T is the length of the longest `completion_ids`, and entries after a row's last
     token are 0. A sequence's score is then on the row's last token."""
     by_source: dict[str, Tensor]
-    """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN where it returned None."""
+    """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN if it returned None."""
 
 
 class RewardScorer:

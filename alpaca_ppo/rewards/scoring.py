@@ -31,12 +31,12 @@ def score_responses(
         samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
             bool, on the CPU; other keys are ignored.
         rows: the dataset row of each of the B responses, with its `prompt`.
-        penalty: replaces the reward of a response that did not stop; a per-token reward becomes zero but for the last
-            chosen token, which gets the penalty. None keeps the reward.
+        penalty: replaces the reward of a response that did not stop; a per-token reward becomes zero everywhere
+            except at the last chosen token, which gets the penalty. None keeps the reward.
 
     Returns:
         scores (B,) float32, summed over the sources, before the penalty; rewards (B,) float32, or (B, R) if a source
-        scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN where a source returned
+        scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
         None.
 
     Raises:

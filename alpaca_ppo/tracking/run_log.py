@@ -29,7 +29,7 @@ _TABLE_FOLDERS = ("rollouts", "eval")
 
 
 def tracker_names(report_to: Sequence[str]) -> list[str]:
-    """Returns the trackers in `report_to` without duplicates, in its order; "all" stands for every installed tracker.
+    """Returns the trackers in `report_to` without duplicates, in its order; "all" means every installed tracker.
 
     Raises:
         ValueError: for a tracker that Accelerate does not support or whose package is not installed, and for "none"
@@ -39,7 +39,8 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
     if "none" in report_to:
         if set(report_to) != {"none"}:
             raise ValueError(
-                f"report_to is {list(report_to)}; 'none' cannot be combined with other trackers, so remove it or them"
+                f"report_to is {list(report_to)}; 'none' cannot be combined with other trackers; remove 'none', or the "
+                "others"
             )
         return []
     names = [name for entry in report_to for name in (installed if entry == "all" else [entry])]
@@ -241,9 +242,9 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> No
     found = metrics_identity(output_dir, step)
     if found["lines"] and found != written:
         raise ValueError(
-            f"{output_dir / 'metrics.jsonl'} belongs to another run than the checkpoint: its {found['lines']} lines up "
-            f"to step {step} differ from the {written['lines']} lines that the checkpoint's run wrote; choose another "
-            "output_dir, or move the file away"
+            f"{output_dir / 'metrics.jsonl'} does not belong to the run that wrote the checkpoint: its "
+            f"{found['lines']} lines up to step {step} differ from the {written['lines']} lines that run wrote; "
+            "choose another output_dir, or move the file away"
         )
 
 

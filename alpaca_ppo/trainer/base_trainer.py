@@ -4,7 +4,8 @@ What a step computes is not here (`ppo_trainer`); how a checkpoint is written is
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.types import PromptBatch
 
 
-class BaseTrainer:
+class BaseTrainer(ABC):
     """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`).
 
     A subclass's constructor sets what is declared here, and then calls `set_up_run`.
@@ -51,8 +52,14 @@ class BaseTrainer:
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
     kl_controller: KLController
-    step: Callable[[Sequence[PromptBatch]], dict[str, float]]
-    evaluate: Callable[[], dict[str, float]]
+
+    @abstractmethod
+    def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
+        """Makes one step on this rank's prompts and returns its metrics."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Returns the metrics of an evaluation on the eval prompts."""
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Builds the run's state, callback handler, checkpoint manager and signal handler."""
@@ -70,7 +77,7 @@ class BaseTrainer:
             self.args.output_dir,
             engine=self.updater.engine,
             scheduler=self.updater.scheduler,
-            components=self.checkpoint_components,
+            components=self._components,
             best=best,
             identity=self._saved_identity,
             expected=lambda: expected_identity(self._identity(), self.args),
@@ -80,11 +87,20 @@ class BaseTrainer:
         self._run_log: RunLog | None = None
 
     def checkpoint_components(self) -> dict[str, Component]:
-        """What a checkpoint holds besides weights, optimizer, schedule and random states, by name.
-
-        A subclass with additional state adds it here: anything with `state_dict` and `load_state_dict`.
+        """Additional state of a subclass to save in checkpoints, by name: anything with `state_dict` and
+        `load_state_dict`.
         """
-        return {"progress": self.progress, "kl_controller": self.kl_controller}
+        return {}
+
+    def _components(self) -> dict[str, Component]:
+        """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
+        own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
+        added = self.checkpoint_components()
+        if taken := sorted(set(own) & set(added)):
+            raise ValueError(
+                f"checkpoint_components() returned {', '.join(taken)}, which the trainer saves itself; use another name"
+            )
+        return own | added
 
     @property
     def actor_critic(self) -> ActorCritic:

@@ -176,35 +176,33 @@ class PPOTrainer(BaseTrainer):
         return self._rollout(prompt_batches, sampling_params, rollout_passes(self.args))
 
     def _rollout(
-        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, parts: RolloutPasses
+        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, passes: RolloutPasses
     ) -> Rollouts:
         engine, n = self.updater.engine, sampling_params.num_return_sequences
         count = sum(len(batch["rows"]) for batch in prompt_batches)
-        with self.run_log.progress(count * n, "rollout", leave=False) as bar:
+        prompts = self.collector.local_prompts(engine, prompt_batches, self._dummy_prompts)
+        local = None
+        with self.run_log.progress(count * (n + passes.greedy_baseline), "rollout", leave=False) as bar:
             self.rollout_poll = self.preemption.for_rollout(
                 engine, sampling_params.backend, can_stop=self.progress.is_current, on_rows=bar.update
             )
-            return self.collector.gather(
-                engine,
-                prompt_batches,
-                partial(self._local_rollout, sampling_params=sampling_params, parts=parts),
-                dummy_prompts=self._dummy_prompts,
-                samples_per_prompt=n,
-                poll=self.rollout_poll,
-            )
+            with self.rollout_poll.rollout():
+                rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
+                local = {key: value[: count * n] for key, value in rows.items() if count}
+        return self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
 
     def _local_rollout(
-        self, prompts: PromptBatch, sampling_params: SamplingParams, parts: RolloutPasses
+        self, prompts: PromptBatch, sampling_params: SamplingParams, passes: RolloutPasses
     ) -> dict[str, Tensor]:
-        """This rank's rows, on the CPU: evaluate(score(generate(prompts)))."""
+        """This rank's rows, on the CPU: generated, scored, evaluated."""
         rows = self._generate_and_score(prompts, sampling_params)
-        if parts.greedy_baseline:
+        if passes.greedy_baseline:
             greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
             rewards = self._generate_and_score(prompts, greedy)["rewards"]
             rows["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling_params.num_return_sequences)
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
-                self.actor_critic, rows, parts, temperature=sampling_params.temperature, poll=self.rollout_poll
+                self.actor_critic, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
             )
 
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
@@ -213,15 +211,15 @@ class PPOTrainer(BaseTrainer):
             samples = self._generate(prompts, sampling_params)
         samples = hook_checks.complete_samples(samples, prompts, sampling_params)
         self.rollout_poll()
-        n = sampling_params.num_return_sequences
-        size = n * (self.score_chunk_prompts or len(prompts["rows"]))
+        n, sources = sampling_params.num_return_sequences, self.collector.scorer.names
         rows = [row for row in prompts["rows"] for _ in range(n)]
         parts = []
         with self.timers.measure("score"):
-            for start in range(0, len(rows), size):
-                chunk = {key: value[start : start + size] for key, value in samples.items()}
-                parts.append(hook_checks.check_scores(self._score(chunk, rows[start : start + size]), chunk))
-        return samples | {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            for chunk in hook_checks.score_chunks(len(rows), n, self.score_chunk_prompts):
+                part = {key: value[chunk] for key, value in samples.items()}
+                scores = self._score(part, rows[chunk])
+                parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
+        return samples | hook_checks.join_scores(parts, samples["response_mask"])
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.

@@ -160,7 +160,9 @@ def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_pat
     other = tmp_path / "other"
     tiny_trainer(other, total_episodes=20, seed=1).train()
     shutil.rmtree(other / "final")
-    refuse(other, "metrics.jsonl belongs to another run than the checkpoint", resume=str(run / "checkpoint-2"))
+    refuse(
+        other, "metrics.jsonl does not belong to the run that wrote the checkpoint", resume=str(run / "checkpoint-2")
+    )
     (other / "metrics.jsonl").unlink()
     tiny_trainer(other, **RUN).train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert [line["step"] for line in metric_lines(other)] == [3]

@@ -9,7 +9,7 @@ def test_an_epoch_visits_every_prompt_once_and_epochs_differ():
     # 10 prompts, 4 a step: steps of 4, 4, 2 in each of two epochs.
     schedule = PromptSchedule(10, 4, seed=0, total_epochs=2)
     steps = [schedule.indices(step) for step in range(schedule.num_steps)]
-    assert [len(step) for step in steps] == [schedule.rows(i) for i in range(6)] == [4, 4, 2, 4, 4, 2]
+    assert [len(step) for step in steps] == [schedule.num_prompts_at(i) for i in range(6)] == [4, 4, 2, 4, 4, 2]
     assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == list(range(10))
     assert steps[:3] != steps[3:]
     assert [schedule.epoch_at(step) for step in range(7)] == [0.0, 0.4, 0.8, 1.0, 1.4, 1.8, 2.0]
@@ -19,13 +19,13 @@ def test_a_number_of_episodes_may_end_within_an_epoch():
     # 10 + 7 prompts at 4 a step: 4, 4, 2 | 4, 3.
     schedule = PromptSchedule(10, 4, seed=0, total_episodes=17)
     assert [len(schedule.indices(step)) for step in range(schedule.num_steps)] == [4, 4, 2, 4, 3]
-    assert [schedule.rows(step) for step in range(schedule.num_steps)] == [4, 4, 2, 4, 3]
+    assert [schedule.num_prompts_at(step) for step in range(schedule.num_steps)] == [4, 4, 2, 4, 3]
     assert schedule.epoch_at(5) == 1.7
 
 
 def test_fewer_episodes_than_a_step_make_one_short_step():
     schedule = PromptSchedule(10, 8, seed=0, total_episodes=3)
-    assert [schedule.rows(step) for step in range(schedule.num_steps)] == [3] == [len(schedule.indices(0))]
+    assert [schedule.num_prompts_at(step) for step in range(schedule.num_steps)] == [3] == [len(schedule.indices(0))]
 
 
 def test_a_schedule_without_prompts_or_with_two_totals_is_refused():

@@ -61,13 +61,13 @@ class MeasuredTrainer(PPOTrainer):
     before: int
 
     def rollout(self, prompt_batches):
-        self.live.restart()
+        self.live.reset_peak()
         rollouts = super().rollout(prompt_batches)
         self.peaks = {"rollout": self.live.peak - self.before}
         return rollouts
 
     def step_with_rollouts(self, rollouts):
-        self.live.restart()
+        self.live.reset_peak()
         stats = super().step_with_rollouts(rollouts)
         self.peaks["update"] = self.live.peak - self.before
         return stats
@@ -76,7 +76,7 @@ class MeasuredTrainer(PPOTrainer):
 def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None) -> dict[str, int]:
     """Bytes of the second PPO step, at whose start the optimizer's state already exists."""
     live = LiveBytes()
-    live.see_all()
+    live.track_all()
     before = live.live
     words = [f"w{10 + i % 50}" for i in range(args.query_len)]
     # Every other prompt is a little shorter, so that there is padding.
@@ -90,7 +90,7 @@ def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any 
         peft_config=peft_config,
     )
     trainer.live, trainer.before = live, before
-    live.see_all()
+    live.track_all()
     with live:
         trainer.train()
     return trainer.peaks
@@ -179,14 +179,14 @@ def test_the_live_bytes_are_those_of_the_storages_that_live():
         assert live.live == 8000  # the view holds the whole storage
         del view, second
         assert (live.live, live.peak) == (0, 8000)
-        live.restart()
+        live.reset_peak()
         assert live.peak == 0
 
 
 def test_autograd_keeps_a_result_alive_that_python_has_lost():
     weight = torch.ones(1000, requires_grad=True)
     live = LiveBytes()
-    live.see(weight)
+    live.track(weight)
     with live:
         loss = (weight.exp().exp()).sum()
         # exp saves its own result: two of 4000 bytes, and the sum's 4.
@@ -450,7 +450,7 @@ def test_a_model_that_is_too_large_with_all_changes_is_reported_as_such(folder, 
     monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.all_changes", lambda *_: nothing_fits)
     monkeypatch.setattr("alpaca_ppo.estimate_memory.estimator.single_changes", lambda *_: [])
     result = on_device(monkeypatch, folder, 1.5)
-    assert "not even all together fit: use a smaller model (3.00 GiB with bf16: true)" in table(result)
+    assert "even all of them together do not fit: use a smaller model (3.00 GiB with bf16: true)" in table(result)
 
 
 def singles(before: PPOConfig, fits: Any, *, use_peft: bool = False, processes: int = 1) -> list[str]:
