@@ -119,7 +119,7 @@ def serve(address: str) -> Request | None:
     ended, note_end = os.pipe()
     os.set_blocking(note_end, False)
     # Ctrl-C reaches the processes through their callers.
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(note_end)
     print("ready", flush=True)
@@ -144,7 +144,8 @@ def serve(address: str) -> Request | None:
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, on_interrupt)
+                # Also where the tests run in the background, whose shell lets it be ignored.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for opened in (listener, connection, *children):
                     opened.close()
                 for descriptor in (ended, note_end):
