@@ -103,11 +103,11 @@ def gather_list(item: T, accelerator: Accelerator) -> list[T]:
 
 
 def pad_to_longest_rank(
-    batches: Sequence[T], count: int, filler: Callable[[int], T], accelerator: Accelerator
+    batches: Sequence[T], count: int, make_dummies: Callable[[int], T], accelerator: Accelerator
 ) -> list[T]:
-    """`batches`, followed by `filler(n)` if the rank with the most prompts has n more than this rank's `count`."""
+    """`batches`, and `make_dummies(n)` if the rank with the most prompts has n more than this rank's `count`."""
     missing = max(gather_list(count, accelerator)) - count
-    return [*batches, filler(missing)] if missing else list(batches)
+    return [*batches, make_dummies(missing)] if missing else list(batches)
 
 
 def gather_rows(

@@ -81,8 +81,8 @@ class PreemptionHandler:
     def for_rollout(
         self,
         engine: Engine,
-        backend: str,
         *,
+        stops_before_tokens: bool,
         can_stop: bool = True,
         on_rows: Callable[[int], Any] = lambda rows: None,
     ) -> "RolloutPoll":
@@ -90,14 +90,14 @@ class PreemptionHandler:
 
         Args:
             engine: of the policy: whether ranks run their forward passes in lockstep.
-            backend: of the sampler: whether it can be stopped before a token on all ranks at once.
+            stops_before_tokens: the generation backend can be stopped before any token, on all ranks at once.
             can_stop: False where a checkpoint could not say where the run stands; the rollout is finished then.
             on_rows: called with the number of responses that are finished.
         """
         return RolloutPoll(
             self if can_stop else None,
             synced_forwards=engine.synced_forwards,
-            stops_before_tokens=backend == "decode",
+            stops_before_tokens=stops_before_tokens,
             on_rows=on_rows,
         )
 

@@ -20,7 +20,9 @@ Backend = Callable[..., Generation]
 """A backend; see `register_generation_backend`."""
 
 
-def register_generation_backend(name: str) -> Callable[[Backend], Backend]:
+def register_generation_backend(
+    name: str, *, stops_before_tokens: bool = False, own_cache: bool = False
+) -> Callable[[Backend], Backend]:
     """Returns a decorator that adds the generation backend `name`.
 
     A backend is a function
@@ -34,10 +36,19 @@ def register_generation_backend(name: str) -> Callable[[Backend], Backend]:
     `before_token` regularly. To sample the same tokens as the built-in backends, draw the random numbers from
     `sampling_params.random_keys(prompt_ids)`.
 
+    Args:
+        name: the value of `generation_backend` that selects it.
+        stops_before_tokens: `before_token` may raise at any call, and where `any_rank` is given, every rank calls it
+            equally often. A signal can then end the sampling of sharded parameters between two tokens; otherwise it
+            takes effect after the sampling.
+        own_cache: as with `transformers`' `generate`, the cache grows by one token at a time, and each prompt is
+            computed once per sample; otherwise as with `decode`. Only the memory estimate depends on it.
+
     Raises:
         ValueError: if the name is taken, or contains a space, comma or colon.
+        TypeError: if the backend cannot be called.
     """
-    return GENERATION_BACKENDS.register(name)
+    return GENERATION_BACKENDS.register(name, stops_before_tokens=stops_before_tokens, own_cache=own_cache)
 
 
 def run_backend(

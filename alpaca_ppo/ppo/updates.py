@@ -220,10 +220,11 @@ class Updater:
         # Probability at the edges alone is fine: returns may be 0 or 1, and the support [0, 1].
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
+            edge_mass = train_stats.get("val/edge_mass")
+            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability at the edges"
             warnings.warn(
-                f"{outside:.1%} of the returns lie outside the c51 critic's support, and "
-                f"{train_stats['val/edge_mass']:.0%} of its probability at the edges: values there are cut off. Widen "
-                "c51_v_min and c51_v_max, or scale the reward down with reward_weights",
+                f"{outside:.1%} of the returns lie outside the c51 critic's support{edges}: values there are cut off. "
+                "Widen c51_v_min and c51_v_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 

@@ -33,6 +33,7 @@ from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_t
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
 from alpaca_ppo.ppo.rollouts import RolloutParts
 from alpaca_ppo.ppo.updates import make_updater
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
@@ -182,7 +183,10 @@ class PPOTrainer(BaseTrainer):
         count = sum(len(batch["rows"]) for batch in prompt_batches)
         with self.run_log.progress(count * n, "rollout", leave=False) as bar:
             self.rollout_poll = self.preemption.for_rollout(
-                engine, sampling_params.backend, can_stop=self.progress.is_current, on_rows=bar.update
+                engine,
+                stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
+                can_stop=self.progress.is_current,
+                on_rows=bar.update,
             )
             return self.collector.gather(
                 engine,

@@ -66,10 +66,10 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
             assert last.poll() is None
             time.sleep(0.05)
         last.send_signal(signal.SIGTERM)
-        said, _ = last.communicate(timeout=SOON)
+        output, _ = last.communicate(timeout=SOON)
     assert last.returncode == 1
-    assert "checkpoint-3 holds the state of the run" in said
-    assert said.rstrip().endswith("got signal: 15")
+    assert "checkpoint-3 holds the state of the run" in output
+    assert output.rstrip().endswith("got signal: 15")
     assert launch(parts).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
 

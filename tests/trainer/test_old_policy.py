@@ -1,6 +1,6 @@
 """What each `old_policy` makes of a sampler that is not the policy, on purpose: the gradient, enumerated, and a step.
 
-With mu the sampler's law and pi the policy's, an update should climb J = sum over y of pi(y) * (r(y) - beta *
+With mu the sampler's distribution and pi the policy's, an update should climb J = sum over y of pi(y) * (r(y) - beta *
 log(pi(y) / ref(y))), but the responses come from mu. What the expectation over mu of the trainer's gradient is:
 
 - recompute: the ratio starts at 1, and mu stands for pi everywhere. Biased.
