@@ -146,10 +146,10 @@ def test_a_weight_may_have_no_upper_limit():
 def registered():
     """An estimator with a critic and one without, a critic head and a policy loss of a user."""
     with temporary_choices():
-        ADV_ESTIMATORS.register("with_values", needs_critic=True)(object())
-        ADV_ESTIMATORS.register("in_groups", needs_group=True, uses_gamma=True)(object())
-        CRITIC_HEADS.register("gaussian", distributional=True)(object())
-        POLICY_LOSSES.register("sums", loss_agg_mode="seq-mean-token-sum")(object())
+        ADV_ESTIMATORS.register("with_values", needs_critic=True)(object)
+        ADV_ESTIMATORS.register("in_groups", needs_group=True, uses_gamma=True)(object)
+        CRITIC_HEADS.register("gaussian", distributional=True)(object)
+        POLICY_LOSSES.register("sums", loss_agg_mode="seq-mean-token-sum")(object)
         yield
 
 
