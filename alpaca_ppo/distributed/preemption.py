@@ -93,17 +93,11 @@ class PreemptionHandler:
     ) -> "RolloutPoll":
         """Returns the `RolloutPoll` of one rollout.
 
-                Args:
-        <<<<<<< HEAD
-                    engine: the policy's; it decides whether ranks run their forward passes in lockstep.
-                    stops_before_tokens: whether the generation backend can stop before any token, on all ranks at once.
-                    can_stop: False if a checkpoint saved now could not be resumed exactly; the rollout is then run to its end.
-        =======
-                    engine: of the policy: whether ranks run their forward passes in lockstep.
-                    stops_before_tokens: the generation backend can be stopped before any token, on all ranks at once.
-                    can_stop: False where a checkpoint could not say where the run stands; the rollout is finished then.
-        >>>>>>> fix-reg
-                    on_rows: called with the number of responses that are finished.
+        Args:
+            engine: the policy's; it decides whether ranks run their forward passes in lockstep.
+            stops_before_tokens: whether the generation backend can stop before any token, on all ranks at once.
+            can_stop: False if a checkpoint saved now could not be resumed exactly; the rollout is then run to its end.
+            on_rows: called with the number of responses that are finished.
         """
         return RolloutPoll(
             self if can_stop else None,

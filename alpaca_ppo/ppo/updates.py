@@ -243,15 +243,9 @@ class Updater:
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
             edge_mass = train_stats.get("val/edge_mass")
-<<<<<<< HEAD
             edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is on the edge atoms"
             warnings.warn(
                 f"{outside:.1%} of the returns lie outside the c51 critic's support{edges}, so the values are clipped. "
-=======
-            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability at the edges"
-            warnings.warn(
-                f"{outside:.1%} of the returns lie outside the c51 critic's support{edges}: values there are cut off. "
->>>>>>> fix-reg
                 "Widen c51_v_min and c51_v_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )

@@ -185,15 +185,6 @@ class PPOTrainer(BaseTrainer):
         local = None
         with self.run_log.progress(count * (n + passes.greedy_baseline), "rollout", leave=False) as bar:
             self.rollout_poll = self.preemption.for_rollout(
-<<<<<<< HEAD
-=======
-                engine,
-                stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
-                can_stop=self.progress.is_current,
-                on_rows=bar.update,
-            )
-            return self.collector.gather(
->>>>>>> fix-reg
                 engine,
                 stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
                 can_stop=self.progress.is_current,
