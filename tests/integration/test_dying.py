@@ -68,7 +68,7 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
         last.send_signal(signal.SIGTERM)
         output, _ = last.communicate(timeout=SOON)
     assert last.returncode == 1
-    assert "checkpoint-3 holds the state of the run" in output
+    assert "checkpoint-3; continue with resume_from_checkpoint: true" in output
     assert output.rstrip().endswith("got signal: 15")
     assert launch(parts).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
