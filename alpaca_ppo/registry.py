@@ -4,14 +4,22 @@ This module does not import torch and lies below the rest of the package, so tha
 names without loading the code behind them. Built-in names are declared here with what the configuration must know of
 them, and the code is attached where it is written. A user's own file does both with one decorator, such as
 `functional.register_adv_estimator`, and is imported before the configuration is read (`import_modules`).
+
+Options whose values are fixed, but which both the configuration and `functional` check, are types here.
 """
 
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How per-token losses become a scalar; see `functional.aggregate_loss`."""
+
+RolloutCorrectionLevel = Literal["token", "sequence"]
+"""One importance weight per token or per sequence; see `functional.rollout_correction_weights`."""
 
 
 @dataclasses.dataclass
@@ -30,6 +38,7 @@ class Registry(Generic[T]):
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     built_in: tuple[str, ...] = dataclasses.field(init=False)
     _targets: dict[str, T] = dataclasses.field(default_factory=dict)
+    _specs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.built_in = tuple(self.traits)
@@ -79,11 +88,12 @@ class Registry(Generic[T]):
         return attach
 
     def register(self, name: str, **traits: Any) -> Callable[[T], T]:
-        """A decorator that adds `name` and attaches code to it. Registering the same code again replaces it.
+        """A decorator that adds `name` and attaches code to it. A definition that is reloaded, or run again in a
+        notebook, replaces its earlier version.
 
         Raises:
             ValueError: when the name belongs to other code, or cannot be written in YAML and on a command line.
-            TypeError: for a trait that this option does not have.
+            TypeError: for a trait that this option does not have, and for something that cannot be called.
         """
         if not name or any(character.isspace() or character in ",:" for character in name):
             raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
@@ -93,13 +103,33 @@ class Registry(Generic[T]):
             raise TypeError(f"{self.field} {name!r} is registered with {', '.join(unknown)}; valid traits: {valid}")
 
         def attach(target: T) -> T:
-            if name in self.built_in or (name in self.traits and not _same_code(self._targets[name], target)):
+            if not callable(target):
+                raise TypeError(f"{self.field} {name!r} is {target!r}, which cannot be called; register a function")
+            if name in self.built_in or (name in self.traits and not self._is_reloaded(name, target)):
                 raise ValueError(f"{self.field} {name!r} exists already; choose another name")
             self.traits[name] = dict(traits)
-            self._targets[name] = target
+            self._targets[name], self._specs[name] = target, _module_attribute(target, "__spec__")
             return target
 
         return attach
+
+    def _is_reloaded(self, name: str, new: Any) -> bool:
+        """Whether `new` is the function or class behind `name` once more: the same object, or the same definition in a
+        file that is imported under a second name or reloaded, or in a notebook's cell that is run again.
+        """
+        known: Any = self._targets[name]
+        if known is new:
+            return True
+        qualified_name = getattr(known, "__qualname__", None)
+        if qualified_name is None or qualified_name != getattr(new, "__qualname__", None):
+            return False
+        # Python makes a new spec whenever it imports or reloads a module. Two definitions with one spec come from a
+        # single execution, and are different code. A notebook and a script have no spec.
+        spec = _module_attribute(new, "__spec__")
+        if spec is not None and spec is self._specs[name]:
+            return False
+        file = _module_attribute(known, "__file__")
+        return known.__module__ == new.__module__ or (file is not None and file == _module_attribute(new, "__file__"))
 
     def get(self, name: str) -> T:
         """The code behind `name`.
@@ -111,17 +141,9 @@ class Registry(Generic[T]):
         return self._targets[name]
 
 
-def _same_code(known: Any, new: Any) -> bool:
-    """Whether both are one function or class: imported under two module names, reloaded, or run again in a notebook."""
-    name = getattr(known, "__qualname__", None)
-    if name is None or name != getattr(new, "__qualname__", None):
-        return False
-    file = _source_file(known)
-    return known.__module__ == new.__module__ or (file is not None and file == _source_file(new))
-
-
-def _source_file(target: Any) -> str | None:
-    return getattr(sys.modules.get(target.__module__), "__file__", None)
+def _module_attribute(target: Any, name: str) -> Any:
+    """An attribute of the module that defines `target`; None if the module is not imported or does not have it."""
+    return getattr(sys.modules.get(getattr(target, "__module__", "")), name, None)
 
 
 ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
@@ -166,4 +188,10 @@ CRITIC_HEADS: Registry[Any] = Registry(
 )
 """`distributional`: predicts a distribution of returns, so that `risk_level` applies."""
 
-GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry("generation_backend", {"decode": {}, "generate": {}})
+GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
+    "generation_backend",
+    {"decode": {"stops_before_tokens": True}, "generate": {"own_cache": True}},
+    {"stops_before_tokens": False, "own_cache": False},
+)
+"""`stops_before_tokens`: can be stopped before any token, on all ranks at once where these generate in lockstep.
+`own_cache`: keeps its keys and values in a cache of `transformers` instead of the preallocated one."""

@@ -164,7 +164,7 @@ def expected_loss_gradient(
     return policy_gradient(total, trainer)
 
 
-def next_token_laws(model: PreTrainedModel, problem: Problem) -> Tensor:
+def next_token_logprobs(model: PreTrainedModel, problem: Problem) -> Tensor:
     """(N, R, 3): the log-probability of every token at each place of each response."""
     ids = torch.cat([PROMPT.repeat(len(problem.responses), 1), problem.responses], dim=1)
     logits = model(input_ids=ids, use_cache=False).logits
@@ -173,8 +173,8 @@ def next_token_laws(model: PreTrainedModel, problem: Problem) -> Tensor:
 
 def token_logprobs(model: PreTrainedModel, problem: Problem) -> Tensor:
     """(N, R): the log-probability of each token of each response, 0 outside the mask."""
-    laws = next_token_laws(model, problem)
-    return torch.where(problem.mask, laws.gather(-1, problem.responses.unsqueeze(-1)).squeeze(-1), 0.0)
+    logprobs = next_token_logprobs(model, problem)
+    return torch.where(problem.mask, logprobs.gather(-1, problem.responses.unsqueeze(-1)).squeeze(-1), 0.0)
 
 
 def probabilities(model: PreTrainedModel, problem: Problem) -> Tensor:
@@ -190,13 +190,14 @@ def objective_gradient(trainer: PPOTrainer, problem: Problem, *, kl_coef: float 
 
 
 def visited_states_gradient(
-    trainer: PPOTrainer, problem: Problem, of_laws: Callable[[Tensor, Tensor], Tensor]
+    trainer: PPOTrainer, problem: Problem, of_logprobs: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Of the expected sum over tokens of `of_laws` (policy's and reference's log-probabilities, (N, R, 3), to (N, R)),
-    the probabilities of getting to each token held fixed.
+    """Of the expected sum over tokens of `of_logprobs`, the probabilities of getting to each token held fixed.
+
+    `of_logprobs` maps the policy's and the reference's log-probabilities (N, R, 3) to (N, R).
     """
     policy, reference = trainer.actor_critic.policy.model, trainer.collector.reference.policy.model
-    terms = of_laws(next_token_laws(policy, problem), next_token_laws(reference, problem).detach())
+    terms = of_logprobs(next_token_logprobs(policy, problem), next_token_logprobs(reference, problem).detach())
     weights = probabilities(policy, problem).unsqueeze(1)
     return policy_gradient((weights * torch.where(problem.mask, terms, 0.0)).sum(), trainer)
 

@@ -1,11 +1,21 @@
 """Registries of names that users may extend."""
 
+import importlib
 import importlib.util
 import sys
+from functools import partial
+from types import ModuleType
 
 import pytest
 
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES, Registry
+from alpaca_ppo.registry import (
+    ADV_ESTIMATORS,
+    CRITIC_HEADS,
+    GENERATION_BACKENDS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    Registry,
+)
 
 
 @pytest.fixture
@@ -76,8 +86,56 @@ def test_a_name_belongs_to_its_first_owner(colours):
             colours.register(name)(rose)
     # An object without a name of its own is nobody's second version.
     with pytest.raises(ValueError, match="colour 'pink' exists already"):
-        colours.register("pink")(object())
+        colours.register("pink")(partial(pink))
     assert colours.get("pink") is pink
+
+
+def test_what_cannot_be_called_is_refused(colours):
+    with pytest.raises(TypeError, match="^colour 'pink' is 3, which cannot be called; register a function$"):
+        colours.register("pink")(3)
+    assert "pink" not in colours.names
+
+
+def test_an_object_without_a_name_of_its_own_may_be_registered_again(colours):
+    pink = partial(str, "#fcc")
+    assert colours.register("pink")(pink) is colours.register("pink", warm=True)(pink) is colours.get("pink")
+    assert colours.trait("pink", "warm")
+
+
+def test_two_functions_of_one_name_in_one_file_are_different_code(colours):
+    def made(code):
+        def pink():
+            return code
+
+        return pink
+
+    colours.register("pink")(first := made(1))
+    colours.register("rose")(lambda: 1)
+    for name, other in (("pink", made(2)), ("rose", lambda: 2)):
+        with pytest.raises(ValueError, match=f"colour '{name}' exists already"):
+            colours.register(name)(other)
+    assert colours.get("pink") is first and colours.get("rose")() == 1
+
+
+def test_a_reloaded_module_replaces_what_it_registered(colours, tmp_path, monkeypatch):
+    path = tmp_path / "reloaded_colours.py"
+    path.write_text("def pink(): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("reloaded_colours")
+    monkeypatch.setitem(sys.modules, "reloaded_colours", module)
+    colours.register("pink")(module.pink)
+    path.write_text("# a line more, as an edit would leave it\ndef pink(): return 22\n")
+    colours.register("pink")(importlib.reload(module).pink)
+    assert colours.get("pink")() == 22
+
+
+def test_a_cell_of_a_notebook_may_be_run_again(colours, monkeypatch):
+    notebook = ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
+    for code in (1, 2):
+        exec(f"def pink(): return {code}", notebook.__dict__)
+        colours.register("pink")(notebook.pink)
+        assert colours.get("pink")() == code
 
 
 def test_the_same_code_may_be_registered_again(colours, tmp_path, monkeypatch):
@@ -116,3 +174,5 @@ def test_what_the_configuration_knows_of_the_built_in_names():
     assert POLICY_LOSSES.trait("gspo", "loss_agg_mode") == "seq-mean-token-mean"
     assert POLICY_LOSSES.names_with(dual_clip=True) == ("clip",)
     assert CRITIC_HEADS.names_with(distributional=False) == ("scalar",)
+    assert GENERATION_BACKENDS.names_with(stops_before_tokens=True) == ("decode",)
+    assert GENERATION_BACKENDS.names_with(own_cache=True) == ("generate",)

@@ -207,29 +207,29 @@ def command(monkeypatch, capsys):
 
 
 def test_the_command_ends_with_0_where_all_runs_are_equal(command):
-    status, said = command(lambda folder: None)
-    assert status == 0 and "all 1 runs are equal: aaaaaaa and the working tree" in said
+    status, output = command(lambda folder: None)
+    assert status == 0 and "all 1 runs are equal: aaaaaaa and the working tree" in output
 
 
 def test_the_command_ends_with_1_where_a_run_differs(command):
-    status, said = command(lambda folder: replace(folder / "tree/scalar/metrics.jsonl", "0.2", "0.3"))
-    assert status == 1 and "DIFFERS (1)" in said and "1 of 1 runs differ: aaaaaaa and the working tree" in said
-    assert "scalar: metrics.jsonl line 2 (step 2) objective/kl: 0.2 in base, 0.3 in tree" in said
+    status, output = command(lambda folder: replace(folder / "tree/scalar/metrics.jsonl", "0.2", "0.3"))
+    assert status == 1 and "DIFFERS (1)" in output and "1 of 1 runs differ: aaaaaaa and the working tree" in output
+    assert "scalar: metrics.jsonl line 2 (step 2) objective/kl: 0.2 in base, 0.3 in tree" in output
 
 
 def test_of_many_differences_the_first_of_each_kind_are_shown_and_the_others_counted():
     many = [f"{kind} line {i} x: 0 in base, 1 in tree" for kind in ("metrics.jsonl", "eval/a.jsonl") for i in range(8)]
-    said = driver.report({"scalar": compare.Comparison(differences=many)}).splitlines()
+    output = driver.report({"scalar": compare.Comparison(differences=many)}).splitlines()
     # Six and a count, twice; an empty line, the head of the table and its only row.
-    assert len(said) == 2 * 7 + 3 and said[:6] == [f"scalar: {line}" for line in many[:6]]
-    assert said[6] == "scalar: and 2 more in metrics.jsonl" and said[13] == "scalar: and 2 more in eval"
-    assert said[-1].split() == ["scalar", "0", "0", "DIFFERS", "(16)"]
+    assert len(output) == 2 * 7 + 3 and output[:6] == [f"scalar: {line}" for line in many[:6]]
+    assert output[6] == "scalar: and 2 more in metrics.jsonl" and output[13] == "scalar: and 2 more in eval"
+    assert output[-1].split() == ["scalar", "0", "0", "DIFFERS", "(16)"]
 
 
 @pytest.mark.parametrize("side", driver.SIDES)
 def test_the_command_ends_with_1_where_a_run_failed(side, command):
-    status, said = command(lambda folder: (folder / side / "scalar/failed.txt").write_text("ValueError: no"))
-    assert status == 1 and f"scalar: failed in {side}: ValueError: no" in said
+    status, output = command(lambda folder: (folder / side / "scalar/failed.txt").write_text("ValueError: no"))
+    assert status == 1 and f"scalar: failed in {side}: ValueError: no" in output
 
 
 @pytest.mark.parametrize("name", RUNS)

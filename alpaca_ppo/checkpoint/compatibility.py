@@ -30,10 +30,10 @@ output_hidden_states
 """.split()
 REMEDIES = {
     "args": "change it back, or start a new run in another output_dir",
-    "tokenizer": "pass the tokenizer it was written with as processing_class",
-    "policy": "use the model it was written with",
-    "critic": "use the model it was written with",
-    "train_dataset": "use the rows it was written with, in the same order, or set ignore_data_change: true",
+    "tokenizer": "pass the tokenizer of the checkpoint's run as processing_class",
+    "policy": "use the model of the checkpoint's run",
+    "critic": "use the critic of the checkpoint's run",
+    "train_dataset": "use the rows of the checkpoint's run, in the same order, or set ignore_data_change: true",
 }
 """Advice for an entry of `run_identity` that differs."""
 
@@ -44,7 +44,7 @@ def run_identity(
     """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
 
     Fields of `args`, tokenizer, training prompts with their columns, architectures, and for adapters their
-    configuration and frozen base. A changed field must be refused because it would take effect only in part (the
+    configuration and frozen base. A changed field must be rejected because it would take effect only in part (the
     optimizer's state, for example, has the old learning rate).
     """
     policy = actor_critic.policy

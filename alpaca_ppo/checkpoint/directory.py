@@ -32,7 +32,7 @@ def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) 
     if str(resume_from_checkpoint).lower() != "true":
         named = Path(str(resume_from_checkpoint))
         if named.is_dir() and named.parent.resolve() != Path(output_dir).resolve():
-            refuse_finished_run(output_dir)
+            check_no_earlier_run(output_dir)
         return named
     newest = newest_checkpoint(output_dir)
     if newest is None:
@@ -43,8 +43,8 @@ def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) 
     return newest
 
 
-def refuse_finished_run(output_dir: StrPath) -> None:
-    """Keeps a new run from overwriting an earlier one, whether it has finished or not.
+def check_no_earlier_run(output_dir: StrPath) -> None:
+    """Checks that `output_dir` holds no earlier run, finished or not, that a new run would overwrite.
 
     Raises:
         ValueError: when `output_dir` holds final models or a checkpoint, including any that a killed process was about
@@ -65,10 +65,10 @@ def refuse_finished_run(output_dir: StrPath) -> None:
         )
 
 
-def set_aside_later(folder: Path) -> list[Path]:
+def abandon_later_checkpoints(folder: Path) -> list[Path]:
     """Renames the checkpoints beside `folder` with higher steps to `abandoned-...`, and returns their new paths.
 
-    A run that resumes from `folder` leaves that branch and must not take them for its own newest checkpoints.
+    A run that resumes from `folder` leaves that branch and must not mistake them for its own newest checkpoints.
     """
     found = [path.resolve() for path in _checkpoints(folder.parent)]
     later = found[found.index(folder.resolve()) + 1 :] if folder.resolve() in found else []
@@ -119,7 +119,7 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{folder} has no readable manifest.json of alpaca_ppo, so it is not one of its checkpoints or is damaged; "
+            f"{folder} has no readable manifest.json of alpaca_ppo, so it is damaged or not one of its checkpoints; "
             f"{_remedy(folder)}"
         ) from error
     found = {key: manifest.get(key) for key in FORMAT}
@@ -143,7 +143,7 @@ def verify_files(folder: Path) -> None:
     """Checks that `folder` is a complete checkpoint with unchanged files, by their hashes.
 
     Raises:
-        ValueError: as `check_manifest`, and for a file whose content has changed.
+        ValueError: see `check_manifest`; also for a file whose content has changed.
     """
     for name, (_, written) in check_manifest(folder).items():
         if (actual := _hash(folder / name)) != written:
@@ -159,7 +159,7 @@ def _hash(path: Path) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """Advice which names the other checkpoints. None is chosen automatically: that would silently lose steps."""
+    """Advice that lists the other checkpoints. None is chosen automatically, because that would silently lose steps."""
     others = [path for path in _checkpoints(folder.parent) if path.name != folder.name]
     if not others:
         return f"{folder.parent} holds no other checkpoint to resume from: start a new run"

@@ -28,7 +28,7 @@ def save_final(
     actor_critic: ActorCritic,
     processing_class: Any,
     *,
-    figures: Mapping[str, float],
+    metrics: Mapping[str, float],
     config: Mapping[str, Any],
     merged: bool = False,
 ) -> None:
@@ -38,14 +38,14 @@ def save_final(
         folder: parent of both; its other content is left alone.
         actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's.
         processing_class: the policy's tokenizer, saved with each model.
-        figures: the run's last metrics, for the card.
+        metrics: the run's last metrics, for the card.
         config: the run's configuration as plain values, for the card.
         merged: if the policy is an adapter, also write `folder`/merged: the full model with the adapter merged in.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
     with write_folder_atomically(Path(folder) / "policy") as tmp_dir:
         _write_policy(tmp_dir, policy if adapters is None else adapters.peft, processing_class)
-        write_model_card(tmp_dir, figures=figures, config=config, base_model=policy.config.name_or_path)
+        write_model_card(tmp_dir, metrics=metrics, config=config, base_model=policy.config.name_or_path)
     if actor_critic.critic is not None:
         _save_value(Path(folder) / "value", actor_critic, processing_class)
     # Last, because it reads the base from disk again, which may fail.
@@ -65,7 +65,7 @@ def _save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any) 
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
-    """Writes weights, configuration and tokenizer atomically; of a PEFT model only the policy's adapter."""
+    """Writes weights, configuration and tokenizer atomically; for a PEFT model, only the policy's adapter."""
     with write_folder_atomically(folder) as tmp_dir:
         _write_policy(tmp_dir, policy, processing_class)
 
@@ -144,7 +144,7 @@ def matching_classifier(backbone: PreTrainedModel) -> PreTrainedModel | None:
         with torch.device("meta"):
             classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=backbone.dtype)
     except ValueError:
-        # The only sign transformers gives of an architecture without a sequence classifier.
+        # transformers raises this for an architecture without a sequence classifier; there is no other way to tell.
         return None
     needed = {f"{classifier.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
     return classifier if needed == set(classifier.state_dict()) else None

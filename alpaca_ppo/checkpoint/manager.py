@@ -1,7 +1,7 @@
 """`CheckpointManager`: the checkpoints of one run, and which of them is the best.
 
-It asks named components for their `state_dict` and gives it back; what they hold is their own. How a checkpoint is
-written is in `serialization`, which folders there are in `directory`, what a resumed run must share in `compatibility`.
+It saves and restores the `state_dict` of named components without knowing what they hold. How a checkpoint is written
+is in `serialization`, which folders there are in `directory`, what a resumed run must share in `compatibility`.
 """
 
 import math
@@ -24,52 +24,53 @@ class Component(Protocol):
     """A part of a run that a checkpoint holds: plain values and tensors."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of it; every rank calls this."""
+        """The component's state that a resumed run needs; every rank calls this."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Puts back what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
         ...
 
 
 class BestCheckpoint:
     """The best checkpoint of a run by one metric, kept in `TrainerState` under transformers' names.
 
-    Only checkpoints compete: a metric that was measured where none was written is not compared.
+    Only steps at which a checkpoint is written are compared.
 
     Args:
         state: of the run.
-        metric: of a step or an evaluation; None = no checkpoint is the best.
-        greater_is_better: False where the lower value wins.
+        metric: name of a metric of a step or an evaluation; None = no checkpoint is the best.
+        greater_is_better: False if the lower value is better.
     """
 
     def __init__(self, state: TrainerState, metric: str | None, *, greater_is_better: bool) -> None:
         self._state, self._metric, self._greater_is_better = state, metric, greater_is_better
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Checks that `stats`, of an evaluation (empty where there is no eval dataset) or of a step, hold the metric if
-        it is measured there.
+        """Checks that the metric is in `stats`: an `eval/*` metric in those of an evaluation (empty without an eval
+        dataset), any other in those of a step.
 
         Raises:
-            ValueError: when they do not; names the metrics that there are.
+            ValueError: when it is not; lists the available metrics.
         """
         metric = self._metric
         if metric is None or metric in stats or metric.startswith("eval/") != evaluation:
             return
         if not stats:
             raise ValueError(
-                f"metric_for_best_model is {metric!r}, but eval_dataset is None; pass one, or null the metric"
+                f"metric_for_best_model is {metric!r}, but eval_dataset is None; pass one, or set "
+                "metric_for_best_model: null"
             )
         kind, others = (
             ("an evaluation", "") if evaluation else ("a step", ", one of an evaluation such as eval/scores,")
         )
         raise ValueError(
-            f"metric_for_best_model is {metric!r}, which {kind} does not measure; choose one of "
+            f"metric_for_best_model is {metric!r}, which is not a metric of {kind}; choose one of "
             f"{', '.join(sorted(stats))}{others} or null"
         )
 
     def compare(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
-        """Makes `folder`, the checkpoint of `step`, the best where its metric beats the best so far."""
+        """Makes `folder`, the checkpoint of `step`, the best if its metric is better than the best so far."""
         value, best = stats.get(self._metric or "", math.nan), self._state.best_metric
         if not math.isfinite(value):
             return
@@ -79,7 +80,7 @@ class BestCheckpoint:
 
     @property
     def folder(self) -> Path | None:
-        """Of the best checkpoint so far."""
+        """Folder of the best checkpoint so far."""
         return None if self._state.best_model_checkpoint is None else Path(self._state.best_model_checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,9 +93,10 @@ class BestCheckpoint:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: Path) -> None:
-        """Takes the best from `saved`; `folder` holds the checkpoints of its run.
+        """Restores the best checkpoint from `saved`; `folder` holds the checkpoints of its run.
 
-        A value of another metric, or one whose checkpoint is gone, cannot be compared with: the search begins anew.
+        A value of another metric, or one whose checkpoint is gone, cannot be compared with. It is ignored, and the best
+        checkpoint is chosen among later ones.
         """
         asked = self.state_dict()
         if saved["step"] is None or any(saved[name] != asked[name] for name in ("metric", "greater_is_better")):
@@ -102,8 +104,8 @@ class BestCheckpoint:
         best = folder / f"checkpoint-{saved['step']}"
         if not best.is_dir():
             warnings.warn(
-                f"{best}, the best checkpoint so far ({saved['metric']} = {saved['value']}), is gone; the best is "
-                "chosen among the checkpoints to come",
+                f"{best}, the best checkpoint so far ({saved['metric']} = {saved['value']}), is gone; the best "
+                "checkpoint will be chosen among later ones",
                 stacklevel=6,
             )
             return
@@ -117,13 +119,14 @@ class CheckpointManager:
     Args:
         accelerator: of the run.
         output_dir: holds `checkpoint-<step>` folders.
-        engine: weights and optimizer state, both of whole parameters.
+        engine: provides weights and optimizer state as unsharded tensors.
         scheduler: of the learning rate.
         components: returns what else a checkpoint holds, by name.
         best: decides which checkpoint is the best.
-        identity: what a resumed run must share, by entry; called on the main process to save, on all to load.
-        expected: the part of `identity` that must agree, called on every rank to load.
-        check: given the saved entries before anything in memory changes; raises where the run cannot go on from them.
+        identity: what a resumed run must share, by entry; called on the main process when saving.
+        expected: the part of `identity` that must agree; called on every rank when loading.
+        check: called with the saved entries before anything in memory changes; raises if the run cannot resume from
+            them.
         save_total_limit: checkpoints to keep, the newest and the best among them; None = all.
     """
 
@@ -148,17 +151,17 @@ class CheckpointManager:
         self._save_total_limit = save_total_limit
 
     def folder(self, step: int) -> Path:
-        """Of the checkpoint after `step` whole steps."""
+        """Folder of the checkpoint after `step` completed steps."""
         return self._output_dir / f"checkpoint-{step}"
 
     def save(self, step: int, stats: Mapping[str, float]) -> Path:
         """Writes the checkpoint of `step`, complete or not at all, removes surplus older ones, and returns its folder.
 
-        Every rank must call it. `stats` are the step's metrics, by which it may become the best one.
+        Every rank must call it. `stats` are the step's metrics; they decide whether this becomes the best one.
         """
         folder = self.folder(step)
         self.best.compare(stats, step, folder)
-        # Ranks assemble what lies in parts on them; one writes it.
+        # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
         rng = collectives.gather_list(serialization.random_states(), self._accelerator)
         states = {name: component.state_dict() for name, component in self._components().items()}
@@ -177,17 +180,18 @@ class CheckpointManager:
         return folder
 
     def find(self, resume_from_checkpoint: bool | str | None) -> Path | None:
-        """The checkpoint to go on from, or None for a new run; removes what killed processes left in the folder.
+        """The checkpoint to resume from, or None for a new run; removes what killed processes left in the folder.
 
         Raises:
-            ValueError: where there is no such checkpoint, or a new run would write over an older one.
+            ValueError: if there is no such checkpoint, or if a new run would overwrite an older one.
         """
         folder = None
         if resume_from_checkpoint:
             folder = directory.resolve_checkpoint(resume_from_checkpoint, str(self._output_dir))
         else:
-            directory.refuse_finished_run(str(self._output_dir))
-        # Not before every rank has seen that the folder is this run's: in another's, a live run may be writing.
+            directory.check_no_earlier_run(str(self._output_dir))
+        # Clean up only after every rank has checked that the folder belongs to this run: if it belongs to another one,
+        # that run may still be writing to it.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             clean_leftovers(str(self._output_dir))
@@ -216,7 +220,7 @@ class CheckpointManager:
         self.best.load_state_dict(extra["best"], folder.parent)
         # Every rank has read what it resumes from.
         self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process and (moved := directory.set_aside_later(folder)):
+        if self._accelerator.is_main_process and (moved := directory.abandon_later_checkpoints(folder)):
             print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
         return extra
 
@@ -224,7 +228,7 @@ class CheckpointManager:
         saved, here = set(extra["components"]), set(self._components())
         if saved != here:
             raise ValueError(
-                f"checkpoint {folder} holds the state of {', '.join(sorted(saved))}, and this trainer has "
+                f"checkpoint {folder} holds the components {', '.join(sorted(saved))}, but this trainer has "
                 f"{', '.join(sorted(here))}; resume with the trainer class that wrote it"
             )
         self._check(extra)

@@ -12,13 +12,13 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
 
 def write_model_card(
-    folder: StrPath, *, figures: Mapping[str, float], config: Mapping[str, Any], base_model: str | None
+    folder: StrPath, *, metrics: Mapping[str, float], config: Mapping[str, Any], base_model: str | None
 ) -> None:
     """Writes the policy's README.md: front matter, final metrics, how to load the model, the run's configuration.
 
     Args:
         folder: of the policy.
-        figures: metrics by name; timings (`time/`) are left out.
+        metrics: metrics by name; timings (`time/`) are left out.
         config: plain values.
         base_model: hub id or folder that training started from. Only a hub id is named, which the hub can link.
     """
@@ -30,10 +30,10 @@ def write_model_card(
         base_model=base_model if is_hub_id else None,
         tags=["alpaca_ppo", "ppo", "rlhf"],
     )
-    rows = [f"| `{name}` | {figures[name]:.4g} |" for name in sorted(figures) if not name.startswith("time/")]
+    rows = [f"| `{name}` | {metrics[name]:.4g} |" for name in sorted(metrics) if not name.startswith("time/")]
     text = _CARD.format(
         front=front.to_yaml(),
-        figures="\n".join(["| Metric | Last step |", "| --- | ---: |", *rows]) if rows else "None were recorded.",
+        metrics="\n".join(["| Metric | Last step |", "| --- | ---: |", *rows]) if rows else "No metrics were logged.",
         package="peft" if adapter else "transformers",
         loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
         config=yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).strip(),
@@ -61,11 +61,12 @@ _CARD = """\
 
 # A language model trained with PPO
 
-Trained with PPO by `alpaca_ppo`. The configuration below has the advantage estimator, the KL penalty and all else.
+Trained with PPO by `alpaca_ppo`. The complete configuration, including the advantage estimator and the KL penalty, is
+below.
 
 ## Metrics
 
-{figures}
+{metrics}
 
 `objective/*` describe the rollouts, `ppo/*` the updates and `eval/*` the held-out prompts. KL is in nats.
 

@@ -37,11 +37,11 @@ def save_checkpoint(
 
     Args:
         folder: of the checkpoint.
-        weights: see `save_state`, as for `optimizer`, `scheduler`, `rng` and `extra`.
-        optimizer: likewise.
-        scheduler: likewise.
-        rng: likewise.
-        extra: likewise.
+        weights: see `save_state`.
+        optimizer: see `save_state`.
+        scheduler: see `save_state`.
+        rng: see `save_state`.
+        extra: see `save_state`.
         save_total_limit: checkpoints to keep; None = all.
         best: a checkpoint that is never deleted.
 
@@ -131,7 +131,7 @@ def load_checkpoint(
         rank: of this process. It gets the random states of the same rank, if the saved run had that many.
         expected: entries that `extra` must have, such as the data's fingerprint.
         remedies: what the error advises, by the name of the entry that differs.
-        check: called with `extra` before anything is restored; raises to refuse the checkpoint.
+        check: called with `extra` before anything is restored; raises to reject the checkpoint.
 
     Raises:
         ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint (the file is named), for
@@ -168,7 +168,7 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
-        # safetensors refuses tensors that share a storage, even views that do not overlap.
+        # safetensors rejects tensors that share a storage, even views that do not overlap.
         pointer = tensor.untyped_storage().data_ptr()
         dense = tensor.contiguous()
         separate[name] = dense.clone() if pointer in seen else dense
@@ -252,7 +252,7 @@ def _compare(
 ) -> None:
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
-            remedy = "resume with the models, optimizer and data it was written with"
+            remedy = "resume with the models, optimizer and data of the checkpoint's run"
             raise ValueError(
                 f"checkpoint {folder} does not match this run: {what} {name} is {saved.get(name, 'absent')} in the "
                 f"checkpoint and {current.get(name, 'absent')} here; "

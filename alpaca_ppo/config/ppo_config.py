@@ -12,9 +12,15 @@ from typing import Any, Literal
 
 from alpaca_ppo.config.checks import check_combinations
 from alpaca_ppo.config.fields import argument, check_fields
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, GENERATION_BACKENDS, KL_ESTIMATORS, POLICY_LOSSES
-
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+from alpaca_ppo.registry import (
+    ADV_ESTIMATORS,
+    CRITIC_HEADS,
+    GENERATION_BACKENDS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    LossAggMode,
+    RolloutCorrectionLevel,
+)
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class PPOConfig:
         "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
         "correct recomputes and weights the loss by the ratio of the two.",
     )
-    rollout_correction_level: Literal["token", "sequence"] = argument(
+    rollout_correction_level: RolloutCorrectionLevel = argument(
         "token", "With old_policy correct: one weight per token, or one per sequence."
     )
     rollout_correction_threshold: float = argument(

@@ -11,14 +11,15 @@ from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, disable_ze
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
-    """An Accelerator configured by `args`, whichever launcher started the program; or the user's own, once checked.
+    """An Accelerator configured by `args`, whichever launcher started the program; or the user's, after checking it.
 
     `sync_with_dataloader` is off because the engine counts micro-batches itself: otherwise the end of an epoch would
     cut gradient accumulation short.
 
     Raises:
-        ValueError: when the user's accelerator has another mixed precision than `args`, a DeepSpeed file beside it, or
-            trackers that were not initialized; when this process already has an Accelerator with other settings.
+        ValueError: when the user's accelerator has a different mixed precision from `args`, when `args.deepspeed` is
+            set as well, or when its trackers are not initialized; when this process already has an Accelerator with
+            other settings.
     """
     if accelerator is not None:
         return _checked(accelerator, args)

@@ -1,4 +1,5 @@
-"""Every collective of the package: gathering rollouts and statistics, synchronizing ranks, reporting their errors.
+"""All collective operations of the package: gathering rollouts and statistics, synchronizing ranks, reporting
+their errors.
 
 Other modules see either one rank's rows or the global batch and do not depend on the number of processes.
 """
@@ -82,10 +83,10 @@ def is_lost_peer(error: Exception) -> bool:
 
 def any_rank(flag: bool, accelerator: Accelerator) -> bool:
     """Whether `flag` is True on any rank; all ranks get the same answer."""
-    return bool(largest(int(flag), accelerator))
+    return bool(max_int_over_ranks(int(flag), accelerator))
 
 
-def largest(number: int, accelerator: Accelerator) -> int:
+def max_int_over_ranks(number: int, accelerator: Accelerator) -> int:
     """The largest of the ranks' numbers: one all-reduce of one integer, cheap enough for every micro-batch."""
     if accelerator.num_processes == 1:
         return number
@@ -103,11 +104,11 @@ def gather_list(item: T, accelerator: Accelerator) -> list[T]:
 
 
 def pad_to_longest_rank(
-    batches: Sequence[T], count: int, filler: Callable[[int], T], accelerator: Accelerator
+    batches: Sequence[T], count: int, make_dummies: Callable[[int], T], accelerator: Accelerator
 ) -> list[T]:
-    """`batches`, followed by `filler(n)` if the rank with the most prompts has n more than this rank's `count`."""
+    """`batches`, and `make_dummies(n)` if the rank with the most prompts has n more than this rank's `count`."""
     missing = max(gather_list(count, accelerator)) - count
-    return [*batches, filler(missing)] if missing else list(batches)
+    return [*batches, make_dummies(missing)] if missing else list(batches)
 
 
 def gather_rows(

@@ -121,14 +121,14 @@ def resolve_auto(
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
     half |= {"enabled": bf16, "check_grad_overflow": bf16}
-    # The optimizer is torch's own, also where its state is offloaded to the host.
+    # The optimizer is torch's own, even if its state is offloaded to the host.
     rest = {"zero_optimization": zero, "bf16": half, "zero_force_ds_cpu_optimizer": False}
     return {**config, **ours, **rest, "zero_allow_untested_optimizer": True}
 
 
-def _check_agrees(name: str, given: Any, ours: Any) -> None:
-    if given not in ("auto", ours):
+def _check_agrees(name: str, given: Any, expected: Any) -> None:
+    if given not in ("auto", expected):
         raise ValueError(
-            f"the DeepSpeed configuration has {name} {given!r}, but the run's configuration makes it {ours!r}; write "
-            '"auto" there'
+            f"the DeepSpeed configuration has {name} {given!r}, but the run's configuration makes it {expected!r}; "
+            'write "auto" there'
         )

@@ -30,7 +30,7 @@ class DeepSpeedEngine(Engine):
         optimizer: torch's, over their parameters.
         max_grad_norm: gradients are clipped to this norm.
         micro_batches: per optimizer step and rank, for DeepSpeed's configuration.
-        step_per_device_batch_size: responses in a micro-batch, likewise.
+        step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration.
         gather_for_generation: under stage 3, hold all parameters of the policy on every rank while it samples.
     """
 
@@ -198,7 +198,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _copy_without_weights(policy: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A copy of `policy` whose parameters are empty; it has none of DeepSpeed's hooks, so it can sample unhindered."""
+    """A copy of `policy` with empty parameters and no DeepSpeed hooks, so that sampling does not trigger them."""
     memo: dict[int, Any] = {}
     for parameter in policy.parameters():
         empty = torch.empty(0, dtype=parameter.dtype, device=device)

@@ -42,7 +42,7 @@ class DeepSpeedState:
         self._device, self._is_main_process = device, is_main_process
 
     def weights(self) -> dict[str, Tensor]:
-        """As `TrainState.weights`; the trained values in float32, on ranks that do not write without memory."""
+        """As `TrainState.weights`; trained weights are float32. Ranks that write no checkpoints get meta tensors."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         names = saved_names(self._module)
@@ -75,7 +75,7 @@ class DeepSpeedState:
                 parameter.data.copy_(value)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """As `TrainState.optimizer_state`, on ranks that do not write without memory."""
+        """As `TrainState.optimizer_state`; ranks that do not write checkpoints get meta tensors."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_optimizer_state()
@@ -121,8 +121,8 @@ class DeepSpeedState:
     def drop_prefetched(self) -> None:
         """Releases parameters that stage 3 has prefetched; to be called before gathering.
 
-        A pass that DeepSpeed expected may not have come, because the critic was left out or in an evaluation. Gathering
-        skips parameters that are still being prefetched and would leave them empty.
+        A pass that DeepSpeed expected may not have run, for example if the critic was skipped or in an evaluation.
+        Gathering skips parameters that are still being prefetched and would leave them empty.
         """
         self._zero.empty_partition_cache()
 

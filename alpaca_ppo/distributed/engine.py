@@ -31,7 +31,8 @@ class TrainState:
         """The model's tensors that a checkpoint saves, by name, on every rank: parameters and persistent buffers.
 
         A tensor with several names (tied weights) appears once, under the first. Of a model with a frozen base only
-        the trainable parameters are saved: the base can be loaded from where it came from.
+        the trainable parameters are saved: the base can be loaded again from its original
+        path.
         """
         names = saved_names(self.module)
         return {name: tensor for name, tensor in self.module.state_dict().items() if name in names}
@@ -65,7 +66,7 @@ class Engine(TrainState):
     """
 
     synced_forwards = False
-    """Whether all ranks must make the same forward passes, without gradients too, because parameters are sharded."""
+    """Whether all ranks must make the same forward passes, also without gradients, because parameters are sharded."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Engine(TrainState):
         return model
 
     def begin(self) -> None:
-        """Starts an optimizer step: drops gradients left by an update that was refused or interrupted."""
+        """Starts an optimizer step: drops gradients left by an update that was skipped or interrupted."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
@@ -131,8 +132,8 @@ class Engine(TrainState):
         return norm
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
-        """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine does so with
-        the trained models. With `offload`, the shards stay in host memory.
+        """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine shards and
+        casts the trained models. With `offload`, the shards stay in host memory.
         """
 
     @contextmanager
@@ -142,7 +143,7 @@ class Engine(TrainState):
 
     @contextmanager
     def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
-        """Inside, every rank holds all parameters of `modules`. All ranks must enter."""
+        """A block in which every rank holds all parameters of `modules`. All ranks must enter it."""
         yield
 
 

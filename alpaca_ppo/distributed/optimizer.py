@@ -73,6 +73,11 @@ def make_engine(
 
 
 def check_covers_trainable(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+    """Checks that `optimizer` holds every parameter that trains.
+
+    Raises:
+        ValueError: with the number of missing parameters and the name of the first.
+    """
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [n for n, p in actor_critic.named_parameters() if p.requires_grad and id(p) not in covered]
     if missing:

@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT ask a run to save its state and to end; the ranks agree on when.
+"""SIGTERM and SIGINT ask a run to save its state and exit; the ranks agree on when.
 
-A signal handler only records the request. The run polls for it where it can stop: with `poll_all_ranks`, where every
-rank is at the same point, or with `poll_local` during a rollout, where each rank works by itself until rollouts are
-gathered. What is saved then is not here (`trainer.base_trainer`, `trainer.progress`).
+A signal handler only records the request. The run polls for it at points where it can stop: with `poll_all_ranks`
+when every rank is at the same point, or with `poll_local` during a rollout, when each rank works by itself until
+rollouts are gathered. What is saved then is decided in `trainer.base_trainer` and `trainer.progress`.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from alpaca_ppo.distributed.collectives import largest
+from alpaca_ppo.distributed.collectives import max_int_over_ranks
 from alpaca_ppo.distributed.engine import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -37,11 +37,14 @@ class Interrupted(SystemExit):
 
 
 class SamplingStopped(KeyboardInterrupt):
-    """Leaves this rank's part of a rollout. A KeyboardInterrupt, because other code and asyncio let that through."""
+    """Raised to leave this rank's part of a rollout.
+
+    It is a KeyboardInterrupt, so that neither `except Exception` in user code nor asyncio swallows it.
+    """
 
 
 class PreemptionHandler:
-    """Whether a signal has asked the run to end.
+    """Records whether a signal has asked the run to stop.
 
     Args:
         accelerator: of the run.
@@ -56,11 +59,13 @@ class PreemptionHandler:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT are requests, where this is the main thread and they were not ignored; a second
-        one, a second or more after the first, ends the process at once. Afterwards the old handlers are back.
+        """Installs the handlers for the duration of the block, if this is the main thread and they are not ignored.
+
+        The first signal requests a stop; another one at least a second later ends the process immediately. The old
+        handlers are restored at the end.
 
         Raises:
-            Interrupted: at the end, for a request that no poll has met.
+            Interrupted: at the end, if a signal arrived after the last poll.
         """
         self._signum, self._pid, self._installed = 0, os.getpid(), True
         before: dict[signal.Signals, Any] = {}
@@ -81,29 +86,29 @@ class PreemptionHandler:
     def for_rollout(
         self,
         engine: Engine,
-        backend: str,
         *,
+        stops_before_tokens: bool,
         can_stop: bool = True,
         on_rows: Callable[[int], Any] = lambda rows: None,
     ) -> "RolloutPoll":
-        """What a rollout polls.
+        """Returns the `RolloutPoll` of one rollout.
 
         Args:
-            engine: of the policy: whether ranks run their forward passes in lockstep.
-            backend: of the sampler: whether it can be stopped before a token on all ranks at once.
-            can_stop: False where a checkpoint could not say where the run stands; the rollout is finished then.
+            engine: the policy's; it decides whether ranks run their forward passes in lockstep.
+            stops_before_tokens: whether the generation backend can stop before any token, on all ranks at once.
+            can_stop: False if a checkpoint saved now could not be resumed exactly; the rollout is then run to its end.
             on_rows: called with the number of responses that are finished.
         """
         return RolloutPoll(
             self if can_stop else None,
             synced_forwards=engine.synced_forwards,
-            stops_before_tokens=backend == "decode",
+            stops_before_tokens=stops_before_tokens,
             on_rows=on_rows,
         )
 
     @contextmanager
     def local_part(self) -> Iterator[None]:
-        """Inside, and only there, this rank may stop by itself: SamplingStopped leaves the block and ends there."""
+        """A block in which this rank may stop on its own: SamplingStopped leaves the block and is caught at its end."""
         self._in_rollout = True
         try:
             with suppress(SamplingStopped):
@@ -112,18 +117,18 @@ class PreemptionHandler:
             self._in_rollout = False
 
     def poll_local(self) -> None:
-        """Raises SamplingStopped in a rollout's local part where this rank was asked to end."""
+        """Raises SamplingStopped in a rollout's local part if this rank was asked to stop."""
         if self._in_rollout and self.requested:
             raise SamplingStopped
 
     def poll_all_ranks(self) -> None:
-        """Called by every rank at the same point; raises Interrupted on all of them where any was asked to end."""
-        if self._installed and (signum := largest(self.requested, self._accelerator)):
+        """Called by every rank at the same point; raises Interrupted on all of them if any was asked to stop."""
+        if self._installed and (signum := max_int_over_ranks(self.requested, self._accelerator)):
             raise Interrupted(signum)
 
     @contextmanager
     def raise_at_once(self) -> Iterator[None]:
-        """Inside a rollout's local part, a signal raises in the middle of whatever runs, as Ctrl-C would."""
+        """In a rollout's local part, lets a signal interrupt the code in the block immediately, as Ctrl-C would."""
         self._raise_at_once = self._in_rollout
         try:
             self.poll_local()
@@ -133,7 +138,7 @@ class PreemptionHandler:
 
     @property
     def requested(self) -> int:
-        """The number of the signal that this rank got, or 0."""
+        """The number of the signal that this rank received, or 0."""
         return self._signum if self._installed else 0
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -146,7 +151,7 @@ class PreemptionHandler:
             if self._accelerator.is_main_process:
                 name = signal.Signals(signum).name
                 # Not print: a handler may run in the middle of another print.
-                os.write(2, f"\n{name}: saving, then ending; a second signal ends the run at once\n".encode())
+                os.write(2, f"\n{name}: saving a checkpoint and exiting; a second signal exits immediately\n".encode())
             if self._raise_at_once:
                 raise SamplingStopped
         elif time.monotonic() - self._requested_at >= _ONE_REQUEST:
@@ -155,12 +160,12 @@ class PreemptionHandler:
 
 @dataclass(frozen=True)
 class RolloutPoll:
-    """Where a rollout asks whether to stop, whatever the engine: called between its passes by every rank.
+    """Checks whether a rollout should stop, for any engine; every rank calls it between passes.
 
     Args:
-        handler: of the run's signals; None never stops the rollout.
-        synced_forwards: True where ranks must make the same forward passes, and so stop at the same point.
-        stops_before_tokens: True where the sampler can be stopped in the middle of responses.
+        handler: the run's; with None the rollout is never stopped.
+        synced_forwards: True if ranks must make the same forward passes, and so stop at the same point.
+        stops_before_tokens: True if the sampler can be stopped in the middle of responses.
         on_rows: called with the number of responses that are finished.
     """
 
@@ -170,7 +175,7 @@ class RolloutPoll:
     on_rows: Callable[[int], Any] = lambda rows: None
 
     def __call__(self) -> None:
-        """Stops the rollout where a signal asked for it: on every rank, or on this one alone (`rollout`)."""
+        """Raises if a stop was requested: on every rank, or on this one alone (`rollout`)."""
         if self.handler is None:
             return
         if self.synced_forwards:
@@ -180,7 +185,7 @@ class RolloutPoll:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Around one rank's part of a rollout: ends early where this rank alone was asked to stop."""
+        """Wraps one rank's part of a rollout, which ends early if this rank alone was asked to stop."""
         if self.handler is None or self.synced_forwards:
             yield
             return
@@ -189,10 +194,10 @@ class RolloutPoll:
 
     @contextmanager
     def sampling(self, any_rank: Callable[[bool], bool] | None) -> Iterator[Callable[[], Any]]:
-        """Around the sampling of responses; yields what the sampler calls before each token.
+        """Wraps the sampling of responses; yields the function that the sampler calls before each token.
 
         Args:
-            any_rank: of `Engine.sampling`: None where this rank holds the whole policy and samples by itself.
+            any_rank: from `Engine.sampling`; None if this rank holds the whole policy and samples by itself.
         """
         if not self.synced_forwards or (any_rank is not None and self.stops_before_tokens):
             yield self
@@ -200,11 +205,11 @@ class RolloutPoll:
             with self._local_part_of_synced_rollout():
                 yield self.handler.poll_local
         else:
-            yield _never
+            yield _no_poll
 
     @contextmanager
     def interruptible_call(self) -> Iterator[None]:
-        """Around a call that may take minutes, such as a reward function's: a signal ends it at once."""
+        """Wraps a call that may take minutes, such as a reward function's; a signal ends it immediately."""
         if self.handler is None:
             yield
         elif self.synced_forwards:
@@ -215,16 +220,16 @@ class RolloutPoll:
                 yield
 
     def raise_on_all_ranks(self) -> None:
-        """After a rollout that some rank left early: raises Interrupted on every rank."""
+        """Raises Interrupted on every rank, after a rollout that some rank left early."""
         assert self.handler is not None, "only a signal ends a rollout early"
         self.handler.poll_all_ranks()
 
     @contextmanager
     def _local_part_of_synced_rollout(self) -> Iterator[None]:
-        """Around what each rank does by itself between synchronized passes; at its end the ranks agree.
+        """Wraps the work that each rank does alone between synchronized passes; at its end all ranks stop if any must.
 
         Raises:
-            Interrupted: on every rank, where any was asked to end.
+            Interrupted: on every rank, if any was asked to stop.
         """
         assert self.handler is not None
         with self.handler.local_part():
@@ -232,5 +237,5 @@ class RolloutPoll:
         self.handler.poll_all_ranks()
 
 
-def _never() -> None:
-    """A sampler in lockstep that cannot stop before a token is not polled there."""
+def _no_poll() -> None:
+    """Does nothing: the poll of samplers that run in lockstep and cannot stop between tokens."""

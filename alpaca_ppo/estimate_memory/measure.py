@@ -34,16 +34,15 @@ from alpaca_ppo.estimate_memory.fake_models import (
 )
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.functional.packing import PackedRows, position_ids
-from alpaca_ppo.generation.kv_cache import decode_cache
+from alpaca_ppo.generation.kv_cache import GROWTH, decode_cache
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.policy import response_states
+from alpaca_ppo.registry import GENERATION_BACKENDS
 
 # The result of the operation by which a model tests a batch for padding: always "has padding", so that it keeps its
 # attention mask.
 _ANSWERS = {torch.ops.aten._local_scalar_dense.default: 0}
-_GROWTH = 65
-"""Tokens by which the sampler's cache grows at a time (`generation.kv_cache`): the new one and 64 free columns."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,9 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
         # Deprecation warnings of transformers, which the run itself will show.
         warnings.simplefilter("ignore")
         one, found = _at_full_depth(models, args, sizes, half=zero and args.bf16)
-    plain = args.generation_backend == "generate"
-    columns = _cached_columns(models.policy, sizes, growth=1 if plain else _GROWTH)
+    plain = _has_own_cache(args)
+    # The sampler's cache grows by the new token and GROWTH free columns.
+    columns = _cached_columns(models.policy, sizes, growth=1 if plain else 1 + GROWTH)
     found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
     # A layer that grows is held twice for a moment; with transformers' own cache first its keys, then its values.
     found["policy/kv_layer"] = found["policy/kv_column"] * max(columns) / (2 if plain else 1)
@@ -122,6 +122,11 @@ def _named_errors(models: Models) -> Iterator[None]:
             f"model_name_or_path: {name} cannot run without weights ({str(error)[:200]}), so its memory cannot be "
             "estimated; start a short run and read memory/peak_gib in its metrics.jsonl"
         ) from error
+
+
+def _has_own_cache(args: PPOConfig) -> bool:
+    own_cache: bool = GENERATION_BACKENDS.trait(args.generation_backend, "own_cache")
+    return own_cache
 
 
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
@@ -175,7 +180,7 @@ class _Passes:
 
     @torch.no_grad()
     def _rollout(self, model: PreTrainedModel) -> Measurements:
-        sizes, plain = self._sizes, self._args.generation_backend == "generate"
+        sizes, plain = self._sizes, _has_own_cache(self._args)
         rows = sizes.prompts * sizes.samples
         model.eval()
         self._begin()

@@ -16,7 +16,8 @@ from torch import Tensor
 from alpaca_ppo.functional.masked import at_least_float32, masked_whiten, zero_outside
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
-GROUP_ESTIMATORS: tuple[str, ...] = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS: tuple[str, ...] = tuple(n for n in ADV_ESTIMATORS.built_in if ADV_ESTIMATORS.trait(n, "needs_group"))
+"""The estimators of `group_advantages`."""
 
 STD_EPSILON = 1e-6
 

@@ -5,13 +5,12 @@ result nor a gradient. Nothing here communicates between processes: if a sum mus
 whole optimizer step, the caller passes that count as `denominator`.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-"""How per-token losses become a scalar; see `aggregate_loss`."""
+from alpaca_ppo.registry import LossAggMode
 
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 

@@ -4,15 +4,16 @@
 """
 
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.masked import Loss, aggregate_loss, masked_mean, zero_outside
-from alpaca_ppo.registry import POLICY_LOSSES
+from alpaca_ppo.registry import POLICY_LOSSES, RolloutCorrectionLevel
 
-ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = ("token", "sequence")
+ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
 
 PolicyLoss = Callable[..., Loss]
 """A loss as `register_policy_loss` describes it."""

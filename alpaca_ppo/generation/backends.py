@@ -4,6 +4,7 @@ The two built-in backends choose tokens with the same `ResponseBuffer`, so they 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ Backend = Callable[..., Generation]
 """A backend; see `register_generation_backend`."""
 
 
-def register_generation_backend(name: str) -> Callable[[Backend], Backend]:
+def register_generation_backend(
+    name: str, *, stops_before_tokens: bool = False, own_cache: bool = False
+) -> Callable[[Backend], Backend]:
     """Returns a decorator that adds the generation backend `name`.
 
     A backend is a function
@@ -34,10 +37,19 @@ def register_generation_backend(name: str) -> Callable[[Backend], Backend]:
     `before_token` regularly. To sample the same tokens as the built-in backends, draw the random numbers from
     `sampling_params.random_keys(prompt_ids)`.
 
+    Args:
+        name: the value of `generation_backend` that selects it.
+        stops_before_tokens: `before_token` may raise at any call, and where `any_rank` is given, every rank calls it
+            equally often. A signal can then end the sampling of sharded parameters between two tokens; otherwise it
+            takes effect after the sampling.
+        own_cache: as with `transformers`' `generate`, the cache grows by one token at a time, and each prompt is
+            computed once per sample; otherwise as with `decode`. Only the memory estimate depends on it.
+
     Raises:
         ValueError: if the name is taken, or contains a space, comma or colon.
+        TypeError: if the backend cannot be called.
     """
-    return GENERATION_BACKENDS.register(name)
+    return GENERATION_BACKENDS.register(name, stops_before_tokens=stops_before_tokens, own_cache=own_cache)
 
 
 def run_backend(
@@ -84,8 +96,8 @@ def _check_generation(generation: Any, backend: str, shape: tuple[int, int]) -> 
     return generation
 
 
-@GENERATION_BACKENDS.implement("decode")
-def _decode(
+def _fill_buffer(
+    run_model: Callable[..., None],
     model: PreTrainedModel,
     queries: Tensor,
     query_attn_masks: Tensor,
@@ -95,49 +107,24 @@ def _decode(
     any_rank: Callable[[bool], bool] | None,
     before_token: Callable[[], Any],
 ) -> Generation:
-    responses = _make_buffer(model, sampling_params, prompt_ids, before_token)
-    decode(
-        model,
-        queries,
-        query_attn_masks,
-        num_return_sequences=sampling_params.num_return_sequences,
-        max_new_tokens=sampling_params.max_new_tokens,
-        responses=responses,
-        any_rank=any_rank,
-    )
-    return responses.finish()
-
-
-@GENERATION_BACKENDS.implement("generate")
-def _generate(
-    model: PreTrainedModel,
-    queries: Tensor,
-    query_attn_masks: Tensor,
-    *,
-    sampling_params: SamplingParams,
-    prompt_ids: Tensor,
-    any_rank: Callable[[bool], bool] | None,
-    before_token: Callable[[], Any],
-) -> Generation:
-    responses = _make_buffer(model, sampling_params, prompt_ids, before_token)
-    decode_with_generate(
-        model,
-        queries,
-        query_attn_masks,
-        num_return_sequences=sampling_params.num_return_sequences,
-        max_new_tokens=sampling_params.max_new_tokens,
-        responses=responses,
-        any_rank=any_rank,
-    )
-    return responses.finish()
-
-
-def _make_buffer(
-    model: PreTrainedModel, sampling_params: SamplingParams, prompt_ids: Tensor, before_token: Callable[[], Any]
-) -> ResponseBuffer:
-    return ResponseBuffer(
+    """The responses that `run_model` (`decode` or `decode_with_generate`) writes into a `ResponseBuffer`."""
+    responses = ResponseBuffer(
         sampling_params.random_keys(prompt_ids),
         sampling_params,
         logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
         before_token=before_token,
     )
+    run_model(
+        model,
+        queries,
+        query_attn_masks,
+        num_return_sequences=sampling_params.num_return_sequences,
+        max_new_tokens=sampling_params.max_new_tokens,
+        responses=responses,
+        any_rank=any_rank,
+    )
+    return responses.finish()
+
+
+GENERATION_BACKENDS.implement("decode")(partial(_fill_buffer, decode))
+GENERATION_BACKENDS.implement("generate")(partial(_fill_buffer, decode_with_generate))

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-# The cache is copied once every _GROWTH tokens, and holds up to _GROWTH unused columns.
-_GROWTH = 64
+# The cache is copied once every GROWTH tokens, and holds up to GROWTH unused columns.
+GROWTH = 64
 
 REMEDY = "set generation_backend: generate"
 
 
 class PreallocatedLayer(DynamicLayer):
-    """A full-attention layer that grows by `_GROWTH` columns at a time; transformers' layer is copied at each token.
+    """A full-attention layer that grows by `GROWTH` columns at a time; transformers' layer is copied at each token.
 
     `keys` and `values` are views of the filled columns.
     """
@@ -35,7 +35,7 @@ class PreallocatedLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None, "an initialized layer has states"
         filled, new = self.keys.size(-2), key_states.size(-2)
         if self._storage is None or filled + new > self._storage[0].size(-2):
-            self._storage = (_enlarged(self.keys, new + _GROWTH), _enlarged(self.values, new + _GROWTH))
+            self._storage = (_enlarged(self.keys, new + GROWTH), _enlarged(self.values, new + GROWTH))
         for storage, states in zip(self._storage, (key_states, value_states), strict=True):
             storage.narrow(-2, filled, new).copy_(states)
         self.keys, self.values = (storage.narrow(-2, 0, filled + new) for storage in self._storage)

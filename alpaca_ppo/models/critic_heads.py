@@ -146,9 +146,35 @@ class CriticHead(nn.Module, ABC):
             states: hidden states.
             taus: (K,) in (0, 1), the quantile levels of `predictions`, from `sample_taus`; given in training only.
                 Values do not depend on them.
+
+        Raises:
+            ValueError: when `read` returns something other than `HeadOutputs` of these shapes.
         """
+        first = next(self.parameters(), None)
+        dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
         with torch.autocast(states.device.type, enabled=False):
-            return self.read(states.to(_at_least_float32(next(self.parameters()).dtype)), taus)
+            return _checked(self.kind, self.read(states.to(dtype), taus), states.shape[:-1])
+
+
+def _checked(kind: str, returned: Any, rows: torch.Size) -> HeadOutputs:
+    if not isinstance(returned, HeadOutputs):
+        raise ValueError(
+            f"read() of the critic {kind!r} returned a {type(returned).__name__}; it must return HeadOutputs"
+        )
+    for field, value in returned._asdict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"read() of the critic {kind!r} returned {field} of type {type(value).__name__}; it must be a tensor"
+            )
+        shape = value.shape[: len(rows)] if field == "predictions" and value.dim() == len(rows) + 1 else value.shape
+        if shape != rows:
+            sizes = ", ".join(map(str, rows))
+            wanted = f"({sizes},) or ({sizes}, M)" if field == "predictions" else f"({sizes},)"
+            raise ValueError(
+                f"read() of the critic {kind!r} returned {field} of shape {tuple(value.shape)}; it must be {wanted}: "
+                "one entry per hidden state"
+            )
+    return returned
 
 
 def register_critic_head(name: str, *, distributional: bool = False) -> Callable[[HeadClass], HeadClass]:

@@ -37,7 +37,7 @@ from alpaca_ppo.models import (
     load_critic,
     load_sequence_classifier,
 )
-from alpaca_ppo.registry import CRITIC_HEADS
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -73,7 +73,7 @@ def make_actor_critic(
     if value_model is not None and not args.uses_critic:
         raise ValueError(
             f"value_model is given, but adv_estimator {args.adv_estimator!r} uses no critic; leave it out, or set "
-            "adv_estimator: gae"
+            f"adv_estimator to one of {', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
         )
     if args.init_value_with_reward:
         if value_model is not None:
@@ -219,7 +219,7 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
         raise ValueError(
             f"model is an ActorCritic {'without' if critic is None else 'with'} a critic, but adv_estimator is "
             f"{args.adv_estimator!r}; build it with build_actor_critic(critic_layout=...), a layout for an estimator "
-            "that uses a critic such as gae, None for the others"
+            f"that uses a critic ({', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}), None for the others"
         )
     if critic is None:
         return

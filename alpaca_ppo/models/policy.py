@@ -55,14 +55,6 @@ class Policy(nn.Module):
         assert isinstance(head, nn.Linear)
         return head
 
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """Whether activations are checkpointed, so that the backward pass recomputes them.
-
-        Read from the layers, because a model in memory may have it enabled before or after this wrapper is made.
-        """
-        return any(vars(module).get("gradient_checkpointing", False) for module in self.model.modules())
-
     def states(self, packed: PackedRows) -> Tensor:
         """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
         return response_states(self.model.base_model, packed)

@@ -1,7 +1,7 @@
 """The advantage estimators that a configuration can name: which function of `functional` each calls, with which of the
 configuration's options, and which parts of a rollout it needs.
 
-The rollouts of a step are global here, so no estimator needs a collective.
+The rollouts of a step are global here, so no estimator needs a collective operation.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from alpaca_ppo.functional import (
     reinforce_plus_plus,
     remax,
 )
-from alpaca_ppo.ppo.rollouts import RolloutParts
+from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
-def rollout_parts(args: PPOConfig) -> RolloutParts:
+def rollout_passes(args: PPOConfig) -> RolloutPasses:
     """Which passes a rollout needs for the `adv_estimator` and `old_policy` of `args`."""
-    return RolloutParts(
+    return RolloutPasses(
         with_policy=args.old_policy != "rollout",
         with_critic=args.uses_critic,
         greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
@@ -37,7 +37,7 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
 
     Raises:
         ValueError: when the values, prompt ids or baseline scores that the estimator needs are missing, and when it
-            returns something else than `Advantages` of the shape of the rewards.
+            returns anything other than `Advantages` of the shape of the rewards.
     """
     name = args.adv_estimator
     estimator = ADV_ESTIMATORS.get(name)
@@ -62,7 +62,7 @@ def _checked(name: str, returned: Any, rewards: Tensor) -> Advantages:
         if not isinstance(value, Tensor) or value.shape != rewards.shape:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
             raise ValueError(
-                f"the adv_estimator {name!r} returned {field} of {found}; they must be a tensor of shape "
+                f"the adv_estimator {name!r} returned {field} of {found}; it must be a tensor of shape "
                 f"{tuple(rewards.shape)}, one number for each response token"
             )
     return returned

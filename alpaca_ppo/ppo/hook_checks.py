@@ -1,5 +1,5 @@
-"""What the trainer's hooks must return, checked where they return it, so that a mistake in a subclass is named by its
-hook instead of showing up in some tensor operation later.
+"""Checks of what the trainer's hooks return, so that an error names the hook at fault instead of showing up in a later
+tensor operation.
 """
 
 import math
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.functional.masked import zero_outside
+from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -19,7 +21,7 @@ SCORED = ("scores", "rewards", "scores_by_source")
 
 
 class NonFiniteUpdate(FloatingPointError):
-    """An optimizer step that was refused: weights, optimizer and schedule are as before it.
+    """An optimizer step that was skipped: weights, optimizer and schedule are unchanged.
 
     Args:
         cause: which loss term of which rank, or the gradient's norm.
@@ -28,28 +30,27 @@ class NonFiniteUpdate(FloatingPointError):
 
     def __init__(self, cause: str, prompt_ids: Sequence[int]) -> None:
         super().__init__(
-            f"{cause}: the update was refused and the weights are as before it. Prompts of the batch: "
+            f"{cause}: the update was skipped and the weights are unchanged. Prompts of the batch: "
             f"{list(prompt_ids)}. Look for a learning_rate that is too high, or for non-finite values in a custom hook"
         )
         self.cause, self.prompt_ids = cause, list(prompt_ids)
 
 
 def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
-    """What `_generate` returned, checked, and completed by `queries`, `query_attn_masks`, `prompt_ids`, `sample_ids`.
+    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
 
     Args:
-        samples: of the hook; `queries` and `query_attn_masks` are those of `prompts` where it leaves them out.
-        prompts: what the hook got, P prompts.
-        sampling_params: what the hook got; each prompt has its `num_return_sequences` (n) rows next to one another.
+        samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
+        prompts: the P prompts that the hook was called with.
+        sampling_params: those that the hook was called with; each prompt has its `num_return_sequences` (n) rows next
+            to one another.
 
     Raises:
-        ValueError: for a missing key, another shape than (P * n, R) with R = max_new_tokens, a response without a
-            chosen token, or a prompt that is not left-padded or not as wide as before.
+        ValueError: for a missing key, a shape other than (P * n, R) with R = max_new_tokens, a response without a
+            chosen token, or a prompt that is not left-padded, or whose width differs from `prompts`.
         FloatingPointError: for log-probs under the mask that are not finite.
     """
-    if not isinstance(samples, Mapping) or (missing := [key for key in SAMPLED if key not in samples]):
-        lacks = f"without {', '.join(missing)}" if isinstance(samples, Mapping) else f"as {_described(samples)}"
-        raise ValueError(f"_generate() returned its result {lacks}; it must return a dict with {', '.join(SAMPLED)}")
+    _check_keys("_generate", samples, SAMPLED)
     n = sampling_params.num_return_sequences
     rows, width = len(prompts["rows"]) * n, prompts["queries"].size(1)
     shapes = dict.fromkeys(SAMPLED, (rows, sampling_params.max_new_tokens)) | {"stopped": (rows,)}
@@ -57,7 +58,7 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         **samples,
-        # Rows are those of the prompts in their order, whatever the hook returned under these names.
+        # Always computed from `prompts`; values that the hook returned under these names are ignored.
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
         "sample_ids": torch.arange(n).repeat(len(prompts["rows"])),
     }
@@ -70,13 +71,15 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
                 f"{n} rows for each of the {len(prompts['rows'])} prompts"
             )
     _check_rows(complete)
-    return complete
+    return {key: value.cpu() for key, value in complete.items()}
 
 
 def _check_rows(samples: Mapping[str, Tensor]) -> None:
     mask, attention = samples["response_mask"], samples["query_attn_masks"].bool()
-    if mask.dtype != torch.bool:
-        raise ValueError(f"_generate() returned response_mask as {mask.dtype}; it must be bool, True = a chosen token")
+    dtypes = {"responses": torch.long, "queries": torch.long, "response_mask": torch.bool, "stopped": torch.bool}
+    for key, dtype in dtypes.items():
+        if samples[key].dtype != dtype:
+            raise ValueError(f"_generate() returned {key} as {samples[key].dtype}; it must be {dtype}")
     if bool((empty := ~mask.any(dim=1)).any()):
         raise ValueError(
             f"_generate() returned a response_mask without a chosen token in row {int(empty.nonzero()[0])}; every "
@@ -94,31 +97,71 @@ def _check_rows(samples: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_scores(scores: Any, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `_score` returned for the C rows of `samples`, checked.
+def score_chunks(num_rows: int, samples_per_prompt: int, chunk_prompts: int | None) -> list[slice]:
+    """The rows of each call of `_score`: those of `chunk_prompts` prompts, or all of them.
 
     Raises:
-        ValueError: for a missing key, or another shape than `scores` (C,), `rewards` (C,) or (C, R) and
-            `scores_by_source` (C, sources).
+        ValueError: if `chunk_prompts` is below 1.
     """
-    if not isinstance(scores, Mapping) or (missing := [key for key in SCORED if key not in scores]):
-        lacks = f"without {', '.join(missing)}" if isinstance(scores, Mapping) else f"as {_described(scores)}"
-        raise ValueError(f"_score() returned its result {lacks}; it must return a dict with {', '.join(SCORED)}")
+    if chunk_prompts is not None and chunk_prompts < 1:
+        raise ValueError(f"score_chunk_prompts is {chunk_prompts}; it must be at least 1, or None for all prompts")
+    size = num_rows if chunk_prompts is None else chunk_prompts * samples_per_prompt
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int) -> dict[str, Tensor]:
+    """The checked result of `_score` for the C rows of `samples`; (C, R) rewards are zeroed outside `response_mask`.
+
+    Raises:
+        ValueError: for a missing key, a key of the samples, or a shape other than `scores` (C,), `rewards` (C,) or
+            (C, R) and `scores_by_source` (C, num_sources).
+    """
+    _check_keys("_score", scores, SCORED)
+    if taken := sorted(set(scores) & set(samples)):
+        raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
     rows, width = samples["responses"].shape
-    allowed: dict[str, list[tuple[int, ...]]] = {"scores": [(rows,)], "rewards": [(rows,), (rows, width)]}
+    allowed: dict[str, list[tuple[int, ...]]] = {
+        "scores": [(rows,)],
+        "rewards": [(rows,), (rows, width)],
+        "scores_by_source": [(rows, num_sources)],
+    }
     for key, value in scores.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape not in allowed.get(key, [(rows, *shape[1:])]):
             wanted = " or ".join(str(one) for one in allowed.get(key, [(rows, "...")]))
             raise ValueError(f"_score() returned {key} as {_described(value)}; it must be a tensor of shape {wanted}")
-    return dict(scores)
+    if scores["rewards"].dim() == 1:
+        return dict(scores)
+    return {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])}
+
+
+def join_scores(parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor) -> dict[str, Tensor]:
+    """The scores of all chunks as tensors of all rows. If some chunks have rewards per token and others per response,
+    a response's reward goes to its last chosen token.
+
+    Raises:
+        ValueError: if `_score` returned other keys for one chunk than for another.
+    """
+    keys: list[set[Any]] = [set(part) for part in parts]
+    if different := sorted(set.union(*keys) - set.intersection(*keys)):
+        raise ValueError(f"_score() returned {', '.join(different)} for some of its chunks only; return them for all")
+    rewards = [part["rewards"] for part in parts]
+    if any(part.dim() == 2 for part in rewards):
+        masks = response_mask.split([len(part) for part in rewards])
+        rewards = [part if part.dim() == 2 else _on_last(part, mask) for part, mask in zip(rewards, masks, strict=True)]
+    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "rewards"}
+    return {**joined, "rewards": torch.cat(rewards)}
+
+
+def _on_last(rewards: Tensor, mask: Tensor) -> Tensor:
+    return rewards.new_zeros(mask.shape).scatter(1, last_token_index(mask).unsqueeze(1), rewards.unsqueeze(1))
 
 
 def check_rollouts(rollouts: Any) -> None:
-    """Every entry of what `rollout` returned must be a tensor with one row for each response.
+    """Checks that every entry of what `rollout` returned is a tensor with one row for each response.
 
     Raises:
-        ValueError: names the entry that is not.
+        ValueError: if one is not; names the entry.
     """
     if not isinstance(rollouts, dict) or not isinstance(rollouts.get("responses"), Tensor):
         raise ValueError(
@@ -134,20 +177,19 @@ def check_rollouts(rollouts: Any) -> None:
 
 
 def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tuple[str, ...]) -> None:
-    """Puts what `hook` returned into `rollouts`.
+    """Checks what `hook` returned and adds it to `rollouts`.
 
     Args:
         rollouts: changed in place.
         hook: the method's name.
-        returned: a dictionary of tensors with one row a response; what `required` names is (B, R).
+        returned: a dictionary of tensors with one row per response; those in `required` are (B, R).
         required: keys that it must have.
 
     Raises:
         ValueError: for a missing key, or a tensor of another shape.
+        FloatingPointError: for values under the mask that are not finite.
     """
-    if not isinstance(returned, Mapping) or (missing := [key for key in required if key not in returned]):
-        lacks = f"without {', '.join(missing)}" if isinstance(returned, Mapping) else f"as {_described(returned)}"
-        raise ValueError(f"{hook}() returned its result {lacks}; it must return a dict with {', '.join(required)}")
+    _check_keys(hook, returned, required)
     shape = rollouts["responses"].shape
     for key, value in returned.items():
         wanted = shape if key in required else shape[:1]
@@ -164,7 +206,7 @@ def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tupl
 
 
 def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
-    """Says which terms (`loss/*` in `stats`) keep `loss` from being finite; None where it is."""
+    """Describes which terms (`loss/*` in `stats`) make `loss` non-finite; None if `loss` is finite."""
     if bool(torch.isfinite(loss.detach())):
         return None
     terms = {name: float(value) for name, value in stats.items() if name.startswith("loss/") and name != "loss/total"}
@@ -173,16 +215,23 @@ def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
 
 
 def check_loss(loss: Any) -> None:
-    """What `compute_loss` returned first must be a number that a gradient flows from.
+    """Checks that the loss returned by `compute_loss` is a scalar tensor with a gradient.
 
     Raises:
         ValueError: when it is not.
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ValueError(
-            f"compute_loss() returned its loss as {_described(loss)}; it must be a scalar tensor with a gradient, and "
-            "come first in a pair (loss, stats)"
+            f"compute_loss() returned {_described(loss)} as the loss; it must return a pair (loss, stats) whose loss "
+            "is a scalar tensor with a gradient"
         )
+
+
+def _check_keys(hook: str, returned: Any, required: tuple[str, ...]) -> None:
+    is_mapping = isinstance(returned, Mapping)
+    if not is_mapping or (missing := [key for key in required if key not in returned]):
+        found = f"a dict without {', '.join(missing)}" if is_mapping else _described(returned)
+        raise ValueError(f"{hook}() returned {found}; it must return a dict with {', '.join(required)}")
 
 
 def _described(value: Any) -> str:

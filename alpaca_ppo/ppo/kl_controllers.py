@@ -17,22 +17,22 @@ class KLController(ABC):
     def __init__(self, kl_coef: float) -> None:
         self.value = float(kl_coef)
 
-    def update(self, kl: float, *, n_steps: int) -> None:
+    def update(self, kl: float, *, num_sequences: int) -> None:
         """Sets the value for the next step.
 
         Args:
             kl: mean over all sequences of the KL summed over a sequence's tokens, in nats.
-            n_steps: number of those sequences.
+            num_sequences: number of those sequences.
 
         Raises:
-            ValueError: when kl is not finite, and by a horizon controller when n_steps is too large for its horizon.
+            ValueError: when kl is not finite; in a horizon controller also when num_sequences is too large.
         """
         if not math.isfinite(kl):
             raise ValueError(
                 f"the observed KL is {kl}, so kl_coef stays {self.value}; look for non-finite log-probabilities of the "
                 "policy or the reference"
             )
-        self.value *= self._factor(kl, n_steps)
+        self.value *= self._factor(kl, num_sequences)
 
     def state_dict(self) -> dict[str, float]:
         """The value, for `load_state_dict`."""
@@ -43,19 +43,19 @@ class KLController(ABC):
         self.value = float(state["value"])
 
     @abstractmethod
-    def _factor(self, kl: float, n_steps: int) -> float:
+    def _factor(self, kl: float, num_sequences: int) -> float:
         """The factor by which an update changes the value."""
 
 
 class FixedKLController(KLController):
     """Leaves the coefficient as it is."""
 
-    def _factor(self, kl: float, n_steps: int) -> float:
+    def _factor(self, kl: float, num_sequences: int) -> float:
         return 1.0
 
 
 class ProportionalKLController(KLController):
-    """AlpacaFarm's: value *= 1 + k_beta * clip(kl / target_kl - 1, -0.2, 0.2), for any number of sequences.
+    """AlpacaFarm's controller: value *= 1 + k_beta * clip(kl / target_kl - 1, -0.2, 0.2), for any number of sequences.
 
     Args:
         kl_coef: the initial value.
@@ -70,17 +70,19 @@ class ProportionalKLController(KLController):
         super().__init__(kl_coef)
         self.target_kl, self.k_beta = _positive("target_kl", target_kl), k_beta
 
-    def _factor(self, kl: float, n_steps: int) -> float:
+    def _factor(self, kl: float, num_sequences: int) -> float:
         return 1 + self.k_beta * _clipped_error(kl, self.target_kl)
 
 
 class HorizonKLController(KLController):
-    """Ziegler et al.'s: value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon (arXiv:1909.08593, 2.2).
+    """Ziegler et al.'s controller: value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * num_sequences / horizon.
+
+    arXiv:1909.08593, section 2.2.
 
     Args:
         kl_coef: the initial value.
         target_kl: nats per sequence, positive.
-        horizon: sequences, positive; n_steps sequences change the value by at most a fifth of n_steps / horizon.
+        horizon: sequences, positive; one update changes the value by at most a fifth of num_sequences / horizon.
 
     Raises:
         ValueError: when target_kl or horizon is not positive.
@@ -90,13 +92,13 @@ class HorizonKLController(KLController):
         super().__init__(kl_coef)
         self.target_kl, self.horizon = _positive("target_kl", target_kl), _positive("horizon", horizon)
 
-    def _factor(self, kl: float, n_steps: int) -> float:
-        if not 0 <= n_steps * ERROR_LIMIT < self.horizon:
+    def _factor(self, kl: float, num_sequences: int) -> float:
+        if not 0 <= num_sequences * ERROR_LIMIT < self.horizon:
             raise ValueError(
-                f"n_steps ({n_steps}) must be 0 or more and less than 5 * horizon ({self.horizon}), because kl_coef "
-                "could become negative; raise kl_horizon"
+                f"num_sequences ({num_sequences}) must be 0 or more and less than 5 * horizon ({self.horizon}), "
+                "because kl_coef could become negative; raise kl_horizon"
             )
-        return 1 + _clipped_error(kl, self.target_kl) * n_steps / self.horizon
+        return 1 + _clipped_error(kl, self.target_kl) * num_sequences / self.horizon
 
 
 def make_kl_controller(
@@ -105,7 +107,7 @@ def make_kl_controller(
     """The controller `kind` (`fixed`, `proportional` or `horizon`); settings that it does not use are ignored.
 
     Raises:
-        ValueError: when a setting that the controller uses is refused by its class.
+        ValueError: when a setting that the controller uses is out of range.
     """
     if kind == "fixed":
         return FixedKLController(kl_coef)

@@ -1,4 +1,4 @@
-"""The terms of a micro-batch's loss: policy, critic, KL to the reference and entropy, as the configuration names them.
+"""The terms of a micro-batch's loss: policy, critic, KL to the reference and entropy, as configured.
 
 The mathematics is in `functional`, the critic's loss in its head. Every term is a part of the optimizer step's loss
 (see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
@@ -30,7 +30,7 @@ Terms = tuple[Tensor, dict[str, Tensor]]
 
 
 def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]:
-    """`loss_weights` (B, R) of the global rollouts where `old_policy` is `correct`, otherwise nothing."""
+    """`{"loss_weights": (B, R)}` of the global rollouts if `old_policy` is `correct`, otherwise an empty dictionary."""
     if args.old_policy != "correct":
         return {}
     weights = rollout_correction_weights(
@@ -68,8 +68,8 @@ def loss_terms(
         args: the run's configuration.
         head: the critic's; None without a critic.
         with_policy: False leaves the policy's terms out.
-        critic_backward_first: `Updater.critic_backward_first`, with which the critic makes its forward and backward
-            pass before the policy's forward pass; None for one backward pass of both.
+        critic_backward_first: `Updater.critic_backward_first`, which runs the critic's forward and backward pass
+            before the policy's forward pass; None for one backward pass through both.
     """
     if head is not None and with_policy and critic_backward_first is not None:
         with critic_backward_first() as backward:
@@ -190,7 +190,7 @@ def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _checked(what: str, returned: Any) -> Loss:
-    """What a registered loss returned, if it is a `Loss` of scalars."""
+    """What a registered loss returned, after checking that it is a `Loss` of scalars."""
     if not isinstance(returned, Loss):
         raise ValueError(
             f"the {what} returned a {type(returned).__name__}; it must return functional.Loss(loss, stats)"

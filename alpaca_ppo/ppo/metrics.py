@@ -1,8 +1,8 @@
 """The metrics of a step, as flat dictionaries of floats; `objective/*` and `ppo/*` use AlpacaFarm's names.
 
-Every rank has the rollouts of all ranks, so their metrics need no collective. Training statistics are computed per
-micro-batch; `StatsAccumulator` combines them over micro-batches and ranks. Means are over masked tokens or over
-sequences, never over padding. Writing the metrics is in `tracking.run_log`.
+Every rank has the rollouts of all ranks, so their metrics need no collective operation. Training statistics are
+computed per micro-batch; `StatsAccumulator` combines them over micro-batches and ranks. Means are over masked tokens or
+over sequences, never over padding. Writing the metrics is in `tracking.run_log`.
 """
 
 import resource
@@ -24,8 +24,8 @@ class StatsAccumulator:
     """Combines the statistics of micro-batches exactly. The name of a statistic decides how.
 
     `loss/*` are divided by the denominator of the whole optimizer-step batch; they are added up, and averaged over
-    optimizer steps. Of `*_min` and `*_max` the extreme is kept. All others are means over the micro-batch's masked
-    tokens, and are averaged with the number of tokens as weight.
+    optimizer steps. For `*_min` and `*_max` the minimum or maximum is kept. All others are means over the micro-batch's
+    masked tokens, and are averaged with the number of tokens as weight.
     """
 
     def __init__(self) -> None:

@@ -43,9 +43,9 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, num_micro_batc
     """Returns the rows that each rank trains on: `plan[rank][micro_batch]` is a list of indices, possibly empty.
 
     Rows are sorted by length and split into num_ranks * num_micro_batches buckets whose sizes differ by at most one, so
-    the rows of a micro-batch have similar lengths. Micro-batch i of the ranks are neighbouring buckets, in alternating
-    order, so that ranks rarely wait for each other. Every rank gets the same number of micro-batches, including empty
-    ones, because collectives must match.
+    the rows of a micro-batch have similar lengths. The ranks' i-th micro-batches are neighbouring buckets, in
+    alternating order, so that ranks rarely wait for each other. Every rank gets the same number of micro-batches,
+    including empty ones, because collective operations must match.
 
     Args:
         lengths: tokens (prompt and response) of each row of the optimizer step.

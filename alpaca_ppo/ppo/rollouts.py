@@ -1,7 +1,7 @@
 """One rank's part of a rollout: sample responses, evaluate log-probabilities and values, gather the rows of all ranks.
 
-Nothing here knows the configuration object. In which order the parts run, and what scores the responses, is the
-trainer's (`PPOTrainer.rollout`).
+This module does not read the configuration. `PPOTrainer.rollout` decides the order of the parts and how responses are
+scored.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 
 
 @dataclass(frozen=True)
-class RolloutParts:
+class RolloutPasses:
     """Which passes a rollout makes besides sampling and scoring."""
 
     with_policy: bool = True
-    """The policy's own log-probs; without them the sampler's stand in, and a pass is saved."""
+    """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
     greedy_baseline: bool = False
@@ -132,15 +132,15 @@ def evaluate_responses(
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU: the trainer's own
-    forward pass, without gradients.
+    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU, from a
+    forward pass of the trainer without gradients.
 
     Args:
         model: what to run.
         samples: rows with `queries`, `query_attn_masks`, `responses` and `response_mask`.
         settings: temperature and sizes of the passes.
         device: where the model is.
-        poll: called before each pass; what it raises ends the evaluation.
+        poll: called before each pass; an exception in it ends the evaluation.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
     keys = ("queries", "query_attn_masks", "responses", "response_mask")
@@ -164,7 +164,7 @@ class RolloutCollector:
 
     Args:
         accelerator: for the device and the precision of forward passes.
-        reference: gives the reference policy; None where there is none.
+        reference: provides the reference policy; None without one.
         scorer: the reward sources.
         chunk_size: tokens whose logits are in memory at once.
         per_device_batch_size: responses sampled or evaluated at once.
@@ -184,41 +184,37 @@ class RolloutCollector:
             if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
                 prepare(source.model)
 
-    def gather(
-        self,
-        engine: Engine,
-        batches: Sequence[PromptBatch],
-        collect: Callable[[PromptBatch], dict[str, Tensor]],
-        *,
-        dummy_prompts: Callable[[int], PromptBatch],
-        samples_per_prompt: int,
-        poll: RolloutPoll,
-    ) -> Rollouts:
-        """Calls `collect` on this rank's prompts and returns the rows of all ranks, on the CPU, in the prompts' order.
+    def local_prompts(
+        self, engine: Engine, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
+    ) -> PromptBatch | None:
+        """This rank's prompts as one batch; None if it has none.
 
-        Where forward passes need every rank (`engine.synced_forwards`), ranks with fewer prompts than others collect
-        dummies too, whose rows are dropped. A rank without prompts does not call `collect` otherwise.
+        If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
+        after its own, so that all ranks make the same passes.
 
         Args:
             engine: of the policy.
             batches: this rank's prompts.
-            collect: from prompts to their rows.
-            dummy_prompts: makes that many dummies.
-            samples_per_prompt: rows of each prompt.
-            poll: asks for signals; a rank that stops early tells the others here, and all of them raise.
+            dummy_prompts: returns the given number of dummy prompts.
         """
-        count = sum(len(batch["rows"]) for batch in batches)
         if engine.synced_forwards:
+            count = sum(len(batch["rows"]) for batch in batches)
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
-        local = None
-        with poll.rollout():
-            found = collect(merge_prompt_batches(batches)) if batches else {}
-            local = {key: value[: count * samples_per_prompt] for key, value in found.items() if count}
-        rows: Any = gather_rows(local, self.accelerator, samples_per_prompt=samples_per_prompt)
-        if rows is None:
+        return merge_prompt_batches(batches) if batches else None
+
+    def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll) -> Rollouts:
+        """The rows of all ranks, on the CPU, in the prompts' order.
+
+        Args:
+            rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout.
+            samples_per_prompt: rows of each prompt.
+            poll: of the rollout; if any rank was stopped, all of them raise here.
+        """
+        gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
+        if gathered is None:
             poll.raise_on_all_ranks()
-        gathered: Rollouts = rows
-        return gathered
+        rollouts: Rollouts = gathered
+        return rollouts
 
     def sample(
         self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll
@@ -243,21 +239,21 @@ class RolloutCollector:
         self,
         actor_critic: ActorCritic,
         samples: dict[str, Tensor],
-        parts: RolloutParts,
+        passes: RolloutPasses,
         *,
         temperature: float,
         poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
         """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
 
-        Without `parts.with_policy` the sampler's log-probs take the place of the policy's; without a reference the
-        policy's stand in as `ref_logprobs`.
+        Without `passes.with_policy` the sampler's log-probs take the place of the policy's; without a reference,
+        `ref_logprobs` is a copy of the policy's log-probs.
         """
         settings = EvaluationSettings(temperature, self.chunk_size, self.per_device_batch_size)
         device = self.accelerator.device
         out: dict[str, Tensor] = {}
-        if parts.with_policy or parts.with_critic:
-            # One block for each model: autocast keeps the weights that it casts until its block ends.
+        if passes.with_policy or passes.with_critic:
+            # One block for each model: autocast caches the cast weights until its block ends.
             with self.accelerator.autocast():
                 out = evaluate_responses(
                     actor_critic,
@@ -265,10 +261,10 @@ class RolloutCollector:
                     settings,
                     device=device,
                     poll=poll,
-                    with_policy=parts.with_policy,
-                    with_critic=parts.with_critic,
+                    with_policy=passes.with_policy,
+                    with_critic=passes.with_critic,
                 )
-        if not parts.with_policy:
+        if not passes.with_policy:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}

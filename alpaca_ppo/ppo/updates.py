@@ -40,9 +40,10 @@ class Updater:
     """The optimizer steps of a run.
 
     Args:
-        engine: makes and applies gradients; `model` is policy and critic in its wrapper.
-        scheduler: of the learning rate, stepped once an optimizer step.
-        micro_batches: of an optimizer step on each rank, however ragged: ranks must make the same passes.
+        engine: computes and applies gradients; `engine.model` is the wrapped policy and critic.
+        scheduler: of the learning rate, stepped once per optimizer step.
+        micro_batches: number of micro-batches per optimizer step on each rank, some of them possibly empty, because all
+            ranks must make the same passes.
         loss_agg_mode: decides whether tokens or sequences are the denominator.
     """
 
@@ -50,13 +51,13 @@ class Updater:
         self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
         self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
-        """Used by the last optimizer step."""
+        """The learning rate of the last optimizer step."""
         self.num_updates = 0
-        """Optimizer steps since this was built."""
+        """Optimizer steps taken by this object."""
         self._inside_step = False
         self._faults: list[str] = []
-        self._early_weights: list[Tensor] = []
-        self._late_weights: list[Tensor] = []
+        # For each early backward pass of the critic: the weight it was run with, and the weight in the returned loss.
+        self._critic_weights: list[tuple[list[Tensor], list[Tensor]]] = []
         self._ratio_warned = self._edges_warned = False
 
     @property
@@ -66,7 +67,7 @@ class Updater:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The engine's."""
+        """The engine's optimizer."""
         return self.engine.optimizer
 
     def step(
@@ -88,16 +89,16 @@ class Updater:
             rollouts: the global rollouts.
             rows: (step batch,) int64, the rows of this optimizer step, the same on every rank.
             compute_loss: the trainer's hook.
-            policy_unchanged: True where the policy has not moved since the rollout: the ratio's distance from 1, and
-                with it the mismatch of sampler and trainer, are recorded.
-            freeze_policy: leave the policy's parameters, and the optimizer's state of them, as they are.
+            policy_unchanged: True if the policy has not been updated since the rollout: the deviation of the ratio from
+                1 and the sampler/trainer mismatch are then recorded.
+            freeze_policy: leave the policy's parameters and their optimizer state unchanged.
             value_taus: (K,) quantile levels of this step for an iqn critic.
-            target_kl_stop: the step is not taken where the approximate KL of its rows passes this.
-            poll: called before each micro-batch; what it raises drops the optimizer step's gradient.
+            target_kl_stop: skip the step if the approximate KL of its rows exceeds this.
+            poll: called before each micro-batch; an exception in it discards the optimizer step's gradient.
 
         Raises:
             NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
-                and schedule stay as they were.
+                and schedule are unchanged.
         """
         mask = rollouts["response_mask"][rows]
         lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
@@ -106,37 +107,41 @@ class Updater:
         shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         stats, self._faults = StatsAccumulator(), []
-        # Gradients of an update that was refused or interrupted must not reach this one.
+        # Gradients of an update that was skipped or interrupted must not reach this one.
         self.engine.begin()
         for number, positions in enumerate(plan[self.accelerator.process_index]):
             poll()
             batch = self._micro_batch(rollouts, rows[positions], shared)
-            with self.engine.micro_batch(last=number + 1 == self.micro_batches), self._learner(freeze_policy):
+            with (
+                self.engine.micro_batch(last=number + 1 == self.micro_batches),
+                self._critic_adapter_active(freeze_policy),
+            ):
                 loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
                 stats.add(
-                    _at_first(micro_stats, policy_unchanged=policy_unchanged), tokens=int(batch["response_mask"].sum())
+                    _with_first_ratio_error(micro_stats, policy_unchanged=policy_unchanged),
+                    tokens=int(batch["response_mask"].sum()),
                 )
                 stats.add_padding([lengths[i] for i in positions])
                 self.engine.backward(loss)
             self._check_critic_weight()
         prompt_ids = rollouts["prompt_ids"][rows]
-        self._refuse_losses(prompt_ids)
-        stepped = target_kl_stop is None or self._approx_kl(stats) <= target_kl_stop
+        self._check_losses(prompt_ids)
+        stepped = target_kl_stop is None or freeze_policy or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
         if stepped:
             norm = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
             stats.add({"policy/grad_norm": norm}, tokens=1)
         return stats, stepped
 
-    def _refuse_losses(self, prompt_ids: Tensor) -> None:
-        """Refuses the update on every rank where a loss of any rank is not finite."""
+    def _check_losses(self, prompt_ids: Tensor) -> None:
+        """Raises NonFiniteUpdate on every rank if a loss of any rank is not finite."""
         if any_rank(bool(self._faults), self.accelerator):
             everywhere = [fault for part in gather_list(self._faults, self.accelerator) for fault in part]
             raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
-    def _learner(self, freeze_policy: bool) -> Iterator[None]:
-        """Inside, an adapter critic's adapter is active where the critic alone learns, so that gradient checkpointing
-        recomputes the critic's activations.
+    def _critic_adapter_active(self, freeze_policy: bool) -> Iterator[None]:
+        """Keeps the critic's adapter active during the block if only the critic is trained, so that gradient
+        checkpointing recomputes the critic's activations.
         """
         if not freeze_policy:
             yield
@@ -160,70 +165,88 @@ class Updater:
 
     @property
     def separate_backward(self) -> bool:
-        """Whether the critic's backward pass can be made before the policy's forward pass, so that the two graphs are
-        never in memory together: inside `step`, where the two share no activations.
+        """Whether the critic's backward pass can run before the policy's forward pass, so that the two graphs are never
+        in memory together. True only during `step`, and only if policy and critic share no activations.
         """
         critic = self.engine.actor_critic.critic
         return self._inside_step and critic is not None and not critic.shares_states
 
     @contextmanager
     def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:
-        """Inside, only the critic runs; yields a function that makes its backward pass and detaches its terms."""
+        """A block in which only the critic runs.
+
+        Yields a function that runs the critic's backward pass and returns its terms with the loss detached.
+        """
         actor_critic = self.engine.actor_critic
 
         def backward(terms: Terms) -> Terms:
             loss, stats = terms
-            loss.register_hook(self._early_weights.append)
+            at_backward: list[Tensor] = []
+            in_loss: list[Tensor] = []
+            self._critic_weights.append((at_backward, in_loss))
+            # The hook receives d(backpropagated loss)/d(critic's loss): 1, times the engine's scale.
+            loss.register_hook(at_backward.append)
             self.engine.backward(loss)
-            # A leaf of the returned loss, which shows with which weight the loss counts it.
-            part = loss.detach().requires_grad_()
-            part.register_hook(self._late_weights.append)
-            return part + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
+            # The returned loss contains this detached copy. In its backward pass the hook receives the weight that
+            # `compute_loss` gave to the copy, times the same scale. `_check_critic_weight` compares the two.
+            detached = loss.detach().requires_grad_()
+            detached.register_hook(in_loss.append)
+            return detached + self.engine.unused_parameter_loss(actor_critic.critic_parameters()), stats
 
         with self.engine.no_sync(), actor_critic.critic_active():
             yield backward
 
     def _check_critic_weight(self) -> None:
-        """Checks that the micro-batch's loss counted the critic's part as its backward pass did.
+        """Checks that `compute_loss` did not rescale the critic's loss, whose backward pass has already been run.
 
         Raises:
-            ValueError: where `compute_loss` scaled or dropped it: the critic would have another gradient than the loss.
+            ValueError: if `compute_loss` scaled or dropped it, so that the critic's gradient would not match the
+                returned loss.
         """
-        early, late = self._early_weights, self._late_weights
-        self._early_weights, self._late_weights = [], []
-        if not early or self._faults:
+        pairs, self._critic_weights = self._critic_weights, []
+        if self._faults:
             return
-        weight = float(sum(late)) / float(early[0])
-        # Weights that are not finite come with a gradient norm that is not, which refuses the update.
-        if math.isfinite(weight) and weight != 1.0:
+        # The engine's scale cancels. Without an entry in `in_loss`, the term was dropped and its weight is 0.
+        weights = [float(sum(in_loss)) / float(at_backward[0]) for at_backward, in_loss in pairs]
+        # If a weight is not finite, neither is the gradient norm, and the update is skipped anyway.
+        for weight in (weight for weight in weights if math.isfinite(weight) and weight != 1.0):
             raise ValueError(
                 f"compute_loss() returned a loss in which the critic's part has the weight {weight:g}, but its "
-                "backward pass was made before with weight 1; set separate_critic_backward = False in your trainer "
-                "class, so that policy and critic stay in one graph"
+                "backward pass has already been run with weight 1; set separate_critic_backward = False in your "
+                "trainer class, so that policy and critic share one backward pass"
             )
 
-    def over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
-        """What all ranks accumulated over their shares of the same optimizer steps."""
+    def merge_over_ranks(self, stats: StatsAccumulator) -> StatsAccumulator:
+        """The statistics of the same optimizer steps, merged over all ranks."""
         whole = StatsAccumulator()
         for part in gather_list(stats, self.accelerator):
             whole.merge(part)
         return whole
 
-    def _approx_kl(self, stats: StatsAccumulator) -> float:
-        """KL(old || new) of one optimizer step's rows on all ranks, in nats a token (k3); 0 where none was measured."""
-        return self.over_ranks(stats).compute(1).get("policy/approx_kl_k3", 0.0)
+    def _approx_kl(self, stats: StatsAccumulator, target_kl_stop: float) -> float:
+        """KL(old || new) of one optimizer step's rows on all ranks, in nats per token (k3)."""
+        measured = self.merge_over_ranks(stats).compute(1)
+        if "policy/approx_kl_k3" not in measured:
+            raise ValueError(
+                f"target_kl_stop is {target_kl_stop}, but the policy loss measured no approx_kl_k3; add it to the "
+                "statistics that the loss returns, or set target_kl_stop: null"
+            )
+        return measured["policy/approx_kl_k3"]
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
-        """Warns once each of a ratio off 1 before any update, and of returns outside a c51 critic's support."""
+        """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the support of a
+        c51 critic.
+        """
         self._warn_of_ratio(train_stats)
         outside = train_stats.get("val/outside_support", 0.0)
-        # Probability at the edges alone is fine: returns may be 0 or 1, and the support [0, 1].
+        # Probability mass on the edge atoms is no problem in itself: returns may be 0 or 1 with the support [0, 1].
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
+            edge_mass = train_stats.get("val/edge_mass")
+            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is on the edge atoms"
             warnings.warn(
-                f"{outside:.1%} of the returns lie outside the c51 critic's support, and "
-                f"{train_stats['val/edge_mass']:.0%} of its probability at the edges: values there are cut off. Widen "
-                "c51_v_min and c51_v_max, or scale the reward down with reward_weights",
+                f"{outside:.1%} of the returns lie outside the c51 critic's support{edges}, so the values are clipped. "
+                "Widen c51_v_min and c51_v_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 
@@ -235,9 +258,10 @@ class Updater:
         if error > tolerance and not self._ratio_warned:
             self._ratio_warned = True
             warnings.warn(
-                f"before any update the policy's ratio is off 1 by {error:.3g} (tolerance {tolerance}): old and new "
-                "log-probs disagree. Likely causes: dropout on in a custom model, another dtype or padding in an "
-                "overridden compute_loss, an adapter's state, or (old_policy: rollout) a sampler that differs",
+                f"before any update the policy's probability ratio deviates from 1 by {error:.3g} (tolerance "
+                f"{tolerance}): old and new log-probs disagree. Likely causes: dropout enabled in a custom model, a "
+                "different dtype or padding in an overridden compute_loss, an adapter's state, or (old_policy: "
+                "rollout) a sampler that differs",
                 stacklevel=3,
             )
 
@@ -263,8 +287,8 @@ class Updater:
         return norm
 
 
-def _at_first(stats: Mapping[str, Any], *, policy_unchanged: bool) -> dict[str, Any]:
-    """`stats` with the ratio's distance from 1 where the policy has not moved, else without `mismatch/*`."""
+def _with_first_ratio_error(stats: Mapping[str, Any], *, policy_unchanged: bool) -> dict[str, Any]:
+    """If the policy is unchanged since the rollout, adds `policy/first_ratio_error_max`; else removes `mismatch/*`."""
     if not policy_unchanged:
         return {name: value for name, value in stats.items() if not name.startswith("mismatch/")}
     # A subclass's loss may have no ratio.
@@ -287,16 +311,17 @@ def make_updater(
     args: PPOConfig,
     schedule: PromptSchedule,
 ) -> tuple[Updater, int]:
-    """The updater of a run, and how many optimizer steps the whole run takes; None makes the default optimizer,
-    schedule.
+    """The updater of a run, and how many optimizer steps the whole run takes; if `optimizer` or `scheduler` is None,
+    the default one is created.
 
     Raises:
-        ValueError: when `optimizer` has rates that `args` names too, or does not hold every parameter that trains.
+        ValueError: when `optimizer` is given together with `args.critic_learning_rate`, or does not hold every
+            trainable parameter.
     """
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError(
-            f"critic_learning_rate is {args.critic_learning_rate}, but optimizers brings an optimizer with rates of "
-            "its own; set them there, or null critic_learning_rate"
+            f"critic_learning_rate is {args.critic_learning_rate}, but the optimizer in `optimizers` has its "
+            "own learning rates; set them there, and set critic_learning_rate: null"
         )
     total = sum(
         optimizer_steps(

@@ -1,11 +1,11 @@
-"""`BaseTrainer`: the loop over steps, and what happens around a step: evaluation, records, checkpoints, callbacks,
-signals.
+"""`BaseTrainer`: the loop over steps, with the evaluation, logging, checkpoints, callbacks and signals around a step.
 
 What a step computes is not here (`ppo_trainer`); how a checkpoint is written is in `checkpoint`.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.types import PromptBatch
 
 
-class BaseTrainer:
+class BaseTrainer(ABC):
     """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`).
 
     A subclass's constructor sets what is declared here, and then calls `set_up_run`.
@@ -50,13 +50,19 @@ class BaseTrainer:
     sampling_params: SamplingParams
     updater: Updater
     optimizer_steps: int
-    """Of the whole run."""
+    """Number of optimizer steps in the whole run."""
     kl_controller: KLController
-    step: Callable[[Sequence[PromptBatch]], dict[str, float]]
-    evaluate: Callable[[], dict[str, float]]
+
+    @abstractmethod
+    def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
+        """Makes one step on this rank's prompts and returns its metrics."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Returns the metrics of an evaluation on the eval prompts."""
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
-        """Builds what keeps the run: its state, its callbacks, its checkpoints and the handler of its signals."""
+        """Builds the run's state, callback handler, checkpoint manager and signal handler."""
         self.state = TrainerState(
             max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
         )
@@ -71,7 +77,7 @@ class BaseTrainer:
             self.args.output_dir,
             engine=self.updater.engine,
             scheduler=self.updater.scheduler,
-            components=self.checkpoint_components,
+            components=self._components,
             best=best,
             identity=self._saved_identity,
             expected=lambda: expected_identity(self._identity(), self.args),
@@ -81,11 +87,20 @@ class BaseTrainer:
         self._run_log: RunLog | None = None
 
     def checkpoint_components(self) -> dict[str, Component]:
-        """What a checkpoint holds besides weights, optimizer, schedule and random states, by name.
-
-        A subclass with state of its own adds it here: anything with `state_dict` and `load_state_dict`.
+        """Additional state of a subclass to save in checkpoints, by name: anything with `state_dict` and
+        `load_state_dict`.
         """
-        return {"progress": self.progress, "kl_controller": self.kl_controller}
+        return {}
+
+    def _components(self) -> dict[str, Component]:
+        """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
+        own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
+        added = self.checkpoint_components()
+        if taken := sorted(set(own) & set(added)):
+            raise ValueError(
+                f"checkpoint_components() returned {', '.join(taken)}, which the trainer saves itself; use another name"
+            )
+        return own | added
 
     @property
     def actor_critic(self) -> ActorCritic:
@@ -94,15 +109,15 @@ class BaseTrainer:
 
     @property
     def run_log(self) -> RunLog:
-        """The record of the run on disk; opened without dropping anything where `train` has not begun."""
+        """The run's log on disk. If `train` has not started, it is opened without removing existing entries."""
         if self._run_log is None:
             self._run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
         return self._run_log
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
-        """Runs all steps, from a checkpoint if asked, and saves the final models; returns the last step's metrics.
+        """Runs all steps and saves the final models, resuming from a checkpoint if requested; returns the last metrics.
 
-        SIGTERM and SIGINT end the micro-batch or the sampling under way, save a checkpoint and end the process.
+        On SIGTERM or SIGINT the run stops after the current micro-batch or token, saves a checkpoint and exits.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
@@ -126,8 +141,8 @@ class BaseTrainer:
                 self._notify("on_step_begin")
                 step = self.state.global_step
                 stats = self.step(self.prompt_batches(step))
-                # A subclass's own `step` or `step_with_rollouts` need not count.
-                self.count_step(step)
+                # An overridden `step` or `step_with_rollouts` may not have called mark_step_done.
+                self.mark_step_done(step)
                 self._end_step(stats)
                 bar.update(1)
         self.poll()
@@ -141,31 +156,33 @@ class BaseTrainer:
     def _finished(self) -> bool:
         return self.state.global_step >= self.schedule.num_steps or self.callback_handler.control.should_training_stop
 
-    def count_step(self, step: int) -> None:
-        """Records that `step` (from 0) is done: `state.global_step`, on which the next rollout's randomness depends, is
-        `step + 1` afterwards, however often this is called.
+    def mark_step_done(self, step: int) -> None:
+        """Records that `step` (from 0) is done. May be called more than once for the same step.
+
+        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend.
         """
         self.state.global_step = step + 1
         self.state.epoch = self.schedule.epoch_at(step + 1)
 
     def poll(self) -> None:
-        """Ends the run where a signal has asked for it; every rank must call this at the same point.
+        """Ends the run if any rank has received a stop signal; every rank must call this at the same point.
 
         Raises:
-            Interrupted: on every rank, where any was asked to end.
+            Interrupted: on every rank, if any rank has received a signal.
         """
-        # Elsewhere a checkpoint could not say where the run stands.
+        # Stop only where `progress` is up to date: from a checkpoint saved anywhere else, the run could not be resumed
+        # exactly.
         if self.progress.is_current:
             self.preemption.poll_all_ranks()
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
-        """This rank's prompts of `step` (from 0): one batch, or none where a ragged step has fewer prompts than
-        ranks.
+        """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
+        there are ranks.
         """
         return self.collate(self.train_prompts, self.schedule.indices(step))
 
     def collate(self, prompts: PromptDataset, indices: Sequence[int]) -> list[PromptBatch]:
-        """This rank's share of `prompts[indices]` as a batch; an empty list where it has none."""
+        """This rank's share of `prompts[indices]` as a batch; an empty list if it has none."""
         share = collectives.rank_share(indices, self.accelerator)
         return [self.prompt_batch([prompts[i] for i in share], share)] if share else []
 
@@ -178,8 +195,8 @@ class BaseTrainer:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
 
         Args:
-            output_dir: another folder than `final/`.
-            stats: figures for the model card.
+            output_dir: where to write, instead of `<output_dir>/final`.
+            stats: metrics for the model card.
         """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
         engine = self.updater.engine
@@ -189,52 +206,55 @@ class BaseTrainer:
                     folder,
                     self.actor_critic,
                     self.processing_class,
-                    figures=stats or {},
+                    metrics=stats or {},
                     config=asdict(self.args),
                     merged=self.args.merge_on_save,
                 )
-        # The others wait at the end of the run, not while parameters are gathered.
+        # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
         if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
             export.push_folder(folder / "policy", str(self.args.hub_model_id))
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
 
-        `stats` are the step's metrics, by which it may become the best one (`metric_for_best_model`).
+        `stats` are the step's metrics; they decide whether this becomes the best checkpoint (`metric_for_best_model`).
         """
         folder = self.checkpoints.save(self.state.global_step, stats or {})
         self.progress.saved = self.progress.is_current
         return folder
 
-    def skip_update(self, refused: NonFiniteUpdate) -> None:
-        """Counts and records an optimizer step that was not taken, over the whole run, resumed ones included.
+    def skip_update(self, error: NonFiniteUpdate) -> None:
+        """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
 
         Raises:
-            FloatingPointError: when `max_skipped_updates` of them were counted already.
+            FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
         """
         self.progress.skipped_updates += 1
         number, step = self.progress.skipped_updates, self.state.global_step + 1
         self.run_log.log_skipped_update(
-            {"number": number, "step": step, "cause": refused.cause, "prompt_ids": refused.prompt_ids}
+            {"number": number, "step": step, "cause": error.cause, "prompt_ids": error.prompt_ids}
         )
-        limit = f"{number} updates were not finite in this run; max_skipped_updates is {self.args.max_skipped_updates}"
+        limit = (
+            f"{number} updates in this run had a non-finite loss or gradient; max_skipped_updates is "
+            f"{self.args.max_skipped_updates}"
+        )
         if number > self.args.max_skipped_updates:
             raise FloatingPointError(
-                f"step {step}: {refused}. {limit}; a run that is resumed from its last checkpoint may have a higher one"
-            ) from refused
-        self.run_log.message(f"step {step}: {refused}. {limit}")
+                f"step {step}: {error}. {limit}; to continue, raise max_skipped_updates and resume "
+                "from the last checkpoint"
+            ) from error
+        self.run_log.message(f"step {step}: {error}. {limit}")
 
     def _save_interrupted(self, interrupted: Interrupted) -> None:
         folder = self.checkpoints.folder(self.state.global_step)
-        # The best checkpoint keeps the weights that were measured. From there a resumed run repeats the step.
+        # Do not overwrite the best checkpoint: its weights must be those that were evaluated. A resumed run starts from
+        # it and repeats the interrupted step.
         is_best = self.checkpoints.best.folder == folder
         if not self.progress.saved and not is_best:
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
-        self.run_log.message(
-            f"{interrupted}: {folder} holds the state of the run; go on with resume_from_checkpoint: true"
-        )
+        self.run_log.message(f"{interrupted}: run saved to {folder}; continue with resume_from_checkpoint: true")
         self.run_log.finish()
         self._run_log = None
         collectives.drain_collectives(self.accelerator)
@@ -259,7 +279,7 @@ class BaseTrainer:
                 resume_skipped=self.progress.skipped_updates,
             )
         self.run_log.message(
-            f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as over-long), "
+            f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
@@ -277,7 +297,7 @@ class BaseTrainer:
         return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
 
     def _saved_identity(self) -> dict[str, Any]:
-        """What a checkpoint holds of the run it belongs to, its records and its eval data included."""
+        """The run's identity as a checkpoint stores it, with hashes of metrics.jsonl and of the eval dataset."""
         last_line = self.progress.last_line if self.progress.is_current else self.state.global_step
         return {
             **self._identity(),
@@ -286,11 +306,11 @@ class BaseTrainer:
         }
 
     def _check_records(self, extra: Mapping[str, Any]) -> None:
-        """Checks that metrics.jsonl is of the run that wrote the checkpoint."""
+        """Checks that metrics.jsonl belongs to the run that wrote the checkpoint."""
         check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
 
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
-        """Warns of other eval data, which change figures alone."""
+        """Warns if the eval dataset has changed, which affects only the eval metrics."""
         if saved and self.eval_prompts is not None and saved != (now := data_identity(self.eval_prompts)):
             warnings.warn(
                 f"eval_dataset differs from the one that the checkpoint's run had ({now} now, {saved} then): eval/* "
@@ -299,7 +319,7 @@ class BaseTrainer:
             )
 
     def _end_step(self, stats: dict[str, float]) -> None:
-        """What follows the update: evaluation, records, checkpoint. An interrupted run comes back here."""
+        """Evaluates, logs and saves after the update. A run that was interrupted in here resumes here."""
         self.progress.advance(stats=stats, step_ended=False, update=None)
         self._notify("on_step_end")
         step, stats = self.state.global_step, dict(stats)
@@ -317,7 +337,7 @@ class BaseTrainer:
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
-        # At the end too: a run killed while it writes the final models has nothing to compute again.
+        # Also after the last step, so that a run killed while it writes the final models need not repeat any training.
         due = self.args.save_steps and (step % self.args.save_steps == 0 or step == self.schedule.num_steps)
         if due or self.callback_handler.control.should_save:
             self.save_checkpoint(stats)
@@ -329,7 +349,7 @@ class BaseTrainer:
         return stats
 
     def _notify(self, event: str, **context: Any) -> None:
-        """Calls `event` of each callback, with models and optimizer as transformers' trainer passes them."""
+        """Calls `event` of each callback, with the model and optimizer arguments that transformers' Trainer passes."""
         self.callback_handler.notify(
             event,
             self.args,

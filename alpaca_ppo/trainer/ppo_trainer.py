@@ -2,7 +2,7 @@
 step_with_rollouts.
 
 The mathematics is in `functional`, the parts of a step in `ppo`, sampling in `generation`. The loop over steps, with
-evaluation, records and checkpoints, is in `base_trainer`.
+evaluation, logging and checkpoints, is in `base_trainer`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,12 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
-from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_parts
+from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
-from alpaca_ppo.ppo.rollouts import RolloutParts
+from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.updates import make_updater
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
@@ -48,8 +49,8 @@ class PPOTrainer(BaseTrainer):
     """Trains a causal language model with PPO and a critic against any reward.
 
     Args:
-        model: the policy: a path or hub id (of an adapter too), a model in memory (trained in place; of a `PeftModel`
-            the adapter trains on), or an `ActorCritic` that brings its critic.
+        model: the policy: a path or hub id (of an adapter too), a model in memory, trained in place (for a `PeftModel`,
+            its adapter is trained further), or an `ActorCritic`, which includes its critic.
         reward_funcs: one source or a list: python functions with TRL's signature, `module:function` names, and
             sequence classifiers (a path, a hub id or a model) with one label.
         args: the configuration.
@@ -57,24 +58,24 @@ class PPOTrainer(BaseTrainer):
         eval_dataset: held-out rows of the same form, for `evaluate`.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
         value_model: a sequence classifier with one label, or a `final/value` folder, to start the critic from.
-        ref_model: the reference policy; by default what `args.reference` says.
+        ref_model: the reference policy; by default chosen by `args.reference`.
         peft_config: a `peft.LoraConfig`: the policy's base is frozen, and adapters are trained.
         reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
-            `reward_funcs`; a model from a folder brings its own.
+            `reward_funcs`; for a model from a folder it is loaded from there.
         callbacks: `transformers.TrainerCallback`s.
         optimizers: an optimizer over `ActorCritic` parameters and a schedule, each None for the default.
-        accelerator: one of your own; built from `args` by default.
+        accelerator: an existing Accelerator; by default one is built from `args`.
 
     Raises:
         ValueError: for arguments that cannot work together.
     """
 
     separate_critic_backward = True
-    """Whether `compute_loss` makes the critic's backward pass by itself, before the policy's forward pass, which saves
-    memory where the two share no activations. An override may add terms to what `super().compute_loss` returns; one
-    that scales it, or couples policy and critic otherwise, must set this to False (a scaled loss is refused)."""
+    """Whether `compute_loss` runs the critic's backward pass itself, before the policy's forward pass, which saves
+    memory if the two share no activations. An override may add terms to what `super().compute_loss` returns; one that
+    scales it, or couples policy and critic in another way, must set this to False (a scaled loss raises an error)."""
     score_chunk_prompts: int | None = None
-    """Prompts whose responses `_score` gets in one call; None = all of this rank's."""
+    """Number of prompts whose responses are passed to `_score` in one call; None = all prompts of this rank."""
 
     def __init__(
         self,
@@ -120,29 +121,29 @@ class PPOTrainer(BaseTrainer):
 
     @property
     def model(self) -> Any:
-        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision where the run needs it."""
+        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
         return self.updater.model
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
 
-        Where a resumed run stands within the step's update, it goes on with the rollouts of its checkpoint.
+        A run that is resumed in the middle of a step's update continues with the rollouts stored in the checkpoint.
         """
         self.timers = metrics.Timers()
-        step, update = self.state.global_step, self.progress.take_resumed()
+        step, update = self.state.global_step, self.progress.pop_resumed_update()
         if update is None:
-            rollouts = self._estimated_rollouts(prompt_batches)
+            rollouts = self._rollouts_with_advantages(prompt_batches)
             self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds))
         else:
             rollouts, self.timers.seconds = update.rollouts, update.seconds
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
-        self.count_step(step)
+        self.mark_step_done(step)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
-        self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), n_steps=rollouts["responses"].size(0))
+        self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), num_sequences=rollouts["responses"].size(0))
         return stats
 
-    def _estimated_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
+    def _rollouts_with_advantages(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts with shaped rewards, advantages and returns."""
         rollouts = self.rollout(prompt_batches)
         hook_checks.check_rollouts(rollouts)
@@ -173,38 +174,39 @@ class PPOTrainer(BaseTrainer):
         up to `rewards`.
         """
         sampling_params = replace(self.sampling_params, seed=self.args.seed, step=self.state.global_step)
-        return self._rollout(prompt_batches, sampling_params, rollout_parts(self.args))
+        return self._rollout(prompt_batches, sampling_params, rollout_passes(self.args))
 
     def _rollout(
-        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, parts: RolloutParts
+        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, passes: RolloutPasses
     ) -> Rollouts:
         engine, n = self.updater.engine, sampling_params.num_return_sequences
         count = sum(len(batch["rows"]) for batch in prompt_batches)
-        with self.run_log.progress(count * n, "rollout", leave=False) as bar:
+        prompts = self.collector.local_prompts(engine, prompt_batches, self._dummy_prompts)
+        local = None
+        with self.run_log.progress(count * (n + passes.greedy_baseline), "rollout", leave=False) as bar:
             self.rollout_poll = self.preemption.for_rollout(
-                engine, sampling_params.backend, can_stop=self.progress.is_current, on_rows=bar.update
-            )
-            return self.collector.gather(
                 engine,
-                prompt_batches,
-                partial(self._local_rollout, sampling_params=sampling_params, parts=parts),
-                dummy_prompts=self._dummy_prompts,
-                samples_per_prompt=n,
-                poll=self.rollout_poll,
+                stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
+                can_stop=self.progress.is_current,
+                on_rows=bar.update,
             )
+            with self.rollout_poll.rollout():
+                rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
+                local = {key: value[: count * n] for key, value in rows.items() if count}
+        return self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
 
     def _local_rollout(
-        self, prompts: PromptBatch, sampling_params: SamplingParams, parts: RolloutParts
+        self, prompts: PromptBatch, sampling_params: SamplingParams, passes: RolloutPasses
     ) -> dict[str, Tensor]:
-        """This rank's rows, on the CPU: evaluate(score(generate(prompts)))."""
+        """This rank's rows, on the CPU: generated, scored, evaluated."""
         rows = self._generate_and_score(prompts, sampling_params)
-        if parts.greedy_baseline:
+        if passes.greedy_baseline:
             greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
             rewards = self._generate_and_score(prompts, greedy)["rewards"]
             rows["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling_params.num_return_sequences)
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
-                self.actor_critic, rows, parts, temperature=sampling_params.temperature, poll=self.rollout_poll
+                self.actor_critic, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
             )
 
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
@@ -213,20 +215,20 @@ class PPOTrainer(BaseTrainer):
             samples = self._generate(prompts, sampling_params)
         samples = hook_checks.complete_samples(samples, prompts, sampling_params)
         self.rollout_poll()
-        n = sampling_params.num_return_sequences
-        size = n * (self.score_chunk_prompts or len(prompts["rows"]))
+        n, sources = sampling_params.num_return_sequences, self.collector.scorer.names
         rows = [row for row in prompts["rows"] for _ in range(n)]
         parts = []
         with self.timers.measure("score"):
-            for start in range(0, len(rows), size):
-                chunk = {key: value[start : start + size] for key, value in samples.items()}
-                parts.append(hook_checks.check_scores(self._score(chunk, rows[start : start + size]), chunk))
-        return samples | {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            for chunk in hook_checks.score_chunks(len(rows), n, self.score_chunk_prompts):
+                part = {key: value[chunk] for key, value in samples.items()}
+                scores = self._score(part, rows[chunk])
+                parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
+        return samples | hook_checks.join_scores(parts, samples["response_mask"])
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
 
-        Override it to bring tokens from another engine. The random numbers of each response are a function of its key
+        Override it to sample with another engine. The random numbers of each response are a function of its key
         alone (`sampling_params.random_keys(prompts["prompt_ids"])`), so that a run does not depend on batches or ranks.
 
         Args:
@@ -237,8 +239,8 @@ class PPOTrainer(BaseTrainer):
             tensors on the CPU with P * n rows, the samples of a prompt next to one another: `responses` (P * n, R)
             int64 with R = max_new_tokens; `response_mask` (P * n, R) bool, True = a token the policy chose (holes are
             allowed); `rollout_logprobs` (P * n, R) float, the chosen tokens' log-probs in nats; `stopped` (P * n,)
-            bool. Also `queries` and `query_attn_masks` (P * n, Q) where a sample's prompt is another, and any further
-            tensors of a row, which `_score` and the later hooks find beside these.
+            bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
+            tensors with one entry per row, which are passed on to `_score` and the later hooks.
         """
         return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll)
 
@@ -248,12 +250,13 @@ class PPOTrainer(BaseTrainer):
         It may be called with a part of a rollout: `score_chunk_prompts` prompts at a time, each with all its samples.
 
         Args:
-            samples: what `_generate` returned for C responses, complete.
+            samples: the checked samples of C responses: what `_generate` returned, with `queries`, `query_attn_masks`,
+                `prompt_ids` and `sample_ids` added.
             rows: the dataset's row of each of them.
 
         Returns:
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
-            of its token; `scores_by_source` (C, sources).
+            of the token; `scores_by_source` (C, sources).
         """
         penalty = self.args.penalty_reward_value
         return score_responses(self.collector.scorer, self.processing_class, samples, rows, penalty=penalty)
@@ -261,8 +264,8 @@ class PPOTrainer(BaseTrainer):
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
     ) -> dict[str, Tensor]:
-        """Adds the KL penalty (`use_kl_in_reward`): (B,) or (B, R) rewards to `shaped_rewards`, `non_score_rewards` and
-        `kl`, each (B, R).
+        """Turns (B,) or (B, R) rewards into `shaped_rewards` by adding the KL penalty (if `use_kl_in_reward`); also
+        returns `non_score_rewards` and `kl`. All are (B, R).
         """
         return shape_rewards(
             rewards,
@@ -294,17 +297,17 @@ class PPOTrainer(BaseTrainer):
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
 
-        Counts the step (`count_step`), so that a loop of your own over `rollout` and this method samples anew.
+        Marks the step as done (`mark_step_done`), so that the next `rollout` of a custom loop uses new random numbers.
         """
         step, args = self.state.global_step, self.args
         rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
-        done = self.progress.update_on(rollouts)
+        update = self.progress.update_for(rollouts)
         rows, key = rollouts["responses"].size(0), (args.seed, step)
         total = optimizer_steps(rows, args.step_batch_size, args.ppo_epochs)
         batches = update_batches(rows, args.step_batch_size, args.ppo_epochs, key)
-        with self.run_log.progress(total, "update", initial=done.num_attempted, leave=False) as bar:
-            for epoch, batch in islice(batches, done.num_attempted, None):
-                if done.kl_stopped:
+        with self.run_log.progress(total, "update", initial=update.num_attempted, leave=False) as bar:
+            for epoch, batch in islice(batches, update.num_attempted, None):
+                if update.kl_stopped:
                     break
                 bar.update(1)
                 try:
@@ -312,26 +315,26 @@ class PPOTrainer(BaseTrainer):
                         rollouts,
                         batch,
                         self.compute_loss,
-                        policy_unchanged=done.optimizer_steps == 0 or self.in_critic_warmup,
+                        policy_unchanged=update.optimizer_steps == 0 or self.in_critic_warmup,
                         freeze_policy=self.in_critic_warmup,
-                        value_taus=sample_value_taus(self.critic_head, *key, epoch, done.num_attempted),
+                        value_taus=sample_value_taus(self.critic_head, *key, epoch, update.num_attempted),
                         target_kl_stop=args.target_kl_stop,
                         poll=self.poll,
                     )
-                    done.add(stats, stepped=stepped)
-                except hook_checks.NonFiniteUpdate as refused:
-                    self.skip_update(refused)
-                    done.skipped += 1
-                if done is self.progress.update:
+                    update.add(stats, stepped=stepped)
+                except hook_checks.NonFiniteUpdate as error:
+                    self.skip_update(error)
+                    update.skipped += 1
+                if update is self.progress.update:
                     self.progress.advance()
-        train_stats = self.updater.over_ranks(done.stats).compute(done.optimizer_steps + done.kl_stopped)
+        train_stats = self.updater.merge_over_ranks(update.stats).compute(update.optimizer_steps + update.kl_stopped)
         self.updater.warn(train_stats)
-        self.count_step(step)
+        self.mark_step_done(step)
         return {
             **train_stats,
-            "policy/optimizer_steps": float(done.optimizer_steps),
-            "policy/skipped_updates": float(done.skipped),
-            "policy/kl_stopped": float(done.kl_stopped),
+            "policy/optimizer_steps": float(update.optimizer_steps),
+            "policy/skipped_updates": float(update.skipped),
+            "policy/kl_stopped": float(update.kl_stopped),
         }
 
     @property
@@ -348,12 +351,12 @@ class PPOTrainer(BaseTrainer):
     def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and detached statistics of one micro-batch, on the device.
 
-        The loss is this micro-batch's part of the optimizer step's loss: a masked sum over
-        `rollouts_batch["denominator"]`, so parts add up. Statistics named `loss/*` add up likewise, `*_min` and
-        `*_max` are extremes, all others means over the micro-batch's masked tokens.
+        The loss is this micro-batch's part of the optimizer step's loss: a masked sum divided by
+        `rollouts_batch["denominator"]`, so that the parts add up. Statistics named `loss/*` add up in the same way,
+        `*_min` and `*_max` are extremes, all others means over the micro-batch's masked tokens.
 
         With `separate_critic_backward`, the backward pass of a critic that shares no activations with the policy is
-        made in here, and its part of the returned loss is detached from the critic.
+        run inside this method, and its part of the returned loss is detached from the critic.
         """
         separate = self.separate_critic_backward and self.updater.separate_backward
         terms = loss_terms(
@@ -382,7 +385,7 @@ class PPOTrainer(BaseTrainer):
         return outputs
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
-        """The metrics of `step` (from 1) as a flat dictionary, AlpacaFarm's names where it has them."""
+        """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them."""
         stats = {
             "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
             "objective/lr": self.updater.learning_rate,
@@ -413,12 +416,12 @@ class PPOTrainer(BaseTrainer):
         rollouts = self._rollout(
             self.collate(self.eval_prompts, range(len(self.eval_prompts))),
             setup.evaluation_sampling_params(self.sampling_params, self.args),
-            RolloutParts(with_critic=False),
+            RolloutPasses(with_critic=False),
         )
         rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
         self.run_log.log_table("eval", rows, self.state.global_step)
         return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
 
     def _dummy_prompts(self, count: int) -> PromptBatch:
-        """Prompts that keep a rank in lockstep with others that have more."""
+        """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""
         return self.prompt_batch([self.train_prompts[0]] * count, [0] * count)

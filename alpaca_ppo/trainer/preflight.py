@@ -1,13 +1,13 @@
 """Checks of a run before anything is loaded: its output folder, its trackers and the checkpoint to resume from.
 
-What single values may be is checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and
-the lengths in `models.token_checks`, once the policy is there.
+Single values are checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and the lengths
+in `models.token_checks`, after the policy has been loaded.
 """
 
 from pathlib import Path
 
 from alpaca_ppo.atomic_io import committed_path
-from alpaca_ppo.checkpoint.directory import check_manifest, refuse_finished_run, resolve_checkpoint
+from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run, resolve_checkpoint
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.tracking.run_log import tracker_names
 
@@ -16,17 +16,17 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
 
     Raises:
-        ValueError: as `check_output_dir`; for a checkpoint that is missing or incomplete; for a run that would
-            overwrite an older one.
+        ValueError: see `check_output_dir`; also for a checkpoint that is missing or incomplete, and for a run that
+            would overwrite an older one.
     """
     check_output_dir(args)
     if not resume_from_checkpoint:
-        refuse_finished_run(args.output_dir)
+        check_no_earlier_run(args.output_dir)
         return
     folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
     if not committed_path(folder).is_dir():
         raise ValueError(
-            f"resume_from_checkpoint is {str(folder)!r}, which is not a folder; name a checkpoint's, or true"
+            f"resume_from_checkpoint is {str(folder)!r}, which is not a folder; pass a checkpoint folder, or true"
         )
     check_manifest(folder)
 
@@ -41,4 +41,4 @@ def check_output_dir(args: PPOConfig) -> None:
     path = Path(args.output_dir).absolute()
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
-        raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; name a folder")
+        raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; choose a folder")

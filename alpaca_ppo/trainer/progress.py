@@ -1,8 +1,8 @@
-"""Where a resumed run goes on: after a step, before the end of a step (its evaluation and its records), or in the
-middle of an update.
+"""Where a resumed run continues: after a step, before the end of a step (its evaluation and logging), or in the middle
+of an update.
 
-Plain values and tensors that a checkpoint holds besides weights, optimizer and schedule. How they are written is in
-`checkpoint`.
+The classes hold plain values and tensors that a checkpoint stores besides weights, optimizer and schedule. How they are
+written is in `checkpoint`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,26 +24,26 @@ class UpdateProgress:
     """How far the update on one step's rollouts has come, in whole optimizer steps."""
 
     rollouts: Rollouts
-    """Global, with what shaping and estimation added."""
+    """The global rollouts, including shaped rewards and advantages."""
     seconds: dict[str, float]
-    """This rank's, of the phases before the update."""
+    """This rank's seconds in each phase before the update."""
     optimizer_steps: int = 0
     skipped: int = 0
-    """Optimizer steps that were refused."""
+    """Optimizer steps that were skipped."""
     kl_stopped: bool = False
-    """Whether the approximate KL ended the update: the last batch that `stats` holds was not stepped on."""
+    """Whether the approximate KL ended the update: no optimizer step was taken on the last batch counted in `stats`."""
     stats: StatsAccumulator = field(default_factory=StatsAccumulator)
-    """This rank's, of the optimizer steps."""
+    """This rank's statistics of the optimizer steps so far."""
 
     def add(self, stats: StatsAccumulator, *, stepped: bool) -> None:
-        """Takes what an optimizer step returned."""
+        """Adds the result of `Updater.step`."""
         self.stats.merge(stats)
         self.optimizer_steps += stepped
         self.kl_stopped = not stepped
 
     @property
     def num_attempted(self) -> int:
-        """Optimizer steps that were taken or refused."""
+        """Optimizer steps that were taken or skipped."""
         return self.optimizer_steps + self.skipped
 
     def rank_state(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class UpdateProgress:
         return {"seconds": dict(self.seconds), "stats": vars(self.stats)}
 
     def state_dict(self, rank_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All of it; `rank_states` holds each rank's `rank_state`."""
+        """The complete state; `rank_states` holds the `rank_state` of each rank."""
         return {
             "rollouts": dict(self.rollouts),
             "optimizer_steps": self.optimizer_steps,
@@ -62,8 +62,8 @@ class UpdateProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, rank: int, num_ranks: int) -> "UpdateProgress":
-        """This rank's progress, from `state_dict`; where the number of ranks has changed, rank 0 takes everyone's
-        statistics.
+        """This rank's progress, from `state_dict`; if the number of ranks has changed, rank 0 gets the statistics of
+        all ranks.
         """
         parts = state["rank_states"]
         if len(parts) == num_ranks:
@@ -90,28 +90,28 @@ _UNCHANGED: Any = object()
 
 
 class TrainProgress:
-    """How far a run has come, and so where it would go on if it were interrupted now.
+    """How far the run has come: the point from which it would resume if it were interrupted now.
 
     Args:
         accelerator: of the run.
-        state: of the run; `global_step` counts whole steps.
+        state: of the run; `global_step` counts completed steps.
         updater: counts the optimizer steps of this process.
     """
 
     def __init__(self, accelerator: Accelerator, state: TrainerState, updater: Updater) -> None:
         self._accelerator, self._state, self._updater = accelerator, state, updater
         self.step = 0
-        """Whole steps done."""
+        """Completed steps."""
         self.stats: dict[str, float] = {}
-        """Metrics of the last whole step."""
+        """Metrics of the last completed step."""
         self.step_ended = True
-        """Whether that step was evaluated and recorded."""
+        """Whether that step has been evaluated and logged."""
         self.update: UpdateProgress | None = None
-        """Of the next step, once its rollouts exist."""
+        """Progress of the next step's update; None until its rollouts exist."""
         self.skipped_updates = 0
-        """Optimizer steps that were refused in the whole run."""
+        """Optimizer steps that were skipped in the whole run."""
         self.saved = False
-        """Whether a checkpoint in the output folder holds this point."""
+        """Whether this point has been saved in a checkpoint of the output folder."""
         self._num_updates = 0
         self._resumed = False
         self._random = random_states()
@@ -123,7 +123,7 @@ class TrainProgress:
         step_ended: bool = _UNCHANGED,
         update: UpdateProgress | None = _UNCHANGED,
     ) -> None:
-        """Records that the run is at a point where it can be interrupted; what is left out stays as it was."""
+        """Records that the run is at a point where it can be interrupted; omitted arguments keep their values."""
         self.step, self._num_updates = self._state.global_step, self._updater.num_updates
         if stats is not _UNCHANGED:
             self.stats = {name: float(value) for name, value in stats.items()}
@@ -135,26 +135,29 @@ class TrainProgress:
 
     @property
     def is_current(self) -> bool:
-        """Whether this says where the run stands: not where a subclass has trained in its own way since `advance`."""
+        """Whether the recorded point is up to date.
+
+        False if a step was completed or an optimizer step taken since the last `advance`, for example by a subclass
+        with its own training loop.
+        """
         return (self.step, self._num_updates) == (self._state.global_step, self._updater.num_updates)
 
-    def take_resumed(self) -> UpdateProgress | None:
-        """The update that a resumed run goes on with, the first time this is called: each later step samples its own
-        rollouts.
-        """
+    def pop_resumed_update(self) -> UpdateProgress | None:
+        """The interrupted update of a resumed run, once; None afterwards, because later steps sample new rollouts."""
         update, self._resumed = self.update if self._resumed else None, False
         return update
 
-    def update_on(self, rollouts: Rollouts) -> UpdateProgress:
-        """How far the update on `rollouts` is. Rollouts that are not the step's, which a subclass may pass, begin anew:
-        a resumed run would not find them.
+    def update_for(self, rollouts: Rollouts) -> UpdateProgress:
+        """The progress of the update on `rollouts`.
+
+        Rollouts other than the step's own, which a subclass may pass, get a new progress that is not saved.
         """
         update = self.update
         return update if update is not None and update.rollouts is rollouts else UpdateProgress(rollouts, {})
 
     @property
     def at_start(self) -> bool:
-        """Whether nothing is done yet: the first evaluation is made again too."""
+        """Whether nothing has been trained yet, so that a resumed run also repeats the initial evaluation."""
         return self.step == 0 and self.update is None
 
     @property
@@ -163,11 +166,11 @@ class TrainProgress:
         return -1 if self.at_start else self.step - (not self.step_ended)
 
     def rewind(self) -> None:
-        """Puts random states back to what they were at this point."""
+        """Restores the random states recorded at this point."""
         set_random_states(self._random)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs. Every rank calls it. Where this is not current, the whole steps alone."""
+        """What a resumed run needs. Every rank must call it. If not `is_current`, only completed steps are included."""
         current = self.is_current
         update = self.update if current else None
         return {
@@ -181,7 +184,7 @@ class TrainProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state_dict` gave, `state.global_step` and the updater's learning rate too."""
+        """Restores what `state_dict` returned, including `state.global_step` and the updater's learning rate."""
         self._state.global_step = state["step"]
         self._updater.learning_rate = state["learning_rate"]
         self.skipped_updates = state["skipped_updates"]

@@ -1,4 +1,4 @@
-"""From the configuration to the trainer's parts: prompts, schedule, sampling parameters, rewards, run log.
+"""Builds the trainer's parts from the configuration: prompts, schedule, sampling parameters, rewards, run log.
 
 The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
@@ -27,10 +27,10 @@ from alpaca_ppo.tracking.run_log import RunLog
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
-    """The tokenized prompts of `dataset`; over-long ones are dropped or refused (`overlong_prompts`).
+    """The tokenized prompts of `dataset`; overlong ones are dropped or raise an error (`overlong_prompts`).
 
     Raises:
-        ValueError: as `prepare_prompts`, and for a truncate token that is not in the tokenizer's vocabulary.
+        ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     return prepare_prompts(
@@ -124,7 +124,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     if args.reward_adapter is None:
         return
     adapters = actor_critic.policy.adapters
-    assert adapters is not None, "make_actor_critic refuses a reward adapter without a policy's"
+    assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
     model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
@@ -134,7 +134,10 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
 
 
 def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
-    """The record of the run on disk and in the trackers; `resumed` holds `RunLog`'s arguments of that kind."""
+    """The run's log on disk and in the trackers.
+
+    `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended` and `resume_skipped`.
+    """
     return RunLog(
         accelerator,
         output_dir=args.output_dir,
@@ -159,7 +162,7 @@ def make_collector(
 
 
 def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: one response a prompt, greedy unless `eval_do_sample`, with the same
+    """How the policy is sampled in evaluation: one response per prompt, greedy unless `eval_do_sample`, with the same
     random numbers each time.
     """
     return replace(

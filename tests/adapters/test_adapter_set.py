@@ -367,10 +367,10 @@ def test_checkpointed_activations_are_computed_again_with_the_adapter_that_made_
         if "lora_B" in name or "critic.head" in name:
             parameter.data.normal_()
     built.train()
-    assert not built.policy.is_gradient_checkpointing
+    assert not built.policy.model.is_gradient_checkpointing
     expected = gradients_of_both(built)
     built.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert built.policy.is_gradient_checkpointing
+    assert built.policy.model.is_gradient_checkpointing
     found = gradients_of_both(built)
     assert found.keys() == expected.keys() and any("value" in name for name in found)
     for name, gradient in expected.items():

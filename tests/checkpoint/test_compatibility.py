@@ -71,7 +71,7 @@ def other_tokenizer(change):
 @pytest.mark.parametrize("change", ["vocabulary", "special_tokens", "chat_template"])
 def test_another_tokenizer_is_refused(run, change):
     arguments = {"processing_class": other_tokenizer(change)}
-    message = rf"entry tokenizer\.{change}.* here; pass the tokenizer it was written with as processing_class"
+    message = rf"entry tokenizer\.{change}.* here; pass the tokenizer of the checkpoint's run as processing_class"
     refuse(run, message, trainer_arguments=arguments)
 
 

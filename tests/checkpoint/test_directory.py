@@ -2,12 +2,12 @@ import pytest
 
 from alpaca_ppo.checkpoint.directory import (
     FILES,
+    abandon_later_checkpoints,
     check_manifest,
+    check_no_earlier_run,
     newest_checkpoint,
-    refuse_finished_run,
     resolve_checkpoint,
     rotate_checkpoints,
-    set_aside_later,
     verify_files,
     write_manifest,
 )
@@ -79,19 +79,19 @@ ANEW = "to start a new run, choose another output_dir, or move the old run away"
     ],
 )
 def test_a_new_run_does_not_overwrite_an_earlier_one(tmp_path, names, message):
-    refuse_finished_run(tmp_path)
+    check_no_earlier_run(tmp_path)
     make_folders(tmp_path, *names)
     with pytest.raises(ValueError, match=message):
-        refuse_finished_run(tmp_path)
+        check_no_earlier_run(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "message"), [("checkpoint-5", UNFINISHED), ("final", FINISHED)])
 def test_a_folder_that_a_killed_run_was_about_to_replace_counts(tmp_path, name, message):
     make_folders(tmp_path, f".{name}.replaced", f".{name}.incomplete")
     with pytest.raises(ValueError, match=message):
-        refuse_finished_run(tmp_path)
+        check_no_earlier_run(tmp_path)
     make_folders(tmp_path, "new", "new/.final.incomplete", "new/.checkpoint-5.incomplete")
-    refuse_finished_run(tmp_path / "new")
+    check_no_earlier_run(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,9 @@ def test_checkpoints_of_an_abandoned_branch_are_renamed_and_not_lost(tmp_path):
     for step in (2, 3, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "abandoned-checkpoint-10").mkdir()
-    moved = set_aside_later(tmp_path / "checkpoint-2")
+    moved = abandon_later_checkpoints(tmp_path / "checkpoint-2")
     assert [path.name for path in moved] == ["abandoned-checkpoint-3", "abandoned-checkpoint-10-1"]
     assert newest_checkpoint(tmp_path).name == "checkpoint-2" and all(path.is_dir() for path in moved)
-    assert set_aside_later(tmp_path / "checkpoint-2") == set_aside_later(tmp_path / "elsewhere") == []
+    assert (
+        abandon_later_checkpoints(tmp_path / "checkpoint-2") == abandon_later_checkpoints(tmp_path / "elsewhere") == []
+    )

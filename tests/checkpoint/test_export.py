@@ -32,7 +32,7 @@ from alpaca_ppo.checkpoint.model_card import write_model_card
 from alpaca_ppo.models import C51Head, IQNHead, QuantileHead, ScalarHead, build_actor_critic, load_critic
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
-FIGURES = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
+METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
 CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
 IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
 
@@ -125,7 +125,7 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, se
     actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=partial(head, **settings))
     for parameter in actor_critic.critic.head.parameters():
         torch.nn.init.normal_(parameter)
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
     critic = load_critic(str(tmp_path / "value"), risk_level=0.25)
     states = torch.randn(6, 32)
     actor_critic.critic.head.risk_level = 0.25
@@ -143,7 +143,7 @@ def test_a_critic_folder_is_told_from_a_classifier(tmp_path):
 
 def test_without_a_critic_there_is_no_value_folder(tmp_path):
     actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None)
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
@@ -186,7 +186,7 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
         if layout == "separate":
             actor_critic.critic.backbone.get_input_embeddings().weight.mul_(2)
     (tmp_path / "notes.txt").write_text("mine")
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), figures=FIGURES, config=CONFIG)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32)
     embedded = actor_critic.policy.model.get_input_embeddings().weight
@@ -198,8 +198,8 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_the_card_has_front_matter_figures_and_configuration(tmp_path):
-    write_model_card(tmp_path, figures=FIGURES, config=CONFIG, base_model="someone/some-model")
+def test_the_card_has_front_matter_metrics_and_configuration(tmp_path):
+    write_model_card(tmp_path, metrics=METRICS, config=CONFIG, base_model="someone/some-model")
     assert front_matter(tmp_path) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -217,15 +217,15 @@ def test_the_card_has_front_matter_figures_and_configuration(tmp_path):
 def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    write_model_card(tmp_path, figures={}, config={}, base_model=base_model)
+    write_model_card(tmp_path, metrics={}, config={}, base_model=base_model)
     assert "base_model" not in front_matter(tmp_path)
-    assert "None were recorded." in (tmp_path / "README.md").read_text()
+    assert "No metrics were logged." in (tmp_path / "README.md").read_text()
 
 
 def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
     policy = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     save_policy(tmp_path / "policy", policy, tiny_tokenizer())
-    write_model_card(tmp_path / "policy", figures=FIGURES, config=CONFIG, base_model=None)
+    write_model_card(tmp_path / "policy", metrics=METRICS, config=CONFIG, base_model=None)
     assert front_matter(tmp_path / "policy")["library_name"] == "peft"
     assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in (tmp_path / "policy" / "README.md").read_text()
     assert not (tmp_path / "policy" / "model.safetensors").exists()
@@ -272,7 +272,7 @@ def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapt
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
     built = build_actor_critic(adapters, critic_layout="shared")
-    save_final(tmp_path, built, tiny_tokenizer(), figures=FIGURES, config=CONFIG, merged=True)
+    save_final(tmp_path, built, tiny_tokenizer(), metrics=METRICS, config=CONFIG, merged=True)
     merged, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float32, output_loading_info=True
     )

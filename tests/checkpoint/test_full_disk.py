@@ -29,19 +29,19 @@ def full_after(step, size, folder, **overrides):
     """Runs until the disk is full; returns the error's text and the files that existed before the first step."""
     arguments = {"callbacks": [LargestFile(step, size)]}
     trainer = tiny_trainer(folder, **overrides, trainer_arguments=arguments)
-    with pytest.raises(OSError, match="no room for") as said:
+    with pytest.raises(OSError, match="no room for") as raised:
         trainer.train()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    assert said.value.errno == errno.ENOSPC
+    assert raised.value.errno == errno.ENOSPC
     assert not [path for path in folder.rglob("*") if path.name.startswith(".")], "nothing half written is left"
-    return str(said.value)
+    return str(raised.value)
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_from_which_the_run_goes_on(tmp_path):
     settings = {"save_steps": 1, "total_episodes": 30}
-    said = full_after(2, 40_000, tmp_path / "full", **settings)
-    needed = int(said.split("it needed ")[1].split()[0])
-    assert f"no room for {tmp_path / 'full/checkpoint-2'}: it needed " in said and " left (a quota" in said
+    message = full_after(2, 40_000, tmp_path / "full", **settings)
+    needed = int(message.split("it needed ")[1].split()[0])
+    assert f"no room for {tmp_path / 'full/checkpoint-2'}: it needed " in message and " left (a quota" in message
     written = sum(path.stat().st_size for path in (tmp_path / "full/checkpoint-1").glob("*.safetensors"))
     assert needed == pytest.approx(written, rel=0.1)
     assert [path.name for path in (tmp_path / "full").glob("checkpoint-*")] == ["checkpoint-1"]
@@ -51,16 +51,16 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_from_which_the_run_
 
 
 def test_final_models_that_do_not_fit_are_absent(tmp_path):
-    said = full_after(2, 40_000, tmp_path)
-    assert f"no room for {tmp_path / 'final/policy'}: it needed more than " in said
+    message = full_after(2, 40_000, tmp_path)
+    assert f"no room for {tmp_path / 'final/policy'}: it needed more than " in message
     assert not list((tmp_path / "final").iterdir())
 
 
 def test_records_that_do_not_fit_end_the_run_with_their_name(tmp_path):
-    said = full_after(1, 100, tmp_path / "metrics", num_logged_rollouts=0)
-    assert f"no room for {tmp_path / 'metrics/metrics.jsonl'}: it needed " in said
-    said = full_after(1, 3000, tmp_path / "rollouts")
-    assert f"no room for {tmp_path / 'rollouts/rollouts/step_000002.jsonl'}: it needed " in said
+    message = full_after(1, 100, tmp_path / "metrics", num_logged_rollouts=0)
+    assert f"no room for {tmp_path / 'metrics/metrics.jsonl'}: it needed " in message
+    message = full_after(1, 3000, tmp_path / "rollouts")
+    assert f"no room for {tmp_path / 'rollouts/rollouts/step_000002.jsonl'}: it needed " in message
 
 
 def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, largest_file):

@@ -111,12 +111,12 @@ def test_an_evaluation_s_metric_decides(tmp_path):
 
 def test_an_unknown_metric_is_an_error_at_once_that_lists_the_known_ones(tmp_path):
     with pytest.raises(
-        ValueError, match=r"'eval/reward', which an evaluation does not measure; .*eval/rewards.* or null"
+        ValueError, match=r"'eval/reward', which is not a metric of an evaluation; .*eval/rewards.* or null"
     ):
         evaluated(tmp_path / "a", "eval/reward").train()
     assert not (tmp_path / "a/metrics.jsonl").exists()
     with pytest.raises(
-        ValueError, match=r"'scores', which a step does not measure; .*objective/scores,.*such as eval/"
+        ValueError, match=r"'scores', which is not a metric of a step; .*objective/scores,.*such as eval/"
     ):
         evaluated(tmp_path / "b", "scores", total_episodes=50).train()
     assert [line["step"] for line in metric_lines(tmp_path / "b")] == [0]

@@ -111,7 +111,7 @@ def test_a_registered_name_is_valid_at_once():
 
     with pytest.raises(ValueError, match="colour is 'blue'; choose one of red, or register your own and add its file"):
         check_fields(Paint("blue"))
-    registry.register("blue")(object())
+    registry.register("blue")(object)
     check_fields(Paint("blue"))
 
 

@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from alpaca_ppo import PPOConfig
+from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.config.fields import options_of
-from alpaca_ppo.functional import masked
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
 from tests.registered import temporary_choices
 
@@ -126,7 +125,13 @@ def test_a_risk_level_may_be_a_number():
 
 
 def test_loss_modes_are_those_of_the_functions():
-    assert options_of(PPOConfig)["loss_agg_mode"].choices == masked.LOSS_AGG_MODES
+    assert options_of(PPOConfig)["loss_agg_mode"].choices == functional.LOSS_AGG_MODES
+    assert options_of(PPOConfig)["rollout_correction_level"].choices == functional.ROLLOUT_CORRECTION_LEVELS
+
+
+def test_the_group_estimators_are_the_built_in_ones_that_need_a_group():
+    names = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
+    assert names == functional.GROUP_ESTIMATORS == ADV_ESTIMATORS.names_with(needs_group=True)
 
 
 def test_a_single_tracker_needs_no_list():
@@ -141,10 +146,10 @@ def test_a_weight_may_have_no_upper_limit():
 def registered():
     """An estimator with a critic and one without, a critic head and a policy loss of a user."""
     with temporary_choices():
-        ADV_ESTIMATORS.register("with_values", needs_critic=True)(object())
-        ADV_ESTIMATORS.register("in_groups", needs_group=True, uses_gamma=True)(object())
-        CRITIC_HEADS.register("gaussian", distributional=True)(object())
-        POLICY_LOSSES.register("sums", loss_agg_mode="seq-mean-token-sum")(object())
+        ADV_ESTIMATORS.register("with_values", needs_critic=True)(object)
+        ADV_ESTIMATORS.register("in_groups", needs_group=True, uses_gamma=True)(object)
+        CRITIC_HEADS.register("gaussian", distributional=True)(object)
+        POLICY_LOSSES.register("sums", loss_agg_mode="seq-mean-token-sum")(object)
         yield
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from transformers import TrainerCallback
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
+from alpaca_ppo.generation import register_generation_backend
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.run_killed import at_the
+from tests.registered import temporary_choices
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 from tests.warm_python import warm_python
 
@@ -160,8 +164,8 @@ def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoi
     assert ended.code == 130
     assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C does what it did before"
     assert sorted(path.name for path in parts.glob("checkpoint-*")) == checkpoints
-    said = capsys.readouterr().out
-    assert event == "on_train_end" or (checkpoints[-1] in said and "resume_from_checkpoint: true" in said)
+    output = capsys.readouterr().out
+    assert event == "on_train_end" or (checkpoints[-1] in output and "resume_from_checkpoint: true" in output)
     trainer.callback_handler.callbacks.clear()
     trainer.train(resume_from_checkpoint=True)
     assert metric_lines(parts) == metric_lines(tmp_path / "whole")
@@ -188,11 +192,11 @@ def test_a_resumed_run_that_had_nothing_left_to_do_still_knows_its_figures(tmp_p
 def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_before_the_run_does(tmp_path):
     class Twice(PPOTrainer):
         def step(self, prompt_batches):
-            rollouts = self._estimated_rollouts(prompt_batches)
+            rollouts = self._rollouts_with_advantages(prompt_batches)
             rows = torch.arange(4)
             self.updater.step(rollouts, rows, self.compute_loss, policy_unchanged=True)
             os.kill(os.getpid(), signal.SIGTERM)
-            stats = self.step_with_rollouts(self._estimated_rollouts(prompt_batches))
+            stats = self.step_with_rollouts(self._rollouts_with_advantages(prompt_batches))
             return self.record_step_stats(stats, rollouts, self.state.global_step)
 
     with pytest.raises(Interrupted):
@@ -202,18 +206,18 @@ def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_be
 
 
 def test_handlers_are_installed_in_the_main_thread_only_and_ignored_signals_stay_ignored():
-    interruption = PreemptionHandler(Accelerator(cpu=True))
+    handler = PreemptionHandler(Accelerator(cpu=True))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interruption.install():
+        with handler.install():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) == interruption._note
+            assert signal.getsignal(signal.SIGTERM) == handler._note
     finally:
         signal.signal(signal.SIGINT, before)
     seen = []
 
     def elsewhere():
-        with interruption.install():
+        with handler.install():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=elsewhere)
@@ -223,17 +227,17 @@ def test_handlers_are_installed_in_the_main_thread_only_and_ignored_signals_stay
 
 
 def test_a_request_that_no_check_met_ends_the_process_afterwards_and_outside_nothing_is_asked():
-    interruption = PreemptionHandler(Accelerator(cpu=True))
-    with pytest.raises(Interrupted, match="SIGTERM"), interruption.install():
+    handler = PreemptionHandler(Accelerator(cpu=True))
+    with pytest.raises(Interrupted, match="SIGTERM"), handler.install():
         os.kill(os.getpid(), signal.SIGTERM)
-        interruption.poll_local()  # not sampling: ranks must go on together
-        with interruption.local_part():
+        handler.poll_local()  # not sampling: ranks must go on together
+        with handler.local_part():
             with pytest.raises(SamplingStopped):
-                interruption.poll_local()
-            interruption.poll_local()
+                handler.poll_local()
+            handler.poll_local()
             raise AssertionError("not reached")
-    interruption.poll_local()
-    interruption.poll_all_ranks()
+    handler.poll_local()
+    handler.poll_all_ranks()
 
 
 def slow_judge(completions, **columns):
@@ -282,7 +286,7 @@ def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is
     # 15: the forked child was ended by the signal, as it would have been without us.
     assert done.stdout.split() == ["one", "request", "15"]
     assert time.monotonic() - start < 60
-    assert "SIGTERM: saving, then ending" in done.stderr
+    assert "SIGTERM: saving a checkpoint and exiting" in done.stderr
 
 
 def load_extra(folder):
@@ -340,3 +344,31 @@ def test_a_loop_of_one_s_own_gets_new_rollouts_for_each_step(tmp_path):
     trainer = tiny_trainer(tmp_path)
     first, second = ({**trainer.step(trainer.prompt_batches(step))} for step in range(2))
     assert first["objective/kl_sum_seq"] == 0.0 != second["objective/kl_sum_seq"]
+
+
+@pytest.mark.parametrize("stops_before_tokens", [True, False])
+def test_ranks_in_lockstep_are_stopped_before_a_token_if_the_backend_can_be(stops_before_tokens, tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    engine = SimpleNamespace(synced_forwards=True)
+    poll = trainer.preemption.for_rollout(engine, stops_before_tokens=stops_before_tokens)
+    polls = []
+
+    def sample():
+        with poll.sampling(any_rank=bool) as before_token:
+            os.kill(os.getpid(), signal.SIGTERM)
+            before_token()
+            polls.append("sampled")
+
+    with pytest.raises(Interrupted), trainer.preemption.install():
+        sample()
+        poll()
+    assert polls == ([] if stops_before_tokens else ["sampled"])
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("decode", True), ("generate", False), ("mine", True)])
+def test_the_rollout_asks_the_backend_whether_it_stops_before_tokens(backend, expected, tmp_path):
+    with temporary_choices():
+        register_generation_backend("mine", stops_before_tokens=True)(GENERATION_BACKENDS.get("decode"))
+        trainer = tiny_trainer(tmp_path, generation_backend=backend)
+        trainer.rollout(trainer.prompt_batches(0))
+    assert trainer.rollout_poll.stops_before_tokens == expected

@@ -22,6 +22,8 @@ from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
+from alpaca_ppo.generation import register_generation_backend
+from tests.registered import temporary_choices
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 QUERY, RESPONSE, ROWS, VOCABULARY = 16, 48, 8, 4096
@@ -225,6 +227,18 @@ def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
     assert 3.5 < theirs["policy/prefill"] / ours["policy/prefill"] < 4.1
     # A copy of the logits in float32: 8 rows of 4096.
     assert theirs["policy/choose"] - ours["policy/choose"] >= 8 * VOCABULARY * 4
+
+
+def test_a_registered_backend_is_estimated_by_its_kind_of_cache():
+    with temporary_choices():
+        register_generation_backend("like_decode")(len)
+        register_generation_backend("like_generate", own_cache=True)(len)
+        args = settings(num_return_sequences=4, adv_estimator="rloo")
+        found = {
+            name: measure(Models(llama()), replace(args, generation_backend=name), sizes_of(args, 1))
+            for name in ("decode", "like_decode", "generate", "like_generate")
+        }
+    assert found["like_decode"] == found["decode"] != found["generate"] == found["like_generate"]
 
 
 def test_a_critic_that_starts_from_the_reward_model_has_its_depth():

@@ -194,13 +194,13 @@ def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, mode
     pad = {"pad_token_id": tokenizer.pad_token_id}
     classifier = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, **pad)
     classifier = PeftModel.from_pretrained(classifier, out).merge_and_unload().eval()
-    said = [[{"role": "assistant", "content": text}] for text in ("w20", "w30 w15", "w30")]
-    sequences = [tokenizer.apply_chat_template([*messages, *text], return_dict=True)["input_ids"] for text in said]
+    texts = [[{"role": "assistant", "content": text}] for text in ("w20", "w30 w15", "w30")]
+    sequences = [tokenizer.apply_chat_template([*messages, *text], return_dict=True)["input_ids"] for text in texts]
     assert tokenizer.pad_token_id == (0 if pad_token else 2) and all(ids[-1] == 2 for ids in sequences)
     with torch.no_grad():
         batch = tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt")
         trained = classifier(**batch).logits[:, 0]
-    asked = ([messages] * 3, said, [[]] * 3, [{}] * 3)
+    asked = ([messages] * 3, texts, [[]] * 3, [{}] * 3)
     whole = build_reward(classifier, reward_processing_classes=tokenizer)(*asked).rewards
     adapters = add_policy_adapter(model, LoraConfig(target_modules="all-linear"))
     scorer = RewardScorer([], [])

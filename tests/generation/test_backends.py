@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation import Generation, SamplingParams, generate, register_generation_backend
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
 from tests.tiny_models import EOS, PAD, tiny_causal_lm
 
@@ -77,3 +78,11 @@ def test_what_a_registered_backend_returns_is_checked(returned: Any, message: st
         register_generation_backend("mine")(lambda *args, **keywords: returned)
         with pytest.raises(ValueError, match=f"the generation_backend 'mine' {message}"):
             generate(tiny_causal_lm("llama"), QUERIES, MASK, **SETTINGS, backend="mine")
+
+
+def test_a_backend_is_registered_with_its_traits() -> None:
+    with temporary_choices():
+        register_generation_backend("plain")(len)
+        register_generation_backend("mine", stops_before_tokens=True, own_cache=True)(len)
+        for trait in ("stops_before_tokens", "own_cache"):
+            assert not GENERATION_BACKENDS.trait("plain", trait) and GENERATION_BACKENDS.trait("mine", trait)

@@ -51,7 +51,7 @@ class Node:
         return found
 
     def run(self, *command: str) -> None:
-        """Runs `command` here, and raises with what it said when it fails."""
+        """Runs `command` here, and raises with its error output when it fails."""
         outcome = subprocess.run(self.inside(*command), capture_output=True, text=True)
         assert outcome.returncode == 0, f"{' '.join(command)}: {outcome.stderr}"
 

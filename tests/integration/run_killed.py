@@ -29,7 +29,7 @@ from tests.tiny_runs import count_even, prompts, tiny_trainer  # noqa: E402
 
 RUN: dict[str, Any] = {"total_episodes": 40, "ppo_epochs": 2, "save_steps": 1, "save_total_limit": 2, "eval_steps": 2}
 SAVED = "saved.txt"
-"""Names of the checkpoints that the run said it has saved, one a line."""
+"""Names of the checkpoints that the run reported as saved, one a line."""
 PHASES = ("rollout", "step_with_rollouts", "record_step_stats", "evaluate", "save_checkpoint", "save_model")
 DISK = ("fsync", "rename", "replace", "unlink", "rmdir")
 

@@ -58,7 +58,7 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
         # The launcher may send a SIGTERM of its own to the rank that ends last, which has left train() by then.
         assert f"exitcode  : {code} " in ended.stderr
         check_promises(parts)
-        assert what == "SIGKILL" or "go on with resume_from_checkpoint: true" in ended.stdout
+        assert what == "SIGKILL" or "continue with resume_from_checkpoint: true" in ended.stdout
     own = command(SCRIPT, parts, "hold=0.5", config="ddp", python=warm_python())
     with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as last:
         time.sleep(0.1)
@@ -66,10 +66,10 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
             assert last.poll() is None
             time.sleep(0.05)
         last.send_signal(signal.SIGTERM)
-        said, _ = last.communicate(timeout=SOON)
+        output, _ = last.communicate(timeout=SOON)
     assert last.returncode == 1
-    assert "checkpoint-3 holds the state of the run" in said
-    assert said.rstrip().endswith("got signal: 15")
+    assert "checkpoint-3; continue with resume_from_checkpoint: true" in output
+    assert output.rstrip().endswith("got signal: 15")
     assert launch(parts).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
 
@@ -81,7 +81,7 @@ def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_e
     # Rank 1 in an update, then rank 0 while its responses are scored.
     for where, rank in (("update:3", 1), ("reward:2", 0)):
         ended = launch(parts, *zero, f"trouble=SIGTERM@{where}", f"rank={rank}")
-        assert "go on with resume_from_checkpoint: true" in ended.stdout, ended.stderr
+        assert "continue with resume_from_checkpoint: true" in ended.stdout, ended.stderr
         check_promises(parts)
     assert launch(parts, *zero).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))

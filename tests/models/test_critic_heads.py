@@ -14,6 +14,7 @@ from alpaca_ppo.models import (
     C51Head,
     Critic,
     CriticHead,
+    HeadOutputs,
     IQNHead,
     Policy,
     QuantileHead,
@@ -25,6 +26,7 @@ from alpaca_ppo.models import (
 )
 from alpaca_ppo.models.critic_heads import build_head
 from tests.models.test_policy import padded_batch
+from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
 
 HIDDEN = 32
@@ -220,9 +222,9 @@ def test_the_predictions_reach_every_parameter_of_a_head(kind):
 @EACH_KIND
 def test_the_first_gradient_of_a_new_head_waits_only_at_the_cosine_embedding(kind):
     head, target = HEADS[kind](HIDDEN), torch.arange(5.0).unsqueeze(1)
-    said = head(some_states(), TAUS.float()).predictions.reshape(5, -1)
+    predictions = head(some_states(), TAUS.float()).predictions.reshape(5, -1)
     # The cross-entropy to one atom of each state, or the squared distance to a value.
-    loss = -said.log_softmax(-1).diagonal().sum() if kind == "c51" else (said - target).square().sum()
+    loss = -predictions.log_softmax(-1).diagonal().sum() if kind == "c51" else (predictions - target).square().sum()
     loss.backward()
     still = {name for name, parameter in head.named_parameters() if not bool(parameter.grad.abs().sum() > 0)}
     # d Z / d phi = w * h, and w starts at 0.
@@ -435,3 +437,57 @@ def test_values_are_zero_outside_the_mask_and_predictions_have_the_head_s_shape(
     assert outputs.predictions.shape == (*mask.shape, *last)
     assert bool((outputs.values[~mask] == 0).all()) and bool((outputs.values[mask] != 0).all())
     assert (outputs.value_means is None) == (kind == "scalar")
+
+
+def zeros(*shape):
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (zeros(5), "returned a Tensor; it must return HeadOutputs"),
+        ((zeros(5), zeros(5), zeros(5)), "returned a tuple; it must return HeadOutputs"),
+        (HeadOutputs(zeros(5), None, zeros(5)), "returned means of type NoneType; it must be a tensor"),
+        (
+            HeadOutputs(zeros(5, 1), zeros(5), zeros(5)),
+            r"returned values of shape \(5, 1\); it must be \(5,\): one entry",
+        ),
+        (HeadOutputs(zeros(5), zeros(4), zeros(5)), r"returned means of shape \(4,\); it must be \(5,\): one entry"),
+        (
+            HeadOutputs(zeros(5), zeros(5), zeros(5, 2, 2)),
+            r"returned predictions of shape \(5, 2, 2\); it must be \(5,\) or \(5, M\): one entry per hidden state",
+        ),
+        (HeadOutputs(zeros(5), zeros(5), zeros(6, 2)), r"returned predictions of shape \(6, 2\); it must be \(5,\) or"),
+    ],
+)
+def test_what_a_head_reads_is_checked(returned, message):
+    head = FixedHead.made(returned)
+    with pytest.raises(ValueError, match=rf"^read\(\) of the critic 'fixed' {message}"):
+        head(some_states())
+
+
+@pytest.mark.parametrize("predictions", [zeros(5), zeros(5, 1), zeros(5, 7)])
+def test_a_head_without_parameters_reads_states_in_float32(predictions):
+    returned = HeadOutputs(zeros(5), zeros(5), predictions)
+    head = FixedHead.made(returned)
+    assert head(some_states(dtype=torch.bfloat16)) is returned
+    assert head.dtypes == [torch.float32]
+
+
+class FixedHead(CriticHead):
+    """Returns what it is given, and has no parameters."""
+
+    @classmethod
+    def made(cls, returned):
+        with temporary_choices():
+            head = register_critic_head("fixed")(cls)(HIDDEN)
+        head.returned, head.dtypes = returned, []
+        return head
+
+    def read(self, states, taus):
+        self.dtypes.append(states.dtype)
+        return self.returned
+
+    def loss(self, predictions, returns, response_mask, **options):
+        raise NotImplementedError

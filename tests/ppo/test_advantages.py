@@ -6,8 +6,8 @@ from torch import tensor
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.functional import AdvantageInputs, Advantages, register_adv_estimator
-from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_parts
-from alpaca_ppo.ppo.rollouts import RolloutParts
+from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
+from alpaca_ppo.ppo.rollouts import RolloutPasses
 from tests.registered import temporary_choices
 
 MASK = tensor([[True, True], [True, False]])
@@ -53,9 +53,9 @@ def test_a_groups_score_is_the_sum_of_its_shaped_rewards():
 
 
 def test_a_rollout_makes_the_passes_that_are_needed():
-    assert rollout_parts(PPOConfig()) == RolloutParts(with_policy=True, with_critic=True, greedy_baseline=False)
+    assert rollout_passes(PPOConfig()) == RolloutPasses(with_policy=True, with_critic=True, greedy_baseline=False)
     sparing = PPOConfig(adv_estimator="remax", old_policy="rollout")
-    assert rollout_parts(sparing) == RolloutParts(with_policy=False, with_critic=False, greedy_baseline=True)
+    assert rollout_passes(sparing) == RolloutPasses(with_policy=False, with_critic=False, greedy_baseline=True)
 
 
 def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits():
@@ -67,7 +67,7 @@ def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits(
 
         args = PPOConfig(adv_estimator="halved", lam=0.5)
         assert args.uses_critic
-        assert rollout_parts(args) == RolloutParts(with_policy=True, with_critic=True, greedy_baseline=True)
+        assert rollout_passes(args) == RolloutPasses(with_policy=True, with_critic=True, greedy_baseline=True)
         given = {"scores": tensor([1.0, 3.0]), "baseline_scores": tensor([0.0, 0.0])}
         outcome = estimate_advantages(AdvantageInputs(REWARDS, torch.zeros(2, 2), MASK, **given), args)
         assert outcome.advantages.tolist() == [[0.0, 0.5], [1.5, 0.0]]
@@ -82,7 +82,7 @@ def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits(
     ("returned", "message"),
     [
         (REWARDS, "returned a Tensor; it must return functional.Advantages"),
-        (Advantages(REWARDS[:, 0], REWARDS), r"returned advantages of shape \(2,\); they must be .* shape \(2, 2\)"),
+        (Advantages(REWARDS[:, 0], REWARDS), r"returned advantages of shape \(2,\); it must be .* shape \(2, 2\)"),
         (Advantages(REWARDS, 1.0), "returned returns of type float"),
     ],
 )

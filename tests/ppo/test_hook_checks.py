@@ -28,7 +28,7 @@ def test_rollouts_must_be_tensors_with_a_row_a_response(returned, message):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, r"_shape_reward\(\) returned its result as a NoneType; it must return a dict with shaped_rewards, non_"),
+        (None, r"_shape_reward\(\) returned a NoneType; it must return a dict with shaped_rewards, non_"),
         ({"kl": torch.zeros(2, 3)}, "without shaped_rewards, non_score_rewards; it must"),
         ({name: torch.zeros(2) for name in SHAPED}, r"shaped_rewards as a tensor of shape \(2,\).* of shape \(2, 3\)"),
         (
@@ -56,7 +56,7 @@ def test_numbers_that_are_not_finite_are_refused_before_any_update():
 @pytest.mark.parametrize("loss", [1.0, torch.tensor(1.0), torch.ones(2, requires_grad=True)])
 def test_a_loss_is_a_scalar_with_a_gradient(loss):
     with pytest.raises(
-        ValueError, match=r"compute_loss\(\) returned its loss as a .*; it must be a scalar tensor with"
+        ValueError, match=r"compute_loss\(\) returned a .* as the loss; it must return a pair .* scalar tensor with"
     ):
         check_loss(loss)
 
@@ -85,8 +85,8 @@ class Careless(PPOTrainer):
     ("fault", "message"),
     [
         ("rollout", r"rollouts\['texts'\]"),
-        ("estimate", r"_estimate_advantage\(\) returned its result without returns"),
-        ("loss", r"compute_loss\(\) returned its loss as a tensor of shape \(\) without a gradient"),
+        ("estimate", r"_estimate_advantage\(\) returned a dict without returns"),
+        ("loss", r"compute_loss\(\) returned a tensor of shape \(\) without a gradient as the loss"),
         ("vector", r"the statistic 'mine' has shape \(3,\)"),
     ],
 )

@@ -17,14 +17,14 @@ from tests.golden_cases import golden_cases
 
 def test_a_fixed_controller_keeps_its_value():
     controller = make_kl_controller("fixed", kl_coef=0.05, target_kl=6.0)
-    controller.update(1000.0, n_steps=64)
+    controller.update(1000.0, num_sequences=64)
     assert isinstance(controller, FixedKLController) and controller.value == 0.05
 
 
 def test_the_proportional_controller_by_hand():
-    # kl / target - 1 = 6.6 / 6 - 1 = 0.1: 0.2 * (1 + 0.1 * 0.1) = 0.202, whatever n_steps
+    # kl / target - 1 = 6.6 / 6 - 1 = 0.1: 0.2 * (1 + 0.1 * 0.1) = 0.202, whatever num_sequences
     controller = make_kl_controller("proportional", kl_coef=0.2, target_kl=6.0, k_beta=0.1)
-    controller.update(6.6, n_steps=12345)
+    controller.update(6.6, num_sequences=12345)
     assert isinstance(controller, ProportionalKLController)
     assert controller.value == pytest.approx(0.202, abs=1e-12)
 
@@ -32,7 +32,7 @@ def test_the_proportional_controller_by_hand():
 def test_the_horizon_controller_by_hand():
     # 0.2 * (1 + 0.1 * 500 / 10000) = 0.201
     controller = make_kl_controller("horizon", kl_coef=0.2, target_kl=6.0, horizon=10_000)
-    controller.update(6.6, n_steps=500)
+    controller.update(6.6, num_sequences=500)
     assert isinstance(controller, HorizonKLController)
     assert controller.value == pytest.approx(0.201, abs=1e-12)
 
@@ -43,7 +43,7 @@ def test_the_value_rests_at_the_target_and_its_error_is_bounded_by_a_fifth(kind)
     # errors 0; -1, cut to -0.2; 99, cut to 0.2
     for kl in (6.0, 0.0, 600.0):
         controller = make_kl_controller(kind, kl_coef=1.0, target_kl=6.0, k_beta=0.5, horizon=200)
-        controller.update(kl, n_steps=100)
+        controller.update(kl, num_sequences=100)
         values.append(controller.value)
     assert values == pytest.approx([1.0, 0.9, 1.1])
 
@@ -51,10 +51,10 @@ def test_the_value_rests_at_the_target_and_its_error_is_bounded_by_a_fifth(kind)
 @pytest.mark.parametrize("kind", ["fixed", "proportional", "horizon"])
 def test_a_restored_controller_goes_on_as_the_saved_one(kind):
     first, second = (make_kl_controller(kind, kl_coef=0.2, target_kl=6.0) for _ in range(2))
-    first.update(9.0, n_steps=100)
+    first.update(9.0, num_sequences=100)
     second.load_state_dict(first.state_dict())
     for controller in (first, second):
-        controller.update(5.5, n_steps=100)
+        controller.update(5.5, num_sequences=100)
     assert first.value == second.value
     assert kind == "fixed" or first.value != 0.2
 
@@ -64,16 +64,18 @@ def test_a_restored_controller_goes_on_as_the_saved_one(kind):
 def test_a_kl_that_is_not_finite_is_refused_and_the_value_kept(kind, kl):
     controller = make_kl_controller(kind, kl_coef=0.2, target_kl=6.0)
     with pytest.raises(ValueError, match=f"the observed KL is {kl}, so kl_coef stays 0.2"):
-        controller.update(kl, n_steps=100)
+        controller.update(kl, num_sequences=100)
     assert controller.value == 0.2
 
 
-@pytest.mark.parametrize("n_steps", [500, -1])
-def test_more_sequences_than_the_horizon_bears_are_refused(n_steps):
+@pytest.mark.parametrize("num_sequences", [500, -1])
+def test_more_sequences_than_the_horizon_bears_are_refused(num_sequences):
     # 1 - 0.2 * 500 / 100 = 0: the coefficient would vanish for good
     controller = make_kl_controller("horizon", kl_coef=0.2, target_kl=6.0, horizon=100)
-    with pytest.raises(ValueError, match=rf"n_steps \({n_steps}\) must be .* less than 5 \* horizon \(100\)"):
-        controller.update(0.0, n_steps=n_steps)
+    with pytest.raises(
+        ValueError, match=rf"num_sequences \({num_sequences}\) must be .* less than 5 \* horizon \(100\)"
+    ):
+        controller.update(0.0, num_sequences=num_sequences)
 
 
 @pytest.mark.parametrize(
@@ -102,5 +104,5 @@ def test_controllers_match_golden(kind):
         settings = {name: inputs[name] for name in ("target_kl", "k_beta", "horizon") if name in inputs}
         controller = make_kl_controller(kind, kl_coef=inputs["init_kl_coef"], **settings)
         for kl, value in zip(inputs["observed_kl"].tolist(), expected["values"].tolist(), strict=True):
-            controller.update(kl, n_steps=inputs.get("n_steps", 1))
+            controller.update(kl, num_sequences=inputs.get("n_steps", 1))
             assert controller.value == pytest.approx(value, abs=1e-12)

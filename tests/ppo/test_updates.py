@@ -48,7 +48,7 @@ def test_the_loss_of_an_optimizer_step_is_that_of_the_unsplit_batch_with_every_o
     value = value_loss(
         now.values, rollouts["values"], rollouts["returns"], mask, cliprange_value=0.05, loss_agg_mode=mode
     )
-    with pytest.warns(UserWarning, match="ratio is off 1"):
+    with pytest.warns(UserWarning, match="probability ratio deviates from 1"):
         stats = trainer.step_with_rollouts(rollouts)
     assert stats["loss/policy"] == pytest.approx(float(policy.loss), rel=1e-9)
     assert stats["loss/value"] == pytest.approx(float(value.loss), rel=1e-9)

@@ -104,6 +104,17 @@ def test_one_graph_for_both_works_with_an_adapter_critic_and_recomputed_activati
         torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_a_loss_that_averages_two_passes_is_refused_though_its_weights_add_up_to_one(tmp_path):
+    class TwoPasses(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            (first, stats), (second, _) = (super(TwoPasses, self).compute_loss(rollouts_batch) for _ in range(2))
+            return 0.5 * (first + second), stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=TwoPasses)
+    with pytest.raises(ValueError, match="critic's part has the weight 0.5"):
+        trainer.step(trainer.prompt_batches(0))
+
+
 @pytest.mark.parametrize(("factor", "weight"), [(0.5, "0.5"), (0.0, "0")])
 def test_a_loss_that_scales_the_critic_without_saying_so_is_refused(tmp_path, factor, weight):
     class Scaled(PPOTrainer):
@@ -164,7 +175,7 @@ class Counting(PPOTrainer):
     def checkpoint_components(self):
         if not hasattr(self, "counter"):
             self.counter = self.Counter()
-        return {**super().checkpoint_components(), "counter": self.counter}
+        return {"counter": self.counter}
 
     def record_step_stats(self, train_stats, rollouts, step):
         self.counter.steps += 1
@@ -180,6 +191,27 @@ def test_a_state_of_ones_own_is_saved_and_resumed_and_missed_by_another_trainer(
     resumed.train(resume_from_checkpoint=True)
     assert [line["own/steps"] for line in metric_lines(tmp_path)] == [1.0, 2.0, 3.0]
     with pytest.raises(
-        ValueError, match="holds the state of counter, kl_controller, progress, .* has kl_controller, progress; resume"
+        ValueError,
+        match="holds the components counter, kl_controller, progress, .* has kl_controller, progress; resume",
     ):
         tiny_trainer(tmp_path, total_episodes=40, **run).train(resume_from_checkpoint=True)
+
+
+def test_a_state_of_ones_own_cannot_replace_the_trainers(tmp_path):
+    class Replacing(PPOTrainer):
+        def checkpoint_components(self):
+            return {"progress": self.kl_controller}
+
+    with pytest.raises(ValueError, match=r"checkpoint_components\(\) returned progress, .*saves itself"):
+        tiny_trainer(tmp_path, trainer_class=Replacing).save_checkpoint()
+
+
+def test_an_early_stop_needs_the_kl_of_the_policy_loss(tmp_path):
+    class Silent(PPOTrainer):
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            return loss, {name: value for name, value in stats.items() if "approx_kl" not in name}
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Silent, target_kl_stop=0.1)
+    with pytest.raises(ValueError, match="target_kl_stop is 0.1, but the policy loss measured no approx_kl_k3"):
+        trainer.step(trainer.prompt_batches(0))

@@ -7,8 +7,8 @@ The expectation, over the policy's responses, of the gradient of the trainer's o
 
 Claimed: gae with lam = gamma = 1 whatever the critic says, rloo and remax give the gradient of J with KL k1 in the
 reward; grpo_no_std gives (n - 1) / n of it. Whitening by given numbers only rescales. What a per-token term of the loss
-differentiates is the token's law at the states that were visited, not how likely these states are: so KL in the loss
-with k2, k1+ or k3+ has the gradient of the conditional KL(policy || reference) there, which is not that of the
+differentiates is the token's distribution at the states that were visited, not how likely these states are: so KL in
+the loss with k2, k1+ or k3+ has the gradient of the conditional KL(policy || reference) there, which is not that of the
 sequence's KL, k3 that of KL(reference || policy), k1 none, and the entropy bonus that of the conditional entropies.
 Claimed of no one: grpo (its std contains the response), opo (responses of other lengths weigh in the baseline), lam < 1
 with a critic that errs, and whitening by statistics of the sample itself.
@@ -26,7 +26,7 @@ from tests.enumerable import (
     enumerated_rollouts,
     every_response,
     expected_loss_gradient,
-    next_token_laws,
+    next_token_logprobs,
     objective_gradient,
     pairs_of,
     policy_gradient,
@@ -62,21 +62,21 @@ def expected_pair_update(folder, problem, estimator, **overrides):
     return trainer, rollouts, -policy_gradient(loss, trainer)
 
 
-def kl_of_laws(policy, reference):
+def kl_of_tokens(policy, reference):
     return (policy.exp() * (policy - reference)).sum(dim=-1)
 
 
-def reversed_kl_of_laws(policy, reference):
+def reversed_kl_of_tokens(policy, reference):
     return (reference.exp() * (reference - policy)).sum(dim=-1)
 
 
-def entropy_of_laws(policy, reference):
+def entropy_of_tokens(policy, reference):
     return -(policy.exp() * policy).sum(dim=-1)
 
 
 def greedy_score(trainer, problem):
     """The reward of the response that takes the most likely token at each place."""
-    likeliest = next_token_laws(trainer.actor_critic.policy.model, problem).argmax(dim=-1)
+    likeliest = next_token_logprobs(trainer.actor_critic.policy.model, problem).argmax(dim=-1)
     greedy = ((likeliest == problem.responses) | ~problem.mask).all(dim=1)
     assert greedy.sum() == 1
     return problem.rewards[greedy].item()
@@ -184,7 +184,7 @@ def test_the_whitened_group_mean_is_half_the_gradient_over_the_std(tmp_path):
 def test_kl_in_the_loss_is_that_of_the_next_token_at_the_visited_states(problem, kind, tmp_path):
     settings = {"use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": kind}
     trainer, update = expected_update(tmp_path, problem, **settings)
-    gradient, penalty = objective_gradient(trainer, problem), visited_states_gradient(trainer, problem, kl_of_laws)
+    gradient, penalty = objective_gradient(trainer, problem), visited_states_gradient(trainer, problem, kl_of_tokens)
     assert relative_error(update, gradient - COEF * penalty) < TOLERANCE
     # The sequence's KL also counts where a token leads; only the penalty in the reward has that part.
     whole = (gradient - objective_gradient(trainer, problem, kl_coef=COEF)) / COEF
@@ -195,9 +195,9 @@ def test_kl_in_the_loss_is_that_of_the_next_token_at_the_visited_states(problem,
 def test_k3_in_the_loss_has_the_gradient_of_the_reversed_kl(problem, tmp_path):
     settings = {"use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": "k3"}
     trainer, update = expected_update(tmp_path, problem, **settings)
-    penalty = visited_states_gradient(trainer, problem, reversed_kl_of_laws)
+    penalty = visited_states_gradient(trainer, problem, reversed_kl_of_tokens)
     assert relative_error(update, objective_gradient(trainer, problem) - COEF * penalty) < TOLERANCE
-    assert relative_error(penalty, visited_states_gradient(trainer, problem, kl_of_laws)) > 0.01
+    assert relative_error(penalty, visited_states_gradient(trainer, problem, kl_of_tokens)) > 0.01
 
 
 @either_problem
@@ -211,8 +211,8 @@ def test_k1_in_the_loss_has_no_gradient_on_average(problem, tmp_path):
 def test_kl_in_reward_and_loss_and_the_entropy_bonus_add_up(problem, tmp_path):
     settings = {"kl_coef": BETA, "use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": "k2", "entropy_coef": 0.2}
     trainer, update = expected_update(tmp_path, problem, **settings)
-    penalty = visited_states_gradient(trainer, problem, kl_of_laws)
-    bonus = visited_states_gradient(trainer, problem, entropy_of_laws)
+    penalty = visited_states_gradient(trainer, problem, kl_of_tokens)
+    bonus = visited_states_gradient(trainer, problem, entropy_of_tokens)
     gradient = objective_gradient(trainer, problem, kl_coef=BETA)
     assert relative_error(update, gradient - COEF * penalty + 0.2 * bonus) < TOLERANCE
 
@@ -220,7 +220,7 @@ def test_kl_in_reward_and_loss_and_the_entropy_bonus_add_up(problem, tmp_path):
 @either_problem
 def test_the_entropy_bonus_is_that_of_the_next_token_at_the_visited_states(problem, tmp_path):
     trainer, update = expected_update(tmp_path, problem, entropy_coef=COEF)
-    bonus = visited_states_gradient(trainer, problem, entropy_of_laws)
+    bonus = visited_states_gradient(trainer, problem, entropy_of_tokens)
     assert relative_error(update, objective_gradient(trainer, problem) + COEF * bonus) < TOLERANCE
     assert COEF * bonus.norm() > 0.01 * update.norm()
 
@@ -274,8 +274,8 @@ def test_an_optimizer_step_in_micro_batches_takes_the_gradient(mode, tmp_path):
     rollouts = add_advantages(trainer, enumerated_rollouts(trainer, problem))
     gradient = objective_gradient(trainer, problem, kl_coef=BETA)
     # The entropy is largest here, so its gradient is 0.
-    assert visited_states_gradient(trainer, problem, entropy_of_laws).norm() < 1e-12
-    expected = gradient - COEF * visited_states_gradient(trainer, problem, kl_of_laws)
+    assert visited_states_gradient(trainer, problem, entropy_of_tokens).norm() < 1e-12
+    expected = gradient - COEF * visited_states_gradient(trainer, problem, kl_of_tokens)
     before = flat_policy(trainer)
     trainer.step_with_rollouts(rollouts)
     tokens = 3 if mode == "token-mean" else 1

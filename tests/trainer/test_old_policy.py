@@ -1,6 +1,6 @@
 """What each `old_policy` makes of a sampler that is not the policy, on purpose: the gradient, enumerated, and a step.
 
-With mu the sampler's law and pi the policy's, an update should climb J = sum over y of pi(y) * (r(y) - beta *
+With mu the sampler's distribution and pi the policy's, an update should climb J = sum over y of pi(y) * (r(y) - beta *
 log(pi(y) / ref(y))), but the responses come from mu. What the expectation over mu of the trainer's gradient is:
 
 - recompute: the ratio starts at 1, and mu stands for pi everywhere. Biased.
@@ -165,7 +165,7 @@ def mismatch_of(stats):
     return {name: value for name, value in stats.items() if name.startswith("mismatch/")}
 
 
-@pytest.mark.filterwarnings("ignore:before any update the policy's ratio is off 1")
+@pytest.mark.filterwarnings("ignore:before any update the policy's probability ratio deviates from 1")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_mismatch_of_sampler_and_policy_is_logged_in_every_mode(mode, tmp_path, monkeypatch):
     _, stats = step_of(tmp_path / "a", monkeypatch, scale=0.0, old_policy=mode)
@@ -222,7 +222,7 @@ def test_the_samplers_log_probs_spare_the_policys_pass(tmp_path):
     assert passes["correct"] == passes["recompute"]
 
 
-@pytest.mark.filterwarnings("ignore:before any update the policy's ratio is off 1")
+@pytest.mark.filterwarnings("ignore:before any update the policy's probability ratio deviates from 1")
 @pytest.mark.parametrize("mode", ["recompute", "rollout"])
 def test_only_correct_weighs_the_loss(mode, tmp_path, monkeypatch):
     trainer, _ = step_of(tmp_path, monkeypatch, scale=0.1, old_policy=mode)
@@ -247,7 +247,7 @@ def test_the_weights_of_correct_are_truncated_and_then_divided_by_their_mean(lev
     assert stats["ppo/policy/first_ratio_error_max"] < 1e-5, "old and new log-probs are both the trainer's"
 
 
-@pytest.mark.filterwarnings("ignore:before any update the policy's ratio is off 1")
+@pytest.mark.filterwarnings("ignore:before any update the policy's probability ratio deviates from 1")
 @either_problem
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_step_follows_the_gradient_only_where_sequences_are_weighed(problem, mode, tmp_path):

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples
+from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, join_scores, score_chunks
 from tests.tiny_models import EOS, PAD
 from tests.tiny_runs import metric_lines, tiny_trainer
 
@@ -198,11 +198,13 @@ def right_padded(masks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda samples: [], r"_generate\(\) returned its result as a list; it must return a dict with responses, "),
-        (drop("stopped"), r"_generate\(\) returned its result without stopped"),
+        (lambda samples: [], r"_generate\(\) returned a list; it must return a dict with responses, "),
+        (drop("stopped"), r"_generate\(\) returned a dict without stopped"),
         (put("responses", lambda t: t[:, :2]), r"responses as a tensor of shape \(4, 2\).*of shape \(4, 5\): 2 rows"),
         (put("queries", lambda t: t[:3]), r"queries as a tensor of shape \(3, 4\).*of shape \(4, 4\)"),
-        (put("response_mask", lambda t: t.long()), "response_mask as torch.int64; it must be bool"),
+        (put("response_mask", lambda t: t.long()), "response_mask as torch.int64; it must be torch.bool"),
+        (put("responses", lambda t: t.float()), "responses as torch.float32; it must be torch.int64"),
+        (put("stopped", lambda t: t.long()), "stopped as torch.int64; it must be torch.bool"),
         (put("response_mask", emptied), "response_mask without a chosen token in row 2"),
         (put("query_attn_masks", right_padded), "query_attn_masks whose row 1 is not left-padded"),
         (put("rollout_logprobs", infinite), "rollout_logprobs that are not finite under response_mask"),
@@ -216,15 +218,33 @@ def test_what_generate_must_return(change, message, sampled):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda scores: None, r"_score\(\) returned its result as a NoneType; it must return a dict with scores, "),
-        (drop("rewards"), r"_score\(\) returned its result without rewards"),
+        (lambda scores: None, r"_score\(\) returned a NoneType; it must return a dict with scores, "),
+        (drop("rewards"), r"_score\(\) returned a dict without rewards"),
         (put("scores", lambda t: t[:1]), r"scores as a tensor of shape \(1,\).*must be a tensor of shape \(4,\)"),
         (put("rewards", lambda t: torch.zeros(4, 2)), r"rewards as a tensor .*of shape \(4,\) or \(4, 5\)"),
         (put("scores_by_source", lambda t: t[:3]), r"scores_by_source as a tensor of shape \(3, 1\)"),
+        (put("scores_by_source", lambda t: t[:, 0]), r"scores_by_source as a tensor of shape \(4,\).* \(4, 1\)"),
+        (lambda scores: {**scores, "responses": torch.zeros(4, 5)}, r"_score\(\) returned responses, which _generate"),
     ],
 )
 def test_what_score_must_return(change, message, sampled):
     scores = {"scores": torch.zeros(4), "rewards": torch.zeros(4), "scores_by_source": torch.zeros(4, 1)}
-    assert check_scores(scores, sampled["samples"]) == scores
+    assert check_scores(scores, sampled["samples"], num_sources=1) == scores
     with pytest.raises(ValueError, match=message):
-        check_scores(change(scores), sampled["samples"])
+        check_scores(change(scores), sampled["samples"], num_sources=1)
+
+
+def test_token_rewards_outside_the_mask_do_not_count(sampled):
+    scores = {"scores": torch.zeros(4), "rewards": torch.ones(4, 5), "scores_by_source": torch.zeros(4, 1)}
+    checked = check_scores(scores, sampled["samples"], num_sources=1)
+    assert torch.equal(checked["rewards"], sampled["samples"]["response_mask"].float())
+
+
+def test_chunks_with_rewards_per_token_and_per_response_are_joined():
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    parts = [{"rewards": torch.tensor([[1.0, 2.0, 0.0]])}, {"rewards": torch.tensor([3.0])}]
+    assert join_scores(parts, mask)["rewards"].tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
+    with pytest.raises(ValueError, match="returned extra for some of its chunks only"):
+        join_scores([{**parts[0], "extra": torch.zeros(1)}, parts[1]], mask)
+    with pytest.raises(ValueError, match="score_chunk_prompts is 0; it must be at least 1, or None"):
+        score_chunks(4, 2, 0)
