@@ -74,7 +74,7 @@ def test_the_command_writes_the_table_and_fails_where_a_run_is_another_one(tmp_p
         same_run.main(["--report", str(tmp_path / "table.md")])
     text = (tmp_path / "table.md").read_text()
     assert "| LoRA | 2 processes, DDP | 2 | 0 | 2.0e-07 | 3.0e-06 | 7 |" in text
-    assert "KL per response at the end is LoRA 0.50 nats" in text and text in capsys.readouterr().out
+    assert "its final KL per response is 0.50 nats (LoRA)" in text and text in capsys.readouterr().out
     del rows["lora", "zero3", 2]
     same_run.main(["--report", str(tmp_path / "table.md")])
 

@@ -233,7 +233,7 @@ def test_returns_beyond_the_support_are_warned_of_once(tmp_path):
 
 def test_the_warning_does_not_need_the_probability_at_the_edges(tmp_path):
     trainer = tiny_trainer(tmp_path, critic="c51")
-    with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the c51 critic's support: values there"):
+    with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the c51 critic's support, so the values"):
         trainer.updater.warn({"val/outside_support": 0.25})
 
 
