@@ -298,10 +298,9 @@ class BaseTrainer(ABC):
 
     def _saved_identity(self) -> dict[str, Any]:
         """The run's identity as a checkpoint stores it, with hashes of metrics.jsonl and of the eval dataset."""
-        last_line = self.progress.last_line if self.progress.is_current else self.state.global_step
         return {
             **self._identity(),
-            "metrics": metrics_identity(Path(self.args.output_dir), last_line),
+            "metrics": metrics_identity(Path(self.args.output_dir), self.progress.last_line),
             "eval_dataset": None if self.eval_prompts is None else data_identity(self.eval_prompts),
         }
 

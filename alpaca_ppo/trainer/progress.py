@@ -163,6 +163,8 @@ class TrainProgress:
     @property
     def last_line(self) -> int:
         """The last step whose line in metrics.jsonl a resumed run keeps."""
+        if not self.is_current:
+            return self._state.global_step
         return -1 if self.at_start else self.step - (not self.step_ended)
 
     def rewind(self) -> None:
@@ -175,7 +177,7 @@ class TrainProgress:
         update = self.update if current else None
         return {
             "step": self._state.global_step,
-            "last_line": self.last_line if current else self._state.global_step,
+            "last_line": self.last_line,
             "learning_rate": self._updater.learning_rate,
             "stats": self.stats if current else {},
             "step_ended": self.step_ended if current else True,
