@@ -107,8 +107,7 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     - `token-mean`: sum over tokens / tokens;
     - `seq-mean-token-sum`: sum over tokens / sequences;
     - `seq-mean-token-mean`: sum over sequences of their token means / sequences;
-    - `seq-mean-token-sum-norm`: sum over tokens / padded length R (Dr. GRPO, arXiv:2503.20783, without its division
-      by sequences).
+    - `seq-mean-token-sum-norm`: sum over tokens / padded length R / sequences (Dr. GRPO, arXiv:2503.20783).
 
     Rows with an empty mask do not count as sequences. If all rows are empty, the result is 0, still attached to the
     graph of `losses`.
@@ -119,7 +118,7 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
         mode: one of the above.
         denominator: the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the whole optimizer-step batch,
             which replaces the count of this call: the results of the batch's parts then add up to the result of the
-            whole. `seq-mean-token-sum-norm` ignores it, because it divides by the padded length.
+            whole, if all of them are padded to the same length.
 
     Raises:
         ValueError: for an unknown mode, and when the two shapes differ.
@@ -129,12 +128,12 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     selected = zero_outside(losses, mask)
     if isinstance(denominator, Tensor):
         denominator = denominator.to(selected)
-    if mode == "seq-mean-token-sum-norm":
-        return selected.sum() / max(losses.size(-1), 1)
     tokens = mask.sum(dim=-1)
     if mode == "token-mean":
         return selected.sum() / (tokens.sum().clamp_min(1) if denominator is None else denominator)
     per_sequence = selected.sum(dim=-1)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / tokens.clamp_min(1)
+    elif mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / max(losses.size(-1), 1)
     return per_sequence.sum() / ((tokens > 0).sum().clamp_min(1) if denominator is None else denominator)

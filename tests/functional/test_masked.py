@@ -110,9 +110,16 @@ def test_aggregate_loss_modes_by_hand():
         "token-mean": 9 / 3,
         "seq-mean-token-sum": (3 + 6) / 2,
         "seq-mean-token-mean": (1.5 + 6) / 2,
-        "seq-mean-token-sum-norm": 9 / 3,
+        "seq-mean-token-sum-norm": (3 + 6) / 3 / 2,
     }
     assert {mode: aggregate_loss(losses, mask, mode).item() for mode in LOSS_AGG_MODES} == expected
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_no_mode_grows_with_the_number_of_sequences(mode):
+    # every sequence twice: all sums and all counts double
+    losses = with_padding([1.0, 2.0], [6.0])
+    assert_close(aggregate_loss(losses.repeat(2, 1), MASK.repeat(2, 1), mode), aggregate_loss(losses, MASK, mode))
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
