@@ -2,8 +2,9 @@
 left alone: `make torture`, or `python -m tests.torture --help`.
 
 Two parts. `sweep` kills one process before its 1st, 2nd, 3rd ... access to the disk, so that none is left out; a
-process that has imported everything is forked for each attempt. `random` kills one rank or all ranks, with SIGKILL, of
-real starts on one process and under `accelerate launch`, in a phase and after a delay that a seed decides.
+process that has imported everything is forked for each attempt. `random` kills one rank, all ranks or the launcher
+alone, with SIGKILL, of real starts on one process and under `accelerate launch`, in a phase and after a delay that a
+seed decides. The next start follows at once, while ranks without their launcher may still be there.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines
 
 SCRIPT = Path(__file__).parent / "integration/run_killed.py"
+LAUNCHER = -1
+"""Stands for the launcher among the ranks to kill."""
 INTERRUPTED = "SIGTERM@update:15"
 """In the second step: the checkpoint of the first is replaced."""
 
@@ -97,7 +100,9 @@ class Victim:
     """A real start of the run, in a session of its own."""
 
     def __init__(self, folder: Path, processes: int) -> None:
-        self.folder, self.processes = folder, processes
+        self.folder, self.processes, self.earlier = folder, processes, set[int]()
+        # Ranks of an earlier start, whose launcher was killed, may still be there and note their phases.
+        self.earlier = {self.phase(rank)[0] for rank in range(processes)}
         for rank in range(processes):
             (folder / f"phase{rank}.txt").unlink(missing_ok=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -108,11 +113,11 @@ class Victim:
     def phase(self, rank: int) -> tuple[int, str]:
         """The process and the phase of a rank; 0 before it has begun."""
         found = _text(self.folder / f"phase{rank}.txt").split()
-        return (int(found[0]), found[1]) if len(found) == 2 else (0, "start")
+        return (int(found[0]), found[1]) if len(found) == 2 and int(found[0]) not in self.earlier else (0, "start")
 
     def kill_in(self, phase: str, *, occurrence: int, delay: float, ranks: list[int]) -> str | None:
-        """Kills `ranks` `delay` seconds after the `occurrence`-th time that rank 0 enters `phase`; returns the phase
-        it was in, or None where the run ended before.
+        """Kills `ranks` (or the launcher) `delay` seconds after the `occurrence`-th time that rank 0 enters `phase`;
+        returns the phase it was in, or None where the run ended before.
         """
         last, seen = "", 0
         while self.process.poll() is None:
@@ -121,7 +126,8 @@ class Victim:
             last = now
             if seen == occurrence:
                 time.sleep(delay)
-                now, pids = self.phase(0)[1], [self.phase(rank)[0] for rank in ranks]
+                now = self.phase(0)[1]
+                pids = [self.process.pid if rank == LAUNCHER else self.phase(rank)[0] for rank in ranks]
                 if self.process.poll() is None and all(pids):
                     for pid in pids:
                         with suppress(ProcessLookupError):
@@ -147,7 +153,8 @@ def torment(folder: Path, *, processes: int, kills: int, chance: random.Random) 
         parts = folder / f"parts{number}"
         while True:
             victim = Victim(parts, processes)
-            ranks = chance.choice([list(range(processes)), *([rank] for rank in range(processes))])
+            single = range(processes) if processes == 1 else range(LAUNCHER, processes)
+            ranks = chance.choice([list(range(processes)), *([rank] for rank in single)])
             aim = {"phase": chance.choice(PHASES), "occurrence": chance.choice([1, 1, 2]), "ranks": ranks}
             # Saving takes some 20 milliseconds, the rest of a step some 300.
             hit = victim.kill_in(**aim, delay=chance.random() * (0.03 if "save" in aim["phase"] else 0.2))
@@ -157,7 +164,8 @@ def torment(folder: Path, *, processes: int, kills: int, chance: random.Random) 
             check_promises(parts)
             newest, seconds = newest_checkpoint(parts), time.monotonic() - start
             resumed = newest.name if newest else "anew"
-            rows.append((str(len(rows) + 1), str(processes), str(ranks), hit, f"{seconds:.1f}", str(status), resumed))
+            killed = "launcher" if ranks == [LAUNCHER] else str(ranks)
+            rows.append((str(len(rows) + 1), str(processes), killed, hit, f"{seconds:.1f}", str(status), resumed))
             print(" | ".join(rows[-1]), flush=True)
         assert status == 0, _text(parts.with_suffix(".log"))
         check_outcome(parts, expected)

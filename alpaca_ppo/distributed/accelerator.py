@@ -8,6 +8,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, disable_zero3_init, wants_deepspeed
+from alpaca_ppo.distributed.launcher import watch_launcher
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
@@ -21,6 +22,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             set as well, or when its trackers are not initialized; when this process already has an Accelerator with
             other settings.
     """
+    watch_launcher()
     if accelerator is not None:
         return _checked(accelerator, args)
     plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None

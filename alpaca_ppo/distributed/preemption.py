@@ -17,6 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from alpaca_ppo.distributed import launcher
 from alpaca_ppo.distributed.collectives import max_int_over_ranks
 from alpaca_ppo.distributed.engine import Engine
 
@@ -148,6 +149,7 @@ class PreemptionHandler:
             os.kill(os.getpid(), signum)
         elif not self._signum:
             self._signum, self._requested_at = signum, time.monotonic()
+            launcher.end_without_launcher()
             if self._accelerator.is_main_process:
                 name = signal.Signals(signum).name
                 # Not print: a handler may run in the middle of another print.

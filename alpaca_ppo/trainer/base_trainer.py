@@ -6,6 +6,7 @@ What a step computes is not here (`ppo_trainer`); how a checkpoint is written is
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import TrainerState
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import data_identity, expected_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
+from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -62,7 +64,8 @@ class BaseTrainer(ABC):
         """Returns the metrics of an evaluation on the eval prompts."""
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
-        """Builds the run's state, callback handler, checkpoint manager and signal handler."""
+        """Builds the run's state, lock, callback handler, checkpoint manager and signal handler."""
+        self.run_lock = RunLock(self.accelerator, self.args.output_dir)
         self.state = TrainerState(
             max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
         )
@@ -111,6 +114,7 @@ class BaseTrainer(ABC):
     def run_log(self) -> RunLog:
         """The run's log on disk. If `train` has not started, it is opened without removing existing entries."""
         if self._run_log is None:
+            self.run_lock.acquire()
             self._run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
         return self._run_log
 
@@ -123,9 +127,10 @@ class BaseTrainer(ABC):
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
 
         Raises:
+            ValueError: if another run is writing to `output_dir`; on the other ranks a RuntimeError with the same text.
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
         """
-        with record_error(), self.preemption.install():
+        with record_error(), self.run_lock.until_the_end(), self.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
@@ -199,8 +204,8 @@ class BaseTrainer(ABC):
             stats: metrics for the model card.
         """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
-        engine = self.updater.engine
-        with engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
+        engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.for_a_while()
+        with lock, engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 export.save_final(
                     folder,
@@ -219,6 +224,7 @@ class BaseTrainer(ABC):
 
         `stats` are the step's metrics; they decide whether this becomes the best checkpoint (`metric_for_best_model`).
         """
+        self.run_lock.acquire()
         folder = self.checkpoints.save(self.state.global_step, stats or {})
         self.progress.saved = self.progress.is_current
         return folder

@@ -129,6 +129,7 @@ class PPOTrainer(BaseTrainer):
 
         A run that is resumed in the middle of a step's update continues with the rollouts stored in the checkpoint.
         """
+        self.run_lock.acquire()
         self.timers = metrics.Timers()
         step, update = self.state.global_step, self.progress.pop_resumed_update()
         if update is None:
@@ -413,13 +414,14 @@ class PPOTrainer(BaseTrainer):
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
         self.timers = metrics.Timers()
-        rollouts = self._rollout(
-            self.collate(self.eval_prompts, range(len(self.eval_prompts))),
-            setup.evaluation_sampling_params(self.sampling_params, self.args),
-            RolloutPasses(with_critic=False),
-        )
-        rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
-        self.run_log.log_table("eval", rows, self.state.global_step)
+        with self.run_lock.for_a_while():
+            rollouts = self._rollout(
+                self.collate(self.eval_prompts, range(len(self.eval_prompts))),
+                setup.evaluation_sampling_params(self.sampling_params, self.args),
+                RolloutPasses(with_critic=False),
+            )
+            rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
+            self.run_log.log_table("eval", rows, self.state.global_step)
         return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
 
     def _dummy_prompts(self, count: int) -> PromptBatch:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from alpaca_ppo.atomic_io import committed_path
 from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run, resolve_checkpoint
+from alpaca_ppo.checkpoint.run_lock import check_unlocked
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.launcher import launched_rank
 from alpaca_ppo.tracking.run_log import tracker_names
 
 
@@ -16,10 +18,13 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
 
     Raises:
-        ValueError: see `check_output_dir`; also for a checkpoint that is missing or incomplete, and for a run that
-            would overwrite an older one.
+        ValueError: see `check_output_dir`; also for a folder in which another run is writing, for a checkpoint that is
+            missing or incomplete, and for a run that would overwrite an older one.
     """
     check_output_dir(args)
+    # Only the main process locks the folder. It may do so before the others have come this far.
+    if launched_rank() == 0:
+        check_unlocked(args.output_dir)
     if not resume_from_checkpoint:
         check_no_earlier_run(args.output_dir)
         return

@@ -7,11 +7,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from alpaca_ppo.checkpoint.run_lock import lock_folder, unlock_folder
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
 from tests.integration.launching import ENVIRONMENT, ROOT, command
-from tests.torture import check_outcome, check_promises, outcome
+from tests.torture import LAUNCHER, Victim, check_outcome, check_promises, outcome
 from tests.warm_python import warm_python
 
 SCRIPT = Path(__file__).with_name("run_killed.py")
@@ -71,6 +73,24 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
     assert "checkpoint-3; continue with resume_from_checkpoint: true" in output
     assert output.rstrip().endswith("got signal: 15")
     assert launch(parts).returncode == 0
+    check_outcome(parts, outcome(tmp_path / "whole"))
+
+
+def test_ranks_end_soon_after_their_launcher_is_killed_and_a_run_started_at_once_waits_for_them(tmp_path, capsys):
+    parts = tmp_path / "parts"
+    # A real launcher: the ranks know theirs by its command line.
+    victim = Victim(parts, processes=2)
+    assert victim.kill_in("step_with_rollouts", occurrence=2, delay=0.1, ranks=[LAUNCHER])
+    assert victim.wait() == -signal.SIGKILL
+    ranks = [psutil.Process(victim.phase(rank)[0]) for rank in (0, 1)]
+    # What the next run does first.
+    lock_folder(parts)
+    assert f"is locked by process {ranks[0].pid} on" in capsys.readouterr().out
+    unlock_folder(parts)
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert f"the launcher (process {victim.process.pid}) has died" in parts.with_suffix(".log").read_text()
+    for folder in (parts, tmp_path / "whole"):
+        assert launch(folder).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
 
 

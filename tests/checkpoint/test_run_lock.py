@@ -1,0 +1,265 @@
+"""One run at a time writes an output folder: who is refused, who is let in, and who is waited for."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from alpaca_ppo.checkpoint import run_lock
+from alpaca_ppo.checkpoint.run_lock import LOCK_FILE, check_kept, check_unlocked, lock_folder, unlock_folder
+from alpaca_ppo.trainer.preflight import check_start
+from tests.integration.launching import ENVIRONMENT, ROOT
+from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
+from tests.warm_python import warm_python
+
+HOLD = """
+import sys
+from alpaca_ppo.checkpoint.run_lock import lock_folder
+lock_folder(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+OTHER_HOST = {"program": "alpaca_ppo", "host": "node-7", "pid": 4711, "since": "2026-01-02 03:04:05", "machine": "m7"}
+
+
+@contextmanager
+def other_run(folder):
+    """A process that holds the lock on `folder`; its process id is in the file."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [warm_python(), "-c", HOLD, str(folder)], cwd=ROOT, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.02)
+
+
+def record(folder):
+    """What the file says; only where this process does not hold the lock, which reading would drop."""
+    return json.loads((folder / LOCK_FILE).read_text())
+
+
+def test_a_second_run_is_refused_by_name_wherever_it_would_write_and_the_first_one_is_undisturbed(tmp_path, capsys):
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(3)})
+    with other_run(tmp_path):
+        owner = record(tmp_path)
+        before = sorted(path.name for path in tmp_path.iterdir())
+        message = (
+            rf"output_dir \({tmp_path}\) is in use by another run, locked by process {owner['pid']} on "
+            rf"{os.uname()[1]}, since 20\d\d-.*; wait for it to end or stop it, or choose another output_dir"
+        )
+        for writes in (
+            trainer.train,
+            trainer.evaluate,
+            trainer.save_model,
+            trainer.save_checkpoint,
+            lambda: trainer.step([]),
+            lambda: trainer.run_log,
+            lambda: check_start(tiny_config(tmp_path), None),
+        ):
+            with pytest.raises(ValueError, match=message):
+                writes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        assert f"locked by process {owner['pid']}" in capsys.readouterr().out
+        # A folder that the user names, and one that is only read, need no lock.
+        trainer.save_model(str(tmp_path / "elsewhere"))
+    trainer.train()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_start_waits_for_a_run_that_is_just_ending(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 30.0)
+    with other_run(tmp_path) as process:
+        owner = record(tmp_path)
+        threading.Timer(0.3, process.kill).start()
+        lock_folder(tmp_path)
+    assert f"is locked by process {owner['pid']} on" in capsys.readouterr().out
+    # What the dead run left is this run's now.
+    unlock_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_run_of_this_machine_is_replaced_at_once(tmp_path, monkeypatch, capsys):
+    with other_run(tmp_path) as process:
+        pid = record(tmp_path)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        process.wait(timeout=30)
+    assert record(tmp_path)["pid"] == pid
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.0)
+    check_unlocked(tmp_path)
+    lock_folder(tmp_path)
+    unlock_folder(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_process_that_holds_the_lock_is_let_in_again_until_its_last_user_is_done(tmp_path):
+    lock_folder(tmp_path)
+    lock_folder(tmp_path / "." / "")
+    check_unlocked(tmp_path)
+    unlock_folder(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+    unlock_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_neither_holds_the_lock_nor_drops_it(tmp_path):
+    lock_folder(tmp_path)
+    child = os.fork()
+    if not child:
+        with pytest.raises(ValueError, match="in use by another run"):
+            lock_folder(tmp_path)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    check_kept(tmp_path)
+    unlock_folder(tmp_path)
+
+
+def test_trainers_follow_one_another_in_one_process_and_a_finished_one_holds_nothing(tmp_path):
+    """A notebook that trains, evaluates and saves must not block a shell that continues the run."""
+    settings = {"save_steps": 1, "trainer_arguments": {"eval_dataset": prompts(3)}}
+    trainer = tiny_trainer(tmp_path, **settings)
+    assert trainer.run_log.output_dir == tmp_path
+    assert (tmp_path / LOCK_FILE).exists()
+    trainer.train()
+    assert not (tmp_path / LOCK_FILE).exists()
+    trainer.evaluate()
+    trainer.save_model()
+    assert not (tmp_path / LOCK_FILE).exists()
+    longer = tiny_trainer(tmp_path, **settings, total_episodes=30)
+    longer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3]
+    assert not (tmp_path / LOCK_FILE).exists()
+    with pytest.raises(ValueError, match="holds a finished run"):
+        tiny_trainer(tmp_path).train()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_loop_of_ones_own_holds_the_lock_from_its_first_step_on(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    trainer.step(trainer.prompt_batches(0))
+    assert (tmp_path / LOCK_FILE).exists()
+    trainer.save_model()
+    trainer.save_checkpoint()
+    assert (tmp_path / LOCK_FILE).exists()
+    trainer.run_lock.release()
+
+
+def test_a_run_of_another_host_that_gives_signs_of_life_is_refused(tmp_path):
+    """Its file system passes on no locks, so the file alone tells; the clocks of the two hosts differ by an hour."""
+    file = tmp_path / LOCK_FILE
+    file.write_text(json.dumps(OTHER_HOST))
+    ended = threading.Event()
+
+    def beat():
+        for tick in range(10_000):
+            os.utime(file, (0, time.time() - 3600 + tick))
+            if ended.wait(0.02):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match="locked by process 4711 on node-7, since 2026-01-02 03:04:05"):
+            check_unlocked(tmp_path)
+        with pytest.raises(ValueError, match="locked by process 4711 on node-7"):
+            lock_folder(tmp_path)
+    finally:
+        ended.set()
+        thread.join()
+    assert record(tmp_path) == OTHER_HOST
+
+
+@pytest.mark.parametrize(("age", "seconds"), [(0.0, 0.5), (0.3, 0.2), (1000.0, 0.15), (-1000.0, 0.5)])
+def test_a_run_of_another_host_is_dead_when_its_file_stays_unchanged(age, seconds, tmp_path, capsys):
+    """STALE_SECONDS (0.5) after its last heartbeat, but never after fewer than three heartbeats (3 * 0.05)."""
+    (tmp_path / LOCK_FILE).write_text(json.dumps(OTHER_HOST))
+    os.utime(tmp_path / LOCK_FILE, (0, time.time() - age))
+    begun = time.monotonic()
+    lock_folder(tmp_path)
+    assert seconds - 0.05 < time.monotonic() - begun < seconds + 2
+    assert "is locked by process 4711 on node-7" in capsys.readouterr().out
+    unlock_folder(tmp_path)
+
+
+def test_a_heartbeat_renews_the_file_and_takes_back_a_lock_that_reading_it_has_dropped(tmp_path):
+    lock_folder(tmp_path)
+    os.utime(tmp_path / LOCK_FILE, (0, 0))
+    # Such as an upload of the whole folder: closing the file drops the lock.
+    (tmp_path / LOCK_FILE).read_text()
+    deadline = time.monotonic() + 20
+    while not (tmp_path / LOCK_FILE).stat().st_mtime:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    check_kept(tmp_path)
+    child = os.fork()
+    if not child:
+        with open(tmp_path / LOCK_FILE, "r+") as file, pytest.raises(BlockingIOError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    unlock_folder(tmp_path)
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_run_that_has_lost_its_lock_writes_no_more_checkpoints(taken_over, tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    trainer.save_checkpoint()
+    (tmp_path / LOCK_FILE).unlink()
+    if taken_over:
+        (tmp_path / LOCK_FILE).write_text(json.dumps(OTHER_HOST))
+    with pytest.raises(ValueError, match="has lost its lock on output_dir .* end one of the two runs, then resume"):
+        trainer.save_checkpoint()
+    trainer.run_lock.release()
+    # The other run's file stays.
+    assert (tmp_path / LOCK_FILE).exists() == taken_over
+
+
+def test_a_file_system_without_locks_is_watched_like_another_host(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    lock_folder(tmp_path)
+    check_kept(tmp_path)
+    content = (tmp_path / LOCK_FILE).read_text()
+    unlock_folder(tmp_path)
+    # Of this machine, but only its heartbeat would show that it lives.
+    (tmp_path / LOCK_FILE).write_text(content)
+    begun = time.monotonic()
+    lock_folder(tmp_path)
+    assert time.monotonic() - begun > 0.4
+    unlock_folder(tmp_path)
+
+
+def test_any_other_error_of_the_file_system_is_not_hidden(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    with pytest.raises(OSError, match="input/output error"):
+        lock_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["my notes", "[1]", '{"program": "another"}'])
+def test_a_file_of_the_same_name_that_is_not_ours_is_left_alone(content, tmp_path):
+    (tmp_path / LOCK_FILE).write_text(content)
+    with pytest.raises(ValueError, match=rf"{LOCK_FILE} is not a lock file of alpaca_ppo.*; move it away, or choose"):
+        lock_folder(tmp_path)
+    assert (tmp_path / LOCK_FILE).read_text() == content

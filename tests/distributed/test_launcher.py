@@ -1,0 +1,126 @@
+"""A rank ends when its launcher is killed; a run that no launcher started lives on, whatever its environment says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from alpaca_ppo.distributed import launcher
+from alpaca_ppo.distributed.launcher import launched_rank
+from alpaca_ppo.distributed.preemption import PreemptionHandler
+from tests.integration.launching import ENVIRONMENT, ROOT
+
+RANK = """
+import sys, time
+from alpaca_ppo.distributed import launcher
+launcher._POLL_SECONDS, launcher._SIGNAL_SECONDS = 0.05, 0.1
+launcher.watch_launcher()
+launcher.watch_launcher()
+if "told" in sys.argv:
+    launcher.end_without_launcher()
+print("started", flush=True)
+time.sleep(1.2 if "told" in sys.argv or "shell" in sys.argv else 60)
+print("lived on", flush=True)
+"""
+# What a launcher does that has no other work: it starts its rank and waits.
+LAUNCHER = """
+import os, subprocess, sys
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+subprocess.run([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+"""
+
+
+def output_of_orphan(parent, arguments, folder):
+    """Starts `parent`, kills it once its child has started, and returns what the child says and how long it lives."""
+    read, write = os.pipe()
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*parent, *arguments], env=environment, stdout=write, stderr=write, cwd=folder)
+    os.close(write)
+    with os.fdopen(read) as output:
+        first = output.readline()
+        assert first == "started\n", first + output.read()
+        process.kill()
+        process.wait(timeout=30)
+        begun = time.monotonic()
+        return output.read(), time.monotonic() - begun
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """A script of the name of a launcher."""
+    (tmp_path / "torchrun").write_text(LAUNCHER)
+    return [sys.executable, str(tmp_path / "torchrun")]
+
+
+def test_a_rank_ends_soon_after_its_launcher_is_killed_and_says_why(torchrun, tmp_path):
+    said, seconds = output_of_orphan(torchrun, [RANK], tmp_path)
+    assert "has died, so this rank ends too; everything saved is intact: continue with resume_from" in said
+    assert "lived on" not in said and seconds < 20
+
+
+def test_a_rank_that_was_told_to_stop_saves_and_ends_by_itself(torchrun, tmp_path):
+    assert output_of_orphan(torchrun, [RANK, "told"], tmp_path)[0] == "lived on\n"
+
+
+@pytest.mark.parametrize("start", ["nohup", "setsid"])
+def test_a_run_lives_on_when_its_shell_ends_even_with_a_launchers_variables(start, tmp_path):
+    # A shell in which somebody has exported them.
+    shell = ["bash", "-c", f'export TORCHELASTIC_RUN_ID=none RANK=0\n{start} "$@" & wait', "bash", sys.executable]
+    said, _ = output_of_orphan(shell, ["-c", RANK, "shell"], tmp_path)
+    assert said == "lived on\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "launches"),
+    [
+        ("python -m accelerate.commands.launch --num_processes 2 train.py", True),
+        ("/venv/bin/python3.11 -u -m torch.distributed.run --standalone train.py", True),
+        ("/venv/bin/python -u -m deepspeed.launcher.launch --world_info=e30= train.py", True),
+        ("/venv/bin/python /venv/bin/accelerate launch train.py", True),
+        ("/venv/bin/python /venv/bin/torchrun train.py", True),
+        ("python /venv/lib/accelerate/commands/launch.py train.py", True),
+        ("python -m ipykernel_launcher -f kernel.json", False),
+        ("python -m pytest torchrun", False),
+        ("python supervise.py torchrun -m torch.distributed.run", False),
+        ("bash -c torchrun train.py", False),
+        ("python", False),
+        ("python -m", False),
+        ("", False),
+    ],
+)
+def test_launchers_are_known_by_their_command(command, launches):
+    assert launcher._is_launcher(command.split()) == launches
+
+
+def test_a_parent_that_has_ended_is_no_launcher(monkeypatch):
+    def gone(pid):
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr(psutil, "Process", gone)
+    assert launcher._command(1) == []
+
+
+def test_the_rank_is_the_one_that_accelerate_will_take(monkeypatch):
+    for name in launcher._RANK:
+        monkeypatch.delenv(name, raising=False)
+    assert launched_rank() == 0
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
+    assert launched_rank() == 5
+    monkeypatch.setenv("RANK", "3")
+    assert launched_rank() == 3
+
+
+def test_a_signal_is_noted_by_the_watch(monkeypatch):
+    class Main:
+        is_main_process, num_processes = False, 1
+
+    monkeypatch.setattr(launcher, "_stopping", False)
+    handler = PreemptionHandler(Main())
+    with pytest.raises(SystemExit), handler.install():
+        assert not launcher._stopping
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert launcher._stopping
