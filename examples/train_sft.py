@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokeni
 from alpaca_ppo.adapters import check_whole_model
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+from alpaca_ppo.generation import resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 
 IGNORED = -100
@@ -55,7 +56,9 @@ class SFTArguments:
 
 
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
-    """Rows of `input_ids`, `labels` (prompt tokens ignored, the eos learned) and `length`, none above `max_length`.
+    """Rows of `input_ids`, `labels` (prompt tokens ignored, the end learned) and `length`, none above `max_length`.
+
+    A completion ends with the eos, or, if the prompts are messages, with what ends a turn in the chat template.
 
     Raises:
         ValueError: when the completion column is missing, a completion is not text, or no row fits.
@@ -65,12 +68,14 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
         raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}; set --completion_column")
     columns: dict[str, Any] = {"prompt_column": arguments.prompt_column, "prompt_template": arguments.prompt_template}
     prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length - 1, **columns)
+    turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
+    end = tokenizer.eos_token_id if turn_end is None else turn_end
     examples = []
     for item in prompts:
         prompt, completion = item["input_ids"], item["row"][column]
         if not isinstance(completion, str):
             raise ValueError(f"the completion {completion!r} is a {type(completion).__name__}; it must be text")
-        answer = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        answer = tokenizer(completion, add_special_tokens=False)["input_ids"] + [end]
         labels = [IGNORED] * len(prompt) + answer
         if len(labels) <= arguments.max_length:
             examples.append({"input_ids": prompt + answer, "labels": labels, "length": len(labels)})

@@ -54,6 +54,11 @@ class PromptDataset(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._input_ids)
 
+    @property
+    def are_messages(self) -> bool:
+        """Whether the prompts are messages, which the tokenizer's chat template renders, rather than text."""
+        return isinstance(self[0]["row"]["prompt"], list)
+
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         row = self._dataset[index]
         return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}}

@@ -8,13 +8,20 @@ from alpaca_ppo.generation.backends import register_generation_backend
 from alpaca_ppo.generation.generate import generate
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.stopping_criteria import resolve_stop_tokens, resolve_truncate_tokens
+from alpaca_ppo.generation.stopping_criteria import (
+    configured_stop_tokens,
+    resolve_stop_tokens,
+    resolve_truncate_tokens,
+    resolve_turn_end,
+)
 
 __all__ = [
     "Generation",
     "SamplingParams",
+    "configured_stop_tokens",
     "generate",
     "register_generation_backend",
     "resolve_stop_tokens",
     "resolve_truncate_tokens",
+    "resolve_turn_end",
 ]

@@ -1,8 +1,10 @@
 """The tokens that end a response: stop tokens, and truncate tokens, which do so only after some length."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -38,24 +40,71 @@ class StopRule:
         return (tokens.unsqueeze(1) == ends).any(dim=1)
 
 
-def resolve_stop_tokens(
+def configured_stop_tokens(
     processing_class: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
+) -> set[int]:
+    """Returns the eos of the tokenizer and those of the model's generation config."""
+    configured = None if generation_config is None else generation_config.eos_token_id
+    found = {configured} if isinstance(configured, int) else set(configured or ())
+    return found if processing_class.eos_token_id is None else found | {processing_class.eos_token_id}
+
+
+def resolve_stop_tokens(
+    processing_class: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    extra_ids: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Returns the ids that end a response, sorted: the eos of the tokenizer and those of the model's generation config.
+    """Returns the ids that end a response, sorted: `configured_stop_tokens` and `extra_ids`.
 
     Raises:
-        ValueError: if neither has one.
+        ValueError: if there are none.
     """
-    configured = None if generation_config is None else generation_config.eos_token_id
-    found = [configured] if isinstance(configured, int) else list(configured or ())
-    if processing_class.eos_token_id is not None:
-        found.append(processing_class.eos_token_id)
+    found = configured_stop_tokens(processing_class, generation_config) | set(extra_ids)
     if not found:
         raise ValueError(
             "eos_token_id is None in both the tokenizer and the model's generation config, so no response would ever "
             "stop; set processing_class.eos_token to the token that ends a response"
         )
-    return tuple(sorted(set(found)))
+    return tuple(sorted(found))
+
+
+_ANSWER = "SentinelAnswer"
+
+
+def resolve_turn_end(processing_class: PreTrainedTokenizerBase) -> int | None:
+    """Returns the token with which the tokenizer's chat template ends a turn of the assistant, or None.
+
+    That is the first special or added token after a rendered answer: Phi-3's `<|end|>`, before the eos that follows
+    it. If the template writes none there, it is the token that starts the next turn, unless that is the bos. None for
+    a template that cannot render an answer, changes its text, or ends turns with plain text.
+    """
+    user, answer = {"role": "user", "content": "Question"}, {"role": "assistant", "content": _ANSWER}
+    for messages in ([user, answer], [user, answer, user]):
+        try:
+            text = str(processing_class.apply_chat_template(messages, tokenize=False))
+        except TemplateError:
+            return None
+        # A template may change the case of a message.
+        rendered = list(re.finditer(_ANSWER, text, re.IGNORECASE))
+        if not rendered:
+            return None
+        token = _first_added_token(processing_class, text[rendered[-1].end() :])
+        if token is not None:
+            starts_text = token == processing_class.bos_token_id != processing_class.eos_token_id
+            return None if starts_text else token
+    return None
+
+
+def _first_added_token(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
+    """The id of the first special or added token in `text`, blanks aside; None if there is none.
+
+    Not every end of a turn is marked as special: some fine-tunes add `<|im_end|>` as an ordinary token.
+    """
+    names = dict(zip(processing_class.all_special_ids, processing_class.all_special_tokens, strict=True))
+    names |= {i: token.content for i, token in processing_class.added_tokens_decoder.items()}
+    ids = processing_class(text, add_special_tokens=False)["input_ids"]
+    # Gemma's tokenizer has runs of blanks as added tokens. The unknown token is no part of the text that it stands for.
+    return next((int(i) for i in ids if names.get(i, "").strip() and names[i] in text), None)
 
 
 def resolve_truncate_tokens(

@@ -35,14 +35,15 @@ class Policy(nn.Module):
         adapters: the adapters in the model's layers, if any.
 
     Raises:
-        ValueError: if the model has no output embeddings, or computes its logits in a way that this class does not
-            support.
+        ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
+            encoder-decoder, or computes its logits in a way that this class does not support.
     """
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
+        _check_architecture(model)
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
@@ -125,6 +126,26 @@ class Policy(nn.Module):
                 f"{float((logits - expected).abs().max()):.3g} on a test input; subclass Policy and override "
                 "outputs_from_states, or use another model"
             )
+
+
+def _check_architecture(model: PreTrainedModel) -> None:
+    """Refuses classes of transformers from which this one cannot take hidden states, or whose positions are wrong.
+
+    Raises:
+        ValueError: with the name of the class.
+    """
+    name = f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be a policy"
+    if model.base_model is model:
+        raise ValueError(
+            f"{name}: it has no backbone under its base_model_prefix ({model.base_model_prefix!r}) that would return "
+            "hidden states; use a causal language model whose base_model is its backbone, such as a Llama 3"
+        )
+    if fields := {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys():
+        raise ValueError(
+            f"{name}: it is the decoder of an encoder-decoder (its configuration has {', '.join(fields)}), whose "
+            "positions count the padding before a prompt and whose cache is sized for the encoder; use a decoder-only "
+            "model"
+        )
 
 
 def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None]:

@@ -1,8 +1,9 @@
-"""Checks that a run's token ids and sequence lengths fit a model: its embeddings and its positions.
+"""Checks that a run's token ids and sequence lengths fit a model: its embeddings, its positions and its rotations.
 
 They need the model's configuration, but no forward pass. Options are checked in `config`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,19 +11,73 @@ from transformers import PreTrainedModel
 from alpaca_ppo.config.ppo_config import PPOConfig
 
 
-def check_positions(config: Any, args: PPOConfig) -> None:
+def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> None:
     """Checks that the longest prompt and response together fit the model of the transformers configuration `config`.
 
+    Args:
+        config: of the model.
+        args: of the run.
+        owner: what the model is, for the error.
+
     Raises:
-        ValueError: if they can exceed its `max_position_embeddings`.
+        ValueError: if they can exceed its `max_position_embeddings`, or the length beyond which it rotates keys and
+            queries by other frequencies.
     """
+    _check_rotations(config, args, owner)
     # Models without learned positions, such as BLOOM, have no such limit.
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and args.query_len + args.response_len > limit:
         raise ValueError(
-            f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the model's "
+            f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the {owner}'s "
             f"max_position_embeddings ({limit}); lower one of them"
         )
+
+
+def _check_rotations(config: Any, args: PPOConfig, owner: str) -> None:
+    """Checks that no row can be long enough to change the rotary frequencies.
+
+    With the rope types `longrope` and `dynamic` they depend on the longest row of the batch at the time of the pass
+    (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so longer rows cross the
+    length at which they change.
+    """
+    # The model does not read a response's last token.
+    longest = args.query_len + args.response_len - 1
+    text = config.get_text_config()
+    # Configurations from outside of transformers may still call them rope_scaling.
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_layer_type = [rope for rope in parameters.values() if isinstance(rope, Mapping)]
+    for rope in by_layer_type or [parameters]:
+        switch = _switch_length(rope, text)
+        if switch is not None and longest > switch:
+            raise ValueError(
+                f"query_len ({args.query_len}) + response_len ({args.response_len}) lets rows grow beyond {switch} "
+                f"tokens, where the rotary frequencies of the {owner} ({config.model_type}) change: keys in the "
+                "sampler's cache keep the old ones, and a short row gets the new ones next to a long row, so sampler "
+                f"and trainer would disagree; lower query_len + response_len to {switch + 1}{_long_rows_only(rope)}"
+            )
+
+
+def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
+    """The longest row, in tokens, that is rotated as every shorter one is; None if all rows are rotated alike."""
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "dynamic":
+        return int(text.max_position_embeddings)
+    # Phi-3.5-MoE also scales by one of two factors, and calls them mscale.
+    sets = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+    if kind != "longrope" or all(rope.get(short) == rope.get(long) for short, long in sets):
+        return None
+    outside = getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
+    return int(rope.get("original_max_position_embeddings", outside))
+
+
+def _long_rows_only(rope: Mapping[str, Any]) -> str:
+    if "long_factor" not in rope:
+        return ""
+    names = "long_factor over short_factor" + (", and long_mscale over short_mscale," if "long_mscale" in rope else "")
+    return (
+        f"; or, to use the frequencies of long rows for all rows, copy {names} in the rope parameters of the model's "
+        "config.json"
+    )
 
 
 def check_token_ids(policy: PreTrainedModel, processing_class: Any) -> None:

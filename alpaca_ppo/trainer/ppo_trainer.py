@@ -106,7 +106,10 @@ class PPOTrainer(BaseTrainer):
         self.schedule = setup.make_schedule(len(self.train_prompts), args)
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
-        self.sampling_params = setup.make_sampling_params(actor_critic.policy.model, self.processing_class, args)
+        chat = any(prompts is not None and prompts.are_messages for prompts in (self.train_prompts, self.eval_prompts))
+        self.sampling_params = setup.make_sampling_params(
+            actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator
+        )
         setup.add_reward_adapter(scorer, actor_critic, args, self.accelerator.device)
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.collector = setup.make_collector(reference, scorer, self.accelerator, args)

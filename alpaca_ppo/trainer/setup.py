@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters import check_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
-from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
+from alpaca_ppo.generation import (
+    configured_stop_tokens,
+    resolve_stop_tokens,
+    resolve_truncate_tokens,
+    resolve_turn_end,
+)
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.models import ActorCritic, Reference
+from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.ppo import kl_controllers
@@ -51,17 +55,38 @@ def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
     )
 
 
-def make_sampling_params(policy: PreTrainedModel, processing_class: Any, args: PPOConfig) -> SamplingParams:
+def make_sampling_params(
+    actor_critic: ActorCritic, processing_class: Any, args: PPOConfig, *, chat: bool, accelerator: Accelerator
+) -> SamplingParams:
     """How the policy is sampled in training.
 
+    Args:
+        actor_critic: policy and critic.
+        processing_class: the policy's tokenizer.
+        args: of the run.
+        chat: whether there are prompts that are messages. What ends a turn in the chat template then ends a response.
+        accelerator: of the run; its main process reports a stop token that only the chat template knows.
+
     Raises:
-        ValueError: when no token stops a response, when prompt and response may exceed the model's positions, or when
-            the tokenizer has tokens without an embedding in the model.
+        ValueError: when no token stops a response, when prompt and response may exceed the positions of policy or
+            critic, or when the tokenizer has tokens without an embedding in the model.
     """
+    policy: Any = actor_critic.policy.model
     check_positions(policy.config, args)
+    backbone: Any = None if actor_critic.critic is None else actor_critic.critic.backbone
+    if backbone is not None:
+        check_positions(backbone.config, args, owner="critic")
     check_token_ids(policy, processing_class)
-    stop = resolve_stop_tokens(processing_class, policy.generation_config)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
+    turn_end = resolve_turn_end(processing_class) if chat else None
+    # A turn end among truncate_tokens ends a response from truncate_after on, as the user wants.
+    extra = () if turn_end is None or turn_end in truncate else (turn_end,)
+    stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
+    for token in set(extra) - configured_stop_tokens(processing_class, policy.generation_config):
+        accelerator.print(
+            f"the chat template ends a turn with {processing_class.convert_ids_to_tokens(token)!r} (id {token}), which "
+            "is neither the tokenizer's eos nor in the model's generation_config: it ends responses too"
+        )
     pad = processing_class.pad_token_id
     return SamplingParams(
         max_new_tokens=args.response_len,
@@ -151,7 +176,13 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> R
 def make_collector(
     reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, args: PPOConfig
 ) -> RolloutCollector:
-    """The object that samples, evaluates and gathers the rows of a rollout."""
+    """The object that samples, evaluates and gathers the rows of a rollout.
+
+    Raises:
+        ValueError: when prompt and response may exceed the positions of a copied reference.
+    """
+    if isinstance(reference, CopiedReference):
+        check_positions(reference.policy.model.config, args, owner="reference")
     return RolloutCollector(
         accelerator=accelerator,
         reference=reference,

@@ -1,5 +1,7 @@
 """Tokenizers for edge cases of prompts: bytes instead of words, and special tokens added at either end."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -35,4 +37,37 @@ def chat_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     """Word-level, with CHAT_TEMPLATE; adds bos to plain text, which must not be added to a conversation as well."""
     tokenizer = framing_tokenizer(words, frame="<bos> $A")
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_3 = (
+    "{{ '<bos>' }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+PHI_3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<eos>{% endif %}"
+)
+GEMMA = (
+    "{{ '<bos>' }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{{ '<bos>' }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+
+
+def turn_tokenizer(template: str, *, special: Sequence[str] = (), plain: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Word-level, with the chat template `template`, and `special` and `plain` as its entries 4, 5 and so on: tokens
+    that are never split, `special` ones marked so.
+    """
+    tokenizer = tiny_tokenizer([*special, *plain])
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.add_tokens(list(plain))
+    tokenizer.chat_template = template
     return tokenizer

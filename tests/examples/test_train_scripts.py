@@ -16,6 +16,7 @@ from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.trainer import setup
 from examples import train_reward_model, train_sft
 from tests.adapters.test_files import save_policy
+from tests.data.tokenizers import PHI_3, turn_tokenizer
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import tiny_config
 
@@ -59,6 +60,15 @@ def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
         "labels": [-100, -100, 12, tokenizer.eos_token_id],
         "length": 4,
     }
+
+
+def test_a_completion_of_a_conversation_ends_as_a_turn_of_the_chat_template_does():
+    tokenizer = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
+    rows = [{"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "completion": words(tokenizer, 12)}]
+    (example,) = train_sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments())
+    # <|user|> is 4, <|assistant|> 5 and <|end|> 6.
+    assert example["input_ids"] == [4, 10, 6, 5, 12, 6]
+    assert example["labels"] == [-100, -100, -100, -100, 12, 6]
 
 
 def test_demonstrations_longer_than_max_length_are_left_out():

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens
+from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
 from alpaca_ppo.generation.stopping_criteria import StopRule
+from tests.data.tokenizers import CHATML, GEMMA, LLAMA_3, MISTRAL, PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, UNK, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -78,3 +79,39 @@ def test_an_unknown_string_is_an_error() -> None:
 def test_an_id_outside_the_vocabulary_is_an_error(token: int) -> None:
     with pytest.raises(ValueError, match=f"id {token}, which is not in the tokenizer's vocabulary of 64 tokens"):
         resolve_truncate_tokens(tiny_tokenizer(), [token])
+
+
+def test_extra_ids_end_a_response_beside_the_eos() -> None:
+    assert resolve_stop_tokens(tiny_tokenizer(), GenerationConfig(eos_token_id=9), [4]) == (EOS, 4, 9)
+
+
+# A user's message, an answer, and what follows: the tokens 4, 5, ... are those of `special`, then those of `plain`.
+TURNS = {
+    "ChatML": (CHATML, {"special": ["<|im_start|>", "<|im_end|>"]}, 5),
+    "ChatML, not marked as special": (CHATML + "<eos>", {"plain": ["<|im_start|>", "<|im_end|>"]}, 5),
+    "Llama 3": (LLAMA_3, {"special": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}, 6),
+    # The eos follows <|end|> here, as in Phi-3's own template.
+    "Phi-3": (PHI_3, {"special": ["<|user|>", "<|assistant|>", "<|end|>"]}, 6),
+    "Gemma, a line break as token": (GEMMA, {"special": ["<start_of_turn>", "<end_of_turn>"], "plain": ["\n"]}, 5),
+    "Mistral": (MISTRAL, {"special": ["[INST]", "[/INST]"]}, EOS),
+    "a line before the end": (CHATML.replace("<|im_end|>", "\n<|im_end|>"), {"special": ["<|im_end|>"]}, 4),
+    "a generation prompt at any time": (CHATML.replace("if add", "if not add"), {"special": ["<|im_end|>"]}, 4),
+    "the case of the answer": (CHATML.replace("m.content", "m.content | upper"), {"special": ["<|im_end|>"]}, 4),
+    # GLM-4 marks only where a turn begins; its generation config names <|user|> as an eos.
+    "the next turn": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}",
+        {"special": ["<|user|>"]},
+        4,
+    ),
+    "the next text": (MISTRAL.replace("<eos>", "").replace("[INST]", "<bos>[INST]"), {"special": ["[INST]"]}, None),
+    "words alone": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", {}, None),
+    "an answer left out": ("{% for m in messages if m.role == 'user' %}{{ m.content }}<eos>{% endfor %}", {}, None),
+    "an answer refused": ("{{ raise_exception('no answers') if messages[1] else '<eos>' }}", {}, None),
+}
+
+
+@pytest.mark.parametrize(("template", "tokens", "expected"), TURNS.values(), ids=TURNS.keys())
+def test_a_turn_ends_with_the_first_token_that_the_template_puts_after_an_answer(
+    template: str, tokens: dict[str, list[str]], expected: int | None
+) -> None:
+    assert resolve_turn_end(turn_tokenizer(template, **tokens)) == expected

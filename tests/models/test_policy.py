@@ -89,3 +89,15 @@ def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused():
     with pytest.raises(ValueError, match="cannot be reproduced from its head .* override outputs_from_states"):
         Policy(model)
     assert model.config.final_logit_softcapping == plain
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("llama4", r"Llama4ForCausalLM .* no backbone under its base_model_prefix \('language_model'\)"),
+        ("bart", "BartForCausalLM .* is the decoder of an encoder-decoder .*has decoder_layers.*; use a decoder-only"),
+    ],
+)
+def test_a_class_without_a_usable_backbone_is_refused_by_name(arch, message):
+    with pytest.raises(ValueError, match=message):
+        Policy(tiny_causal_lm(arch))

@@ -6,12 +6,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from torch.testing import assert_close
 
 import alpaca_ppo
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
-from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.data.tokenizers import PHI_3, turn_tokenizer
+from tests.tiny_models import EOS, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
 
 
@@ -65,9 +67,92 @@ def test_a_policy_that_nothing_stops_is_refused(tmp_path):
     refused(tmp_path, "no response would ever stop", model=model, arguments={"processing_class": tokenizer})
 
 
+def chat_prompts(tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": f"w{10 + i}"}]} for i in range(40)]
+    return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+
+
+def test_what_ends_a_turn_of_the_chat_template_ends_a_response_and_is_reported_once(tmp_path, capsys):
+    phi = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
+    trainer = tiny_trainer(tmp_path / "a", trainer_arguments=chat_prompts(phi), query_len=8, response_len=20)
+    assert capsys.readouterr().out.count("ends a turn with '<|end|>' (id 6)") == 1
+    assert trainer.sampling_params.stop_token_ids == (EOS, 6)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    ended = (rollouts["responses"] == 6).any(dim=1)
+    assert ended.any() and rollouts["stopped"][ended].all()
+    assert (rollouts["responses"].gather(1, rollouts["response_mask"].sum(1, keepdim=True) - 1)[ended] == 6).all()
+    assert "ends a turn" not in capsys.readouterr().out
+    # Prompts of text do not use the template.
+    trainer = tiny_trainer(tmp_path / "b", trainer_arguments={"processing_class": phi})
+    assert trainer.sampling_params.stop_token_ids == (EOS,)
+    trainer = tiny_trainer(
+        tmp_path / "c", trainer_arguments={"eval_dataset": chat_prompts(phi)["train_dataset"], "processing_class": phi}
+    )
+    assert trainer.sampling_params.stop_token_ids == (EOS, 6)
+
+
+def test_a_turn_end_that_the_user_or_the_model_names_is_left_to_them(tmp_path, capsys):
+    arguments = chat_prompts(turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"]))
+    sizes = {"query_len": 8, "truncate_after": 3, "truncate_tokens": ["<|end|>"]}
+    chosen = tiny_trainer(tmp_path / "a", trainer_arguments=arguments, **sizes).sampling_params
+    assert (chosen.stop_token_ids, chosen.truncate_token_ids, chosen.truncate_after) == ((EOS,), (6,), 3)
+    model = tiny_causal_lm("llama")
+    model.generation_config.eos_token_id = [EOS, 6]
+    assert tiny_trainer(
+        tmp_path / "b", model=model, trainer_arguments=arguments, query_len=8
+    ).sampling_params.stop_token_ids == (EOS, 6)
+    assert "ends a turn" not in capsys.readouterr().out
+
+
 def test_prompts_and_responses_must_fit_the_models_positions(tmp_path):
     refused(tmp_path, r"query_len \(4\) \+ response_len \(600\) is more than .* \(512\)", response_len=600)
     tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), response_len=600)
+
+
+def longrope(build=tiny_causal_lm, *, short=1.0, original=7):
+    """A Phi-3 whose rotations are four times slower in rows longer than `original`."""
+    rope = {"rope_type": "longrope", "short_factor": [short] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+    return build("phi3", rope_parameters=rope, original_max_position_embeddings=original)
+
+
+def dynamic():
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    return tiny_causal_lm("llama", rope_parameters=rope, max_position_embeddings=7)
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (
+            longrope,
+            "to 8; or, .*, copy long_factor over short_factor in the rope parameters of the model's config.json",
+        ),
+        (dynamic, "to 8$"),
+    ],
+)
+def test_rows_must_not_cross_the_length_at_which_their_rotations_change(make, remedy, tmp_path):
+    # Of four and five tokens the model reads all but the last: 8 positions.
+    message = rf"query_len \(4\) \+ response_len \(5\) lets rows grow beyond 7 tokens.*{remedy}"
+    refused(tmp_path, message, model=make())
+
+
+@pytest.mark.parametrize("model", [{"original": 8}, {"short": 4.0}], ids=["up to the switch", "one set of factors"])
+@pytest.mark.parametrize("backend", ["decode", "generate"])
+def test_within_the_switch_or_with_one_set_of_factors_sampler_and_trainer_agree(model, backend, tmp_path):
+    trainer = tiny_trainer(tmp_path, model=longrope(**model), generation_backend=backend, rollout_batch_size=40)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    lengths = rollouts["query_attn_masks"].sum(dim=1) + rollouts["response_mask"].sum(dim=1)
+    assert int(lengths.max()) == 9 and int(lengths.min()) < 8
+    assert_close(rollouts["logprobs"], rollouts["rollout_logprobs"], rtol=1e-5, atol=1e-5)
+
+
+def test_critic_and_reference_must_not_cross_the_length_either(tmp_path):
+    refused(tmp_path, r"frequencies of the reference \(phi3\) change", arguments={"ref_model": longrope()})
+    refused(
+        tmp_path,
+        r"frequencies of the critic \(phi3\) change",
+        arguments={"value_model": longrope(tiny_sequence_classifier)},
+    )
 
 
 def test_an_evaluation_without_prompts_is_refused(tmp_path):
