@@ -6,17 +6,25 @@ The range of a single value is declared with its field; forbidden combinations a
 """
 
 import dataclasses
+import datetime
 import math
+import reprlib
 import types
 import typing
 from typing import Any
 
 from alpaca_ppo.registry import Registry
 
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 20, 20
+_SHORTENED.maxstring = _SHORTENED.maxother = _SHORTENED.maxlong = 400
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The range of a number. NaN is never inside, and infinity only with `allow_inf`."""
+    """The range of a number. NaN is never inside, and infinity only with `allow_inf`. Neither is an integer that 64
+    bits cannot hold, because no tensor could.
+    """
 
     above: float | None = None
     at_least: float | None = None
@@ -33,7 +41,7 @@ class Bounds:
     def contain(self, value: float) -> bool:
         """Whether `value` is in the range."""
         return (
-            (math.isfinite(value) or (self.allow_inf and math.isinf(value)))
+            (_is_finite(value) or (self.allow_inf and value in (math.inf, -math.inf)))
             and (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
             and (self.below is None or value < self.below)
@@ -157,20 +165,38 @@ def check_value(option: Option, value: Any) -> None:
     if value is None and option.nullable:
         return
     if option.choices:
-        if value not in option.choices:
-            raise ValueError(f"{option.name} is {value!r}; choose one of {', '.join(map(str, option.choices))}")
+        if not isinstance(value, str | int) or value not in option.choices:
+            raise ValueError(f"{option.name} is {shown(value)}; choose one of {', '.join(map(str, option.choices))}")
         return
     _check_type(option.name, value, option.kinds, nullable=option.nullable)
     entries = value if isinstance(value, list) else []
     for entry in entries:
         _check_type(f"an entry of {option.name}", entry, option.entry_kinds or ())
-    for number in entries or [value]:
-        if isinstance(number, int | float) and not option.bounds.contain(number):
-            finite = "" if math.isfinite(number) else "finite"
+    for single in entries or [value]:
+        if isinstance(single, int | float) and not option.bounds.contain(single):
+            finite = "" if _is_finite(single) else "within 64 bits" if isinstance(single, int) else "finite"
             wanted = " and ".join(filter(None, [finite, str(option.bounds)]))
-            raise ValueError(f"{option.name} is {value!r}; it must be {wanted}{' or null' if option.nullable else ''}")
+            null = " or null" if option.nullable else ""
+            raise ValueError(f"{option.name} is {shown(value)}; it must be {wanted}{null}")
+        if isinstance(single, str) and (bad := next((c for c in single if c == "\0" or "\ud800" <= c <= "\udfff"), "")):
+            raise ValueError(
+                f"{option.name} is {shown(value)}, which is not text: it holds the character {bad!r}; remove it"
+            )
     if option.registry is not None:
         option.registry.check(value, field=option.name)
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for an error message: as it is if it is short, and cut if it is long, nested or cyclic."""
+    try:
+        return _SHORTENED.repr(value)
+    # Python refuses to write an integer of more than 4300 digits.
+    except ValueError:
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
+def _is_finite(value: float) -> bool:
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def _check_type(what: str, value: Any, kinds: tuple[Any, ...], *, nullable: bool = False) -> None:
@@ -180,8 +206,8 @@ def _check_type(what: str, value: Any, kinds: tuple[Any, ...], *, nullable: bool
         accepted += (int,)
     # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        remedy = ", in quotes" if str in accepted and isinstance(value, int | float) else ""
-        raise ValueError(f"{what} is {value!r} ({type(value).__name__}); it must be {wanted}{remedy}")
+        remedy = ", in quotes" if str in accepted and isinstance(value, int | float | datetime.date) else ""
+        raise ValueError(f"{what} is {shown(value)} ({type(value).__name__}); it must be {wanted}{remedy}")
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

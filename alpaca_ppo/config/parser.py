@@ -1,6 +1,8 @@
 """The command line: `parse_args` turns a YAML file and flags into dataclasses."""
 
 import argparse
+import os
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +13,13 @@ import yaml
 from transformers import HfArgumentParser
 
 from alpaca_ppo.config.checks import MUTUALLY_EXCLUSIVE
-from alpaca_ppo.config.fields import METADATA, Option, check_value, options_of
+from alpaca_ppo.config.fields import METADATA, Option, check_value, options_of, shown
 from alpaca_ppo.config.modules import import_modules
 from alpaca_ppo.presets import preset_names, preset_path
 
 _ABSENT = object()
+# argparse's own pattern has neither exponents nor infinity, so that it would take -1e1 for a flag.
+_NEGATIVE_NUMBER = re.compile(r"^-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
 
 
 def parse_args(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -31,8 +35,8 @@ def parse_args(dataclass_types: Sequence[type], argv: Sequence[str] | None = Non
         argv: the command line without the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        ValueError: when the file does not exist, does not hold a mapping, or has an unknown key; for an unknown flag;
-            for a module that cannot be imported; and what the dataclasses raise.
+        ValueError: when the file does not exist, is not valid YAML, does not hold a mapping, or has an unknown key or
+            one key twice; for an unknown flag; for a module that cannot be imported; and what the dataclasses raise.
     """
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
     flags, unknown = _FlagParser(dataclass_types, options).read(list(sys.argv[1:] if argv is None else argv))
@@ -59,20 +63,40 @@ def read_yaml(path: str) -> dict[str, Any]:
     """The mapping in the YAML file at `path`, or in the preset of that name if there is no such file.
 
     Raises:
-        ValueError: when there is neither, or the file does not hold a mapping.
+        ValueError: when there is neither, or the file is not valid YAML in UTF-8, has a key twice, or does not hold a
+            mapping.
     """
     file = Path(path)
-    if not file.is_file():
+    # False for a path that is no file name at all, where Path.is_file would raise an OSError.
+    if not os.path.isfile(path):
         if path not in preset_names():
             raise ValueError(
-                f"--config is {path!r}, but there is no such file (relative paths count from {Path.cwd()}) and no "
+                f"--config is {shown(path)}, but there is no such file (relative paths count from {Path.cwd()}) and no "
                 f"preset of that name; the presets are {', '.join(preset_names())}"
             )
         file = preset_path(path)
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    # PyYAML raises whatever the value at fault provokes: KeyError for "!!bool x", RecursionError for deep nesting.
+    except Exception as error:
+        reason = error if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"--config {path} cannot be read as YAML: {reason}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} holds a {type(content).__name__}; it must map option names to values")
     return content
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that occurs twice in a mapping; PyYAML would silently take the last one."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return node
 
 
 def _typed(given: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
@@ -99,7 +123,7 @@ def _number(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     try:
         return kind(value)
     except ValueError as error:
-        raise ValueError(f"{name} is {value!r} in the --config file; it must be {kind.__name__}") from error
+        raise ValueError(f"{name} is {shown(value)} in the --config file; it must be {kind.__name__}") from error
 
 
 class _FlagParser(HfArgumentParser):
@@ -113,6 +137,7 @@ class _FlagParser(HfArgumentParser):
         self._sections: dict[str, Any] = {}
         usage = "%(prog)s [--config CONFIG] [--option VALUE ...]"
         super().__init__(list(dataclass_types), usage=usage, allow_abbrev=False, add_help=False)  # type: ignore[arg-type]
+        self._negative_number_matcher = _NEGATIVE_NUMBER
         self.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Show this help.")
         presets = f"YAML file of options, or a preset ({', '.join(preset_names())}); flags win over it."
         self.add_argument("--config", default=argparse.SUPPRESS, help=presets)

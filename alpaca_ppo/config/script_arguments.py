@@ -1,6 +1,7 @@
 """`ScriptArguments` and `LoraArguments`: the models, rewards, data and adapters that the example scripts load."""
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ class LoraArguments:
 
 
 def _check_model_name(field: str, name: str | None) -> None:
-    if name is not None and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+    if name is not None and not os.path.isdir(name) and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise ValueError(
             f"{field} is {name!r}, which is neither a folder (relative paths count from {Path.cwd()}) nor a hub id "
             "(name or owner/name)"

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import typing
+from datetime import date
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from alpaca_ppo import PPOConfig
@@ -69,6 +71,13 @@ def test_a_value_within_its_bounds_is_taken(settings):
         ({"mode": 3}, "mode is 3; choose one of fast, exact$"),
         ({"name": 3}, r"name is 3 \(int\); it must be str or null, in quotes"),
         ({"on": 1}, r"on is 1 \(int\); it must be bool"),
+        ({"limit": 2**63}, "limit is 9223372036854775808; it must be within 64 bits and above 0"),
+        ({"plain": 10**400}, r"plain is 1000*\.\.\.0*; it must be within 64 bits$"),
+        ({"plain": 2**20000}, "plain is a number of 20001 bits; it must be within 64 bits$"),
+        ({"mode": np.array([1, 2])}, r"mode is array\(\[1, 2\]\); choose one of fast, exact$"),
+        ({"name": date(2020, 1, 2)}, r"name is datetime.date\(2020, 1, 2\) \(date\); .* or null, in quotes"),
+        ({"name": "a\0b"}, r"name is 'a\\x00b', which is not text: it holds the character '\\x00'"),
+        ({"name": "\udcff"}, r"name is '\\udcff', which is not text"),
     ],
 )
 def test_a_value_outside_is_named_with_what_it_may_be(settings, message):

@@ -300,3 +300,52 @@ def test_folders_and_what_may_be_hub_ids_pass(tmp_path):
         reward_model_name_or_path=["gpt2"],
         dataset_name="d",
     ).check_names(PPOConfig(reference="Qwen/Qwen3-0.6B"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"seed: [1", "line 1"),
+        (b"seed: !!bool x", "KeyError: 'x'"),
+        (b"seed: !!timestamp x", "AttributeError"),
+        (b"output_dir: 2020-99-99", "ValueError: month must be in 1..12"),
+        (b"seed: 1\x00", "special characters are not allowed"),
+        (b"run_name: \xff", "UnicodeDecodeError"),
+        (b"seed: 1\nkl_coef: 0.1\nseed: 2\n", "the key 'seed' occurs twice\n.*line 3, column 1"),
+        (b"seed: " + b"[" * 1000, "RecursionError"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named_with_the_place(tmp_path, content, reason):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?s)^--config {path} cannot be read as YAML: .*{reason}"):
+        parse_args([PPOConfig], ["--config", str(path)])
+
+
+def test_a_key_may_replace_one_that_it_merges(tmp_path):
+    assert parse(tmp_path, "<<: &both {seed: 1, ppo_epochs: 3}\nseed: 2\n").seed == 2
+
+
+def test_a_value_that_aliases_repeat_is_shown_shortened(tmp_path):
+    # Ten lists of ten lists, eight levels deep: written out, a hundred million entries.
+    levels = "".join(f", &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 9))
+    with pytest.raises(ValueError, match=r"^seed is \[.*it must be int$") as refused:
+        parse(tmp_path, f"seed: [&l0 [x]{levels}]")
+    assert len(str(refused.value)) < 100_000
+
+
+def test_a_path_that_no_file_can_have_is_no_file(tmp_path):
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(ValueError, match="--config is '.*but there is no such file"):
+            parse_args([PPOConfig], ["--config", name])
+    arguments = ScriptArguments(model_name_or_path="./" + "x" * 5000, dataset_name="d", reward_funcs=["a:b"])
+    with pytest.raises(ValueError, match="model_name_or_path is './x*', which is neither a folder"):
+        arguments.check_names(PPOConfig())
+
+
+@pytest.mark.parametrize(("text", "number"), [("-1e1", -10.0), ("-.5E+1", -5.0), ("-2", -2.0), ("-1_0.", -10.0)])
+def test_a_negative_number_may_have_an_exponent(tmp_path, text, number):
+    args = parse(tmp_path, "seed: 1", "--penalty_reward_value", text, "--c51_v_min", "-1e2")
+    assert (args.penalty_reward_value, args.c51_v_min) == (number, -100.0)
+    with pytest.raises(ValueError, match="c51_v_min is -inf; it must be finite"):
+        parse(tmp_path, "seed: 1", "--c51_v_min", "-inf")

@@ -1,0 +1,157 @@
+"""Flags with every kind of value: what is accepted has the value that was given, the rest is refused by name."""
+
+import contextlib
+import dataclasses
+import io
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo.config.fields import options_of
+from tests.fuzz.mutations import TEXTS, texts
+from tests.fuzz.oracle import Refused, fuzz, outcome
+
+CLASSES = [ScriptArguments, LoraArguments, PPOConfig]
+OPTIONS = {name: option for cls in CLASSES for name, option in options_of(cls).items()}
+REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
+# What import_modules names is run.
+FLAGS = sorted(set(OPTIONS) - {"import_modules"})
+DEFAULTS = {
+    f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default
+    for cls in CLASSES
+    for f in dataclasses.fields(cls)
+}
+NUMBERS = [
+    "0",
+    "1",
+    "3",
+    "0.5",
+    "0.1",
+    ".25",
+    "1e-3",
+    "1E2",
+    "-1",
+    "-0.5",
+    "-1e1",
+    "-.5e1",
+    "-inf",
+    "inf",
+    "nan",
+    "1e400",
+]
+NUMBERS += [
+    "1_000",
+    "+2",
+    " 3",
+    "0x10",
+    "007",
+    "٣",
+    "9223372036854775807",
+    "9223372036854775808",
+    "9" * 400,
+    "9" * 5000,
+]
+WORDS = [
+    "true",
+    "FALSE",
+    "yes",
+    "no",
+    "t",
+    "0",
+    "null",
+    "None",
+    "NONE",
+    "separate",
+    "shared",
+    "gae",
+    "clip",
+    "k3",
+    "token",
+]
+given = st.sampled_from(NUMBERS) | st.sampled_from(WORDS) | texts
+
+
+def parse(arguments: list[str]) -> Any:
+    """The options as one dictionary, or `Refused`, by an exit of code 2 too, of which the message is that on stderr."""
+    shown = io.StringIO()
+
+    def call() -> Any:
+        try:
+            with contextlib.redirect_stderr(shown):
+                return parse_args(CLASSES, arguments)
+        except SystemExit as error:
+            assert error.code == 2, error.code
+            assert ": error: argument --" in shown.getvalue(), shown.getvalue()
+            return Refused(ValueError(shown.getvalue().split(": error: ")[1]))
+
+    parsed = outcome(call)
+    return parsed if isinstance(parsed, Refused) else {k: v for part in parsed for k, v in vars(part).items()}
+
+
+def expected(name: str, values: list[str]) -> Any:
+    """What `values` after the flag `name` mean, from the type of its field alone."""
+    option = OPTIONS[name]
+    kind = next((k for k in (bool, int, float) if k in (option.entry_kinds or option.kinds)), str)
+    alone = option.nullable and len(values) == 1 and values[0].lower() in ("null", "none")
+    if alone:
+        return None
+    read = [_read(value, kind, digits=str in (option.entry_kinds or ())) for value in values]
+    return read if option.entry_kinds else read[-1]
+
+
+def _read(value: str, kind: type, *, digits: bool) -> Any:
+    if digits:
+        return int(value) if value.isascii() and value.isdigit() else value
+    if kind is bool:
+        return value.lower() in ("yes", "true", "t", "y", "1")
+    return kind(value)
+
+
+@fuzz(500, name=st.sampled_from(FLAGS), values=st.lists(given, min_size=0, max_size=3), equals=st.booleans())
+def test_the_value_of_a_flag_is_what_was_given_or_refused_by_its_name(name, values, equals):
+    arguments = [f"--{name}={values[0]}", *values[1:]] if equals and values else [f"--{name}", *values]
+    found = parse([*REQUIRED, *arguments])
+    if isinstance(found, Refused):
+        unknown = "unknown command-line arguments" in found.text
+        assert name in found.text or unknown and (len(values) > 1 or any(v.startswith("-") for v in values)), found.text
+    elif values:
+        wanted = expected(name, values)
+        assert found[name] == wanted or math.isnan(wanted), (found[name], wanted)
+
+
+@fuzz(200, name=st.sampled_from([n for n in FLAGS if float in OPTIONS[n].kinds]), number=st.floats(-1e3, 1e3))
+def test_a_number_is_taken_with_every_notation_of_it(name, number):
+    found = [parse([*REQUIRED, f"--{name}", form.format(number)]) for form in ("{!r}", "{:.17e}", "{:.17g}")]
+    found.append(parse([*REQUIRED, f"--{name}={number!r}"]))
+    if isinstance(found[0], Refused):
+        # Refused for its range or for another option, never for its form.
+        assert all(isinstance(other, Refused) and "it must be" in other.text or name in other.text for other in found)
+    else:
+        assert [other[name] for other in found] == [number] * 4
+
+
+@fuzz(
+    300,
+    flags=st.lists(
+        st.tuples(st.sampled_from([*FLAGS, "lerning_rate", "", "-", "config", "no_bf16"]), given), max_size=4
+    ),
+    tail=st.lists(st.sampled_from(["--", "-", "x", "-x", "@file", *TEXTS]), max_size=2),
+)
+def test_any_list_of_arguments_is_read_or_refused(flags, tail):
+    found = parse([*REQUIRED, *(part for name, value in flags for part in (f"--{name}", value)), *tail])
+    if not isinstance(found, Refused):
+        last = {name: value for name, value in flags if name in OPTIONS}
+        for name in set(OPTIONS) - set(last) - {"model_name_or_path", "dataset_name", "reward_funcs"}:
+            assert found[name] == DEFAULTS[name] or name == "report_to", name
+
+
+@fuzz(100, name=st.sampled_from(FLAGS), first=given, second=given)
+def test_the_last_of_two_flags_wins(name, first, second):
+    both = parse([*REQUIRED, f"--{name}={first}", f"--{name}={second}"])
+    one = parse([*REQUIRED, f"--{name}={second}"])
+    if isinstance(both, Refused) or isinstance(one, Refused):
+        assert isinstance(both, Refused), "the first value alone is refused, so it was checked"
+    else:
+        assert both == one
