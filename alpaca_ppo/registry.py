@@ -165,9 +165,20 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
 must be 1 for an estimator with neither a critic nor this trait."""
 
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
-    "kl_estimator", {name: {} for name in ("k1", "abs", "k2", "k3", "k1_clamped", "k1+", "k3+")}
+    "kl_estimator",
+    {
+        "k1": {},
+        "abs": {"kink_at_zero": True},
+        "k2": {},
+        "k3": {},
+        "k1_clamped": {"kink_at_zero": True},
+        "k1+": {},
+        "k3+": {},
+    },
+    {"kink_at_zero": False},
 )
-"""Names for `kl_estimator` and `kl_loss_type`."""
+"""Names for `kl_estimator` and `kl_loss_type`. `kink_at_zero`: has no derivative where policy and reference are equal,
+so the loss refuses it."""
 
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",

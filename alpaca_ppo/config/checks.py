@@ -7,7 +7,7 @@ those that a user registers too.
 import dataclasses
 from typing import Any
 
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
@@ -141,6 +141,14 @@ def _check_kl(config: Any) -> None:
         raise ValueError(
             f"reference is 'none', but use_kl_in_reward is {config.use_kl_in_reward} with kl_coef {config.kl_coef} and "
             f"use_kl_loss is {config.use_kl_loss}; set both to false, or keep a reference"
+        )
+    if config.use_kl_loss and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
+        # A tolerance around 0 would have to know the rounding of the model's dtype and kernels.
+        raise ValueError(
+            f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps where the policy equals the reference. A "
+            "run starts there, and the sign of rounding errors would decide the update, which would depend on the size "
+            "of micro-batches; set kl_loss_type to one of "
+            f"{', '.join(KL_ESTIMATORS.names_with(kink_at_zero=False))}"
         )
     if config.kl_controller == "fixed":
         return

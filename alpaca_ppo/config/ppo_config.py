@@ -198,7 +198,10 @@ class PPOConfig:
     )
     kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.", at_least=0)
     kl_loss_type: str = argument(
-        "k3", "KL estimator in the loss. The gradient of k1 is zero in expectation.", registry=KL_ESTIMATORS
+        "k3",
+        "KL estimator in the loss: not abs or k1_clamped, whose gradient jumps where the policy equals the reference. "
+        "The gradient of k1 is zero in expectation.",
+        registry=KL_ESTIMATORS,
     )
     max_kl_to_ref: float | None = argument(
         None, "Save a checkpoint and end the run when a step's objective/kl_sum_seq exceeds this.", above=0

@@ -8,12 +8,12 @@ greedy responses happens elsewhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.masked import at_least_float32, masked_whiten, zero_outside
+from alpaca_ppo.functional.masked import at_least_float32, masked_whiten, rounding_error, zero_outside
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 GROUP_ESTIMATORS: tuple[str, ...] = tuple(n for n in ADV_ESTIMATORS.built_in if ADV_ESTIMATORS.trait(n, "needs_group"))
@@ -130,7 +130,7 @@ def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *
     - `reinforce_plus_plus_baseline`: s - mean, then whitened over all tokens of the batch (arXiv:2501.03262).
 
     A response that is alone in its group has baseline 0 and, for `grpo`, std 1. A row with an empty mask does not
-    count in its group.
+    count in its group. Scores of a group that are equal up to rounding (`rounding_error`) count as equal.
 
     Args:
         scores: (B,), one for each response.
@@ -153,16 +153,21 @@ def group_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, *
     alone = size < 2
     # Relative to the group's lowest score, equal scores are exactly 0. The rounding error of their mean would become an
     # advantage when it is divided by their std.
-    scores = zero_outside(scores - torch.where(alone, 0.0, _group_min(scores.detach(), member, group)), member)
+    lowest, highest = (_group_extreme(scores.detach(), member, group, kind) for kind in ("amin", "amax"))
+    equal = highest - lowest <= rounding_error(torch.maximum(lowest.abs(), highest.abs()))
+    relative = torch.where(alone, scores, torch.where(equal, 0.0, scores - lowest))
+    scores = zero_outside(relative, member)
     weights = (lengths if estimator == "opo" else member).to(scores.dtype)
     baseline = _group_sum(weights * scores, group) / _group_sum(weights, group).clamp_min(1)
     advantages = zero_outside(scores - torch.where(alone, 0.0, baseline), member)
     if estimator == "rloo":
         advantages = advantages * size / (size - 1).clamp_min(1)
     elif estimator == "grpo":
-        variance = _group_sum(advantages.square(), group) / (size - 1).clamp_min(1)
+        # In a unit of the group's own size, since the squares of scores above 1e19 overflow float32.
+        unit = _group_extreme(advantages.detach().abs(), member, group, "amax").clamp_min(1)
+        variance = _group_sum((advantages / unit).square(), group) / (size - 1).clamp_min(1)
         # The gradient of the square root at 0 is infinite.
-        std = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+        std = unit * variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
         advantages = advantages / (torch.where(alone, 1.0, std) + STD_EPSILON)
     per_token = advantages.unsqueeze(1).expand(response_mask.shape)
     if estimator == "reinforce_plus_plus_baseline":
@@ -218,10 +223,12 @@ def _group_sum(values: Tensor, group: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, group, values)[group]
 
 
-def _group_min(values: Tensor, member: Tensor, group: Tensor) -> Tensor:
-    """(B,): for each row, the smallest of `values` over the members of its group; infinity if it has none."""
-    infinity = torch.full_like(values, torch.inf)
-    return infinity.scatter_reduce(0, group, torch.where(member, values, infinity), "amin")[group]
+def _group_extreme(values: Tensor, member: Tensor, group: Tensor, kind: Literal["amin", "amax"]) -> Tensor:
+    """(B,): for each row, the smallest or largest of `values` over the members of its group; an infinity if it has
+    none.
+    """
+    none = torch.full_like(values, torch.inf if kind == "amin" else -torch.inf)
+    return none.scatter_reduce(0, group, torch.where(member, values, none), kind)[group]
 
 
 def _check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:

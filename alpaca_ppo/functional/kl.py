@@ -21,16 +21,21 @@ KLEstimator = Callable[[Tensor], Tensor]
 """From logprobs - ref_logprobs, any shape, in float32 or float64, to the estimate of each entry in nats."""
 
 
-def register_kl_estimator(name: str) -> Callable[[KLEstimator], KLEstimator]:
+def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[[KLEstimator], KLEstimator]:
     """A decorator that adds a KL estimator under `name`, for the penalty in the reward and for the one in the loss.
 
     The decorated function takes `logprobs - ref_logprobs` (any shape, nats) and returns the estimate of each entry. For
     use in the loss (`kl_loss_type`) it must be differentiable.
 
+    Args:
+        name: the value of `kl_estimator` or `kl_loss_type` that selects it.
+        kink_at_zero: it has no derivative at a difference of 0, as the absolute value. The loss then refuses it: at the
+            start of a run, when the policy is the reference, its gradient would follow the sign of rounding errors.
+
     Raises:
         ValueError: when the name is taken, or holds a space, comma or colon.
     """
-    return KL_ESTIMATORS.register(name)
+    return KL_ESTIMATORS.register(name, kink_at_zero=kink_at_zero)
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -43,6 +48,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward; for reproducing AlpacaFarm;
     - `k1+`, `k3+`: the value of k1 or k3 with the gradient of k2 (straight-through);
     - any name that `register_kl_estimator` added.
+
+    `abs` and `k1_clamped` have no derivative at d = 0, so `kl_loss_type` refuses them.
 
     The function takes no mask. Where padding may hold NaN, pass both arguments through `zero_outside` first.
 

@@ -16,6 +16,9 @@ LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 
 WHITEN_EPSILON = 1e-8
 
+ROUNDING_ERROR = 4.0
+"""Units of relative precision (`torch.finfo.eps`) up to which two numbers may be the same, computed in two ways."""
+
 
 class Loss(NamedTuple):
     """A scalar loss and detached statistics."""
@@ -67,8 +70,17 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None 
     return zero_outside(values, mask).sum(dim=dims) / mask.sum(dim=dims).clamp_min(1)
 
 
+def rounding_error(magnitude: Tensor) -> Tensor:
+    """The largest difference between numbers of `magnitude` that is no more than rounding, in the dtype of `magnitude`
+    (at 1000, 5e-4 in float32). Statistics take such numbers as equal: divided by a std of the same size, their
+    differences would become advantages.
+    """
+    return ROUNDING_ERROR * torch.finfo(magnitude.dtype).eps * magnitude.detach()
+
+
 def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """The variance of `values` where `mask` is True, a scalar; 0 for fewer than two entries.
+    """The variance of `values` where `mask` is True, a scalar; 0 for fewer than two entries, and exactly 0 for entries
+    that are equal up to `rounding_error`.
 
     Args:
         values: any shape.
@@ -78,13 +90,13 @@ def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor
     Raises:
         ValueError: when the two shapes differ.
     """
-    deviations = zero_outside(values - masked_mean(values, mask), mask)
+    _, deviations = _centred(values, mask)
     return deviations.square().sum() / (mask.sum() - int(unbiased)).clamp_min(1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:
     """`(values - mean) * rsqrt(var + 1e-8)` where `mask` is True, 0 elsewhere. Mean and unbiased variance are those of
-    the True entries.
+    the True entries. If these are equal up to `rounding_error`, they are exactly 0 (with `keep_mean`, the mean).
 
     Args:
         values: any shape.
@@ -94,11 +106,35 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> T
     Raises:
         ValueError: when the two shapes differ.
     """
-    # Zeroed before the product: 0 * NaN in its backward pass would reach the mean and, through it, every entry.
+    mean, deviations = _centred(values, mask)
+    # In a unit of their own size, since the squares of values above 1e19 overflow float32.
+    unit = _largest(deviations).clamp_min(1)
+    scaled = deviations / unit
+    variance = scaled.square().sum() / (mask.sum() - 1).clamp_min(1)
+    whitened = scaled * torch.rsqrt(variance + WHITEN_EPSILON / unit.square())
+    return zero_outside(whitened + mean, mask) if keep_mean else whitened
+
+
+def _centred(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of the True entries, and the deviations of `values` from it: 0 outside the mask, and everywhere if the
+    entries are equal up to `rounding_error`.
+    """
     values = zero_outside(values, mask)
     mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
-    return zero_outside(whitened + mean if keep_mean else whitened, mask)
+    deviations = zero_outside(values - mean, mask)
+    # In float32, the mean of thousands of large values misses them by more than they may differ. The deviations are
+    # small, so their mean is accurate, and centring a second time removes the error. Float64 would do it in one pass,
+    # but some devices have none, and for float64 itself there is nothing wider.
+    correction = masked_mean(deviations, mask)
+    deviations = zero_outside(deviations - correction, mask)
+    equal = _largest(deviations) <= rounding_error(_largest(values))
+    return mean + correction, torch.where(equal, 0.0, deviations)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest absolute value, a detached scalar; 0 of an empty tensor."""
+    magnitudes = values.detach().abs().flatten()
+    return torch.cat([magnitudes, magnitudes.new_zeros(1)]).amax()
 
 
 def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tensor | float | None = None) -> Tensor:
@@ -107,8 +143,7 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     - `token-mean`: sum over tokens / tokens;
     - `seq-mean-token-sum`: sum over tokens / sequences;
     - `seq-mean-token-mean`: sum over sequences of their token means / sequences;
-    - `seq-mean-token-sum-norm`: sum over tokens / padded length R (Dr. GRPO, arXiv:2503.20783, without its division
-      by sequences).
+    - `seq-mean-token-sum-norm`: sum over tokens / padded length R / sequences (Dr. GRPO, arXiv:2503.20783).
 
     Rows with an empty mask do not count as sequences. If all rows are empty, the result is 0, still attached to the
     graph of `losses`.
@@ -119,7 +154,7 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
         mode: one of the above.
         denominator: the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the whole optimizer-step batch,
             which replaces the count of this call: the results of the batch's parts then add up to the result of the
-            whole. `seq-mean-token-sum-norm` ignores it, because it divides by the padded length.
+            whole, if all of them are padded to the same length.
 
     Raises:
         ValueError: for an unknown mode, and when the two shapes differ.
@@ -129,12 +164,12 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     selected = zero_outside(losses, mask)
     if isinstance(denominator, Tensor):
         denominator = denominator.to(selected)
-    if mode == "seq-mean-token-sum-norm":
-        return selected.sum() / max(losses.size(-1), 1)
     tokens = mask.sum(dim=-1)
     if mode == "token-mean":
         return selected.sum() / (tokens.sum().clamp_min(1) if denominator is None else denominator)
     per_sequence = selected.sum(dim=-1)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / tokens.clamp_min(1)
+    elif mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / max(losses.size(-1), 1)
     return per_sequence.sum() / ((tokens > 0).sum().clamp_min(1) if denominator is None else denominator)

@@ -116,6 +116,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def standard_deviation(values: Tensor) -> float:
+    """Returns the standard deviation of `values` (B,), without Bessel's correction; exactly 0 if all are equal."""
+    return float(masked_var(values, torch.ones_like(values, dtype=torch.bool), unbiased=False).sqrt())
+
+
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Returns 1 - Var(returns - values) / Var(returns) over masked tokens; 0 if all returns are equal.
 
@@ -166,7 +171,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/non_score_rewards": float(rollouts["non_score_rewards"].sum(dim=1).mean()),
         "objective/rewards": float(rewards.mean()),
         "objective/scores": float(scores.mean()),
-        "objective/scores_std": float(scores.std(unbiased=False)),
+        "objective/scores_std": standard_deviation(scores),
         "objective/response_length": float(lengths.mean()),
         "objective/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
     }
@@ -213,7 +218,7 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     return {
         "eval/rewards": float(rewards.mean()),
         "eval/scores": float(rollouts["scores"].mean()),
-        "eval/scores_std": float(rollouts["scores"].std(unbiased=False)),
+        "eval/scores_std": standard_deviation(rollouts["scores"]),
         "eval/kl_sum_seq": float(kl.mean()),
         "eval/response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
         "eval/truncated_fraction": float((~rollouts["stopped"]).float().mean()),

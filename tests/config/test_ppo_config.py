@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.config.fields import options_of
@@ -102,6 +103,12 @@ from tests.registered import temporary_choices
             "max_kl_to_ref is 5.0, but reference is 'none'",
         ),
         ({"load_in_4bit": True, "merge_on_save": True}, "load_in_4bit and merge_on_save are both True"),
+        (
+            {"use_kl_loss": True, "kl_loss_type": "abs"},
+            "kl_loss_type is 'abs', whose gradient jumps where the policy equals the reference.* set kl_loss_type to "
+            r"one of k1, k2, k3, k1\+, k3\+",
+        ),
+        ({"use_kl_loss": True, "kl_loss_type": "k1_clamped"}, "kl_loss_type is 'k1_clamped', whose gradient jumps"),
         ({"kl_loss_type": "k4"}, "kl_loss_type is 'k4'; choose one of k1"),
         ({"old_policy": "new"}, "old_policy is 'new'; choose one of recompute, rollout, correct"),
         ({"rollout_correction_threshold": 0.0}, "rollout_correction_threshold is 0.0; it must be above 0"),
@@ -112,6 +119,21 @@ from tests.registered import temporary_choices
 def test_a_bad_value_is_named_with_its_remedy(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():
+    for kind in ("abs", "k1_clamped"):
+        assert PPOConfig(kl_estimator=kind, kl_loss_type=kind).kl_estimator == kind
+        assert PPOConfig(kl_estimator=kind, use_kl_loss=True).kl_loss_type == "k3"
+
+
+def test_a_registered_estimator_says_whether_it_has_a_kink():
+    with temporary_choices():
+        functional.register_kl_estimator("smooth")(torch.square)
+        functional.register_kl_estimator("sharp", kink_at_zero=True)(torch.abs)
+        assert PPOConfig(use_kl_loss=True, kl_loss_type="smooth").kl_loss_type == "smooth"
+        with pytest.raises(ValueError, match="kl_loss_type is 'sharp'.* set kl_loss_type to one of k1, .*smooth$"):
+            PPOConfig(use_kl_loss=True, kl_loss_type="sharp")
 
 
 def test_the_configuration_is_frozen():

@@ -94,6 +94,34 @@ def test_equal_scores_give_exactly_zero_with_a_finite_gradient(estimator, score)
     assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_scores_that_differ_by_rounding_alone_count_as_equal(estimator):
+    # 1000.7 and the next float32: of such a pair, the std is as small as the rounding. The scores 1 and 3 of the other
+    # group are 2 apart, whatever the first group's are.
+    scores = tensor([1000.7, 1.0, 1000.7, 3.0])
+    scores[2] = scores[2].nextafter(tensor(2000.0))
+    advantages = per_response(scores, tensor([0, 1, 0, 1]), estimator)
+    assert advantages[0] == advantages[2] == 0
+    assert advantages[1] == -advantages[3] and advantages[3] > 0.5
+
+
+@pytest.mark.parametrize("scores", [[1000.0, 1000.125], [1e6, 1e6 + 1], [-1e30, 1e30], [0.0, 1e-3]])
+def test_grpo_divides_any_scores_that_truly_differ_by_their_std(scores):
+    # two scores, d apart: -d/2 and d/2 over d / sqrt(2) + 1e-6
+    difference = scores[1] - scores[0]
+    size = difference / 2 / (difference / math.sqrt(2) + 1e-6)
+    assert_close(per_response(tensor(scores), tensor([0, 0]), "grpo"), tensor([-size, size]), rtol=1e-6, atol=0)
+
+
+def test_reinforce_plus_plus_of_equal_rewards_is_zero():
+    # every response has 1000.7 on its last token, and without a discount this is every token's return
+    mask = torch.arange(8) <= torch.arange(512).remainder(8).unsqueeze(1)
+    rewards = torch.zeros(512, 8).scatter(1, mask.sum(dim=1, keepdim=True) - 1, 1000.7)
+    estimated = reinforce_plus_plus(rewards, mask, gamma=1.0)
+    assert estimated.returns[mask].eq(tensor(1000.7)).all()
+    assert estimated.advantages.eq(0).all()
+
+
 def test_leave_one_out_is_the_centred_score_times_n_over_n_less_one():
     torch.manual_seed(0)
     scores = torch.randn(9, dtype=torch.float64)

@@ -72,8 +72,62 @@ def test_masked_whiten_keep_mean_adds_the_mean_back_inside_the_mask():
     assert_close(whitened, expected, rtol=0, atol=1e-8)
 
 
-def test_masked_whiten_of_equal_values_is_zero():
-    assert masked_whiten(torch.full((2, 3), 4.0), MASK).eq(0).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("count", "value"), [(1, 1000.7), (3, 0.1), (4096, 1000.7), (100_000, 12345.6), (64, -1e30), (7, 0.0)]
+)
+def test_equal_values_have_no_variance_and_are_whitened_to_zero(count, value, dtype):
+    # In float32 the sum of 4096 times 1000.7, divided by 4096, is not 1000.7.
+    values = torch.full((1, count), value, dtype=dtype)
+    mask = torch.ones(1, count, dtype=torch.bool)
+    assert masked_var(values, mask).item() == 0
+    assert masked_whiten(values, mask).eq(0).all()
+    kept = masked_whiten(values, mask, keep_mean=True)
+    assert_close(kept, values.to(kept.dtype), rtol=1e-6, atol=0)
+
+
+def test_values_that_differ_by_rounding_alone_count_as_equal():
+    # 1000.7 and its neighbours: the same number, computed in three ways. Their std is 0.8 units in the last place.
+    value = torch.full((1, 3000), 1000.7)
+    value[0, ::3] = value[0, ::3].nextafter(tensor(2000.0))
+    value[0, 1::3] = value[0, 1::3].nextafter(tensor(0.0))
+    mask = torch.ones(1, 3000, dtype=torch.bool)
+    assert value.unique().numel() == 3
+    assert masked_var(value, mask).item() == 0
+    assert masked_whiten(value, mask).eq(0).all()
+    # In float64 the same numbers differ by far more than its rounding: 2/3 of the squared distance of 6.1e-5.
+    assert masked_var(value.double(), mask).item() == pytest.approx(2 / 3 * (2.0**-14) ** 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("low", "step"), [(1000.0, 0.125), (1e6, 1.0), (0.0, 2.0**-10), (-1000.0, 0.125), (0.0, 1e30)])
+def test_close_and_huge_values_that_truly_differ_are_whitened_to_unit_variance(low, step, dtype):
+    # As many of low as of low + step: deviations of half a step, and for n entries a variance of n / (n - 1) of its
+    # square. 1e-8 is added to the variance, which matters for a step of 1/1024 only.
+    values = low + step * torch.arange(4000, dtype=dtype).remainder(2).unsqueeze(0)
+    mask = torch.ones(1, 4000, dtype=torch.bool)
+    half = step / 2
+    size = (4000 / 3999 + 1e-8 / half / half) ** -0.5
+    expected = torch.where(values > low, size, -size).to(dtype)
+    assert_close(masked_whiten(values, mask), expected, rtol=1e-6, atol=0)
+    if step < 1e30:
+        assert masked_var(values, mask).item() == pytest.approx(half**2 * 4000 / 3999, rel=1e-6)
+
+
+def test_one_value_apart_from_100_000_equal_ones_is_no_rounding_error():
+    # 1000.125 among 1000.0: with n = 100000 the deviations are 0.125 * (1 - 1/n) and -0.125/n, the unbiased variance
+    # is 0.125**2 / n, and so the one is whitened to about sqrt(n) * (1 - 1/n) and the others to -1/sqrt(n).
+    values = torch.full((1, 100_000), 1000.0)
+    values[0, 7] = 1000.125
+    whitened = masked_whiten(values, torch.ones(1, 100_000, dtype=torch.bool))
+    root = (1.5625e-2 / 1e5 + 1e-8) ** 0.5
+    assert whitened[0, 7].item() == pytest.approx(0.125 * (1 - 1e-5) / root, rel=1e-5)
+    assert whitened[0, 0].item() == pytest.approx(-0.125e-5 / root, rel=1e-3)
+
+
+def test_a_number_that_is_not_finite_does_not_pass_as_equal_values():
+    for bad in (nan, torch.inf, -torch.inf):
+        assert masked_whiten(tensor([[bad, 1.0, 1.0], [1.0, 1.0, 1.0]]), MASK)[MASK].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -110,9 +164,16 @@ def test_aggregate_loss_modes_by_hand():
         "token-mean": 9 / 3,
         "seq-mean-token-sum": (3 + 6) / 2,
         "seq-mean-token-mean": (1.5 + 6) / 2,
-        "seq-mean-token-sum-norm": 9 / 3,
+        "seq-mean-token-sum-norm": (3 + 6) / 3 / 2,
     }
     assert {mode: aggregate_loss(losses, mask, mode).item() for mode in LOSS_AGG_MODES} == expected
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_no_mode_grows_with_the_number_of_sequences(mode):
+    # every sequence twice: all sums and all counts double
+    losses = with_padding([1.0, 2.0], [6.0])
+    assert_close(aggregate_loss(losses.repeat(2, 1), MASK.repeat(2, 1), mode), aggregate_loss(losses, MASK, mode))
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])

@@ -35,7 +35,7 @@ def outputs(**others: Tensor) -> ActorCriticOutputs:
 
 
 def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
-    args = PPOConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="abs", entropy_coef=0.01)
+    args = PPOConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1+", entropy_coef=0.01)
     loss, stats = policy_terms(outputs(), batch(), args)
     # Ratio 1: -(1 + 2 + 3) / 6 = -1. KL: (0.5 + 0 + 1) / 6 = 0.25. Entropy: (0.5 + 1 + 1.5) / 6 = 0.5.
     assert float(stats["loss/policy"]) == -1 and float(stats["loss/kl"]) == 0.25 and float(stats["loss/entropy"]) == 0.5

@@ -48,6 +48,15 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     assert metrics.explained_variance(returns, torch.ones(2, 3), mask) == 0.0
 
 
+def test_equal_scores_and_returns_have_no_variance():
+    # The float32 mean of 4096 times 1000.7 is not 1000.7: a variance of that error would be explained, or not at all.
+    returns, values = torch.full((512, 8), 1000.7), torch.linspace(0, 1, 4096).view(512, 8)
+    assert metrics.explained_variance(values, returns, torch.ones(512, 8, dtype=torch.bool)) == 0.0
+    assert metrics.standard_deviation(returns[:, 0]) == 0.0
+    # 1000 and 1000.25 are 1/8 from their mean
+    assert metrics.standard_deviation(torch.tensor([1000.0, 1000.25])) == 0.125
+
+
 def test_timers_add_up_by_phase():
     timers = metrics.Timers()
     for _ in range(2):

@@ -257,7 +257,7 @@ def test_gspo_at_ratio_one_is_the_gradient_per_token(tmp_path):
     assert relative_error(3 * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "token-mean"])
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"])
 def test_an_optimizer_step_in_micro_batches_takes_the_gradient(mode, tmp_path):
     # Without logits all 27 responses are equally likely: the mean over one of each is the expectation. Five
     # micro-batches of at most 6 rows, one SGD step of length 1: the weights move by the gradient.
@@ -278,7 +278,8 @@ def test_an_optimizer_step_in_micro_batches_takes_the_gradient(mode, tmp_path):
     expected = gradient - COEF * visited_states_gradient(trainer, problem, kl_of_tokens)
     before = flat_policy(trainer)
     trainer.step_with_rollouts(rollouts)
-    tokens = 3 if mode == "token-mean" else 1
+    # 27 responses of three tokens: 81 tokens, or 27 sequences with or without the padded length of three.
+    tokens = 1 if mode == "seq-mean-token-sum" else 3
     assert relative_error(tokens * (flat_policy(trainer) - before), expected) < TOLERANCE
 
 

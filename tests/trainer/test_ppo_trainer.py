@@ -51,6 +51,19 @@ def test_the_update_does_not_depend_on_the_micro_batch_size(mode, tmp_path):
                 assert stats[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
 
 
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_nor_does_that_of_a_kl_loss_where_the_policy_is_the_reference(kind, tmp_path):
+    # There every log-prob differs from the reference's by rounding alone, of either sign.
+    settings = {"use_kl_loss": True, "kl_loss_type": kind, "kl_loss_coef": 1.0, "ppo_epochs": 1}
+    settings |= {"step_batch_size": 16, "rollout_batch_size": 16}
+    results = []
+    for size in (1, 16):
+        trainer = sgd_trainer(tmp_path / str(size), step_per_device_batch_size=size, **settings)
+        results.append(step_once(trainer)[1])
+    for name, expected in results[0].items():
+        assert_close(results[1][name], expected, rtol=0, atol=1e-10)
+
+
 def sgd_trainer(folder, **overrides) -> PPOTrainer:
     """A float64 trainer with plain SGD, which shows the gradient itself: Adam's first step would hide its scale."""
     policy = tiny_causal_lm("llama", dtype=torch.float64)
