@@ -107,6 +107,15 @@ def poisoned(*updates: tuple[int, int]) -> type[PPOTrainer]:
     return Poisoned
 
 
+class Steep(PPOTrainer):
+    """A trainer whose loss is finite, and the policy's gradient of it is not: sqrt(0) is 0, its derivative infinite."""
+
+    def compute_loss(self, rollouts_batch: Any) -> Any:
+        loss, stats = super().compute_loss(rollouts_batch)
+        logprobs: Any = self._forward(rollouts_batch, with_policy=True, with_critic=False).logprobs
+        return loss + (logprobs - logprobs.detach()).sum().abs().sqrt(), stats
+
+
 class LargestFile(TrainerCallback):
     """From the end of `step` on, this process can write no file beyond `size` bytes: a disk that is full, anywhere."""
 

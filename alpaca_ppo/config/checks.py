@@ -22,6 +22,11 @@ _CRITIC_ONLY = (
     "risk_level",
     "critic_warmup_steps",
     "critic_learning_rate",
+    "critic_weight_decay",
+    "critic_adam_beta1",
+    "critic_adam_beta2",
+    "critic_adam_epsilon",
+    "critic_max_grad_norm",
     "init_value_with_reward",
     "whiten_rewards",
 )

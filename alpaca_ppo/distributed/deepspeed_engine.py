@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.distributed.collectives import any_rank
+from alpaca_ppo.distributed.deepspeed_clipping import DeepSpeedClipping
 from alpaca_ppo.distributed.deepspeed_config import resolve_auto
 from alpaca_ppo.distributed.deepspeed_state import DeepSpeedState
-from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.distributed.engine import Engine, GradNorms
 from alpaca_ppo.models import ActorCritic, Policy
 
 
@@ -27,8 +28,9 @@ class DeepSpeedEngine(Engine):
     Args:
         accelerator: of the run, with a DeepSpeed plugin.
         actor_critic: the models to train.
-        optimizer: torch's, over their parameters.
-        max_grad_norm: gradients are clipped to this norm.
+        optimizer: torch's, over their parameters; each group holds parameters of the policy or of the critic.
+        max_grad_norm: the policy's gradient is clipped to this norm.
+        critic_max_grad_norm: the critic's gradient is clipped to this norm.
         micro_batches: per optimizer step and rank, for DeepSpeed's configuration.
         step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration.
         gather_for_generation: under stage 3, hold all parameters of the policy on every rank while it samples.
@@ -41,6 +43,7 @@ class DeepSpeedEngine(Engine):
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
+        critic_max_grad_norm: float,
         micro_batches: int,
         step_per_device_batch_size: int,
         gather_for_generation: bool,
@@ -69,7 +72,13 @@ class DeepSpeedEngine(Engine):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         gathers = self.synced_forwards and gather_for_generation
         self._sampler = _copy_without_weights(actor_critic.policy.model, accelerator.device) if gathers else None
-        super().__init__(accelerator, actor_critic, optimizer, max_grad_norm=max_grad_norm)
+        super().__init__(
+            accelerator,
+            actor_critic,
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            critic_max_grad_norm=critic_max_grad_norm,
+        )
 
     def _wrap(self) -> Any:
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
@@ -82,6 +91,13 @@ class DeepSpeedEngine(Engine):
             stage=self.stage,
             device=self.accelerator.device,
             is_main_process=self.accelerator.is_main_process,
+        )
+        critic = {id(parameter) for parameter in self.actor_critic.critic_parameters()}
+        self._clipping = DeepSpeedClipping(
+            self._zero,
+            ["critic" if id(group[0]) in critic else "policy" for group in self._groups],
+            {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm},
+            stage=self.stage,
         )
         if self.synced_forwards:
             _register_head_use(self.actor_critic, self.actor_critic.policy)
@@ -122,13 +138,14 @@ class DeepSpeedEngine(Engine):
         # Stage 3 reduces a gradient in the pass that computes it.
         return 0.0 if self.stage == 3 else super().unused_parameter_loss(parameters)
 
-    def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> Tensor:
+    def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> GradNorms:
         frozen_ids = {id(parameter) for parameter in frozen}
         frozen_groups = [i for i, group in enumerate(self._groups) if frozen_ids.intersection(map(id, group))]
         rates = {i: self.optimizer.param_groups[i]["lr"] for i in frozen_groups}
         for i in frozen_groups:
             self.optimizer.param_groups[i]["lr"] = 0.0
-        self.model.step()
+        with self._clipping.of_one_step() as norms:
+            self.model.step()
         for i, rate in rates.items():
             self.optimizer.param_groups[i]["lr"] = rate
             # Without gradient and learning rate only the step count has changed, which AdamW's bias correction uses.
@@ -136,7 +153,7 @@ class DeepSpeedEngine(Engine):
                 for value in self.optimizer.state[flat].values():
                     if torch.is_tensor(value) and value.dim() == 0:
                         value.zero_()
-        return torch.as_tensor(float(self.model.get_global_grad_norm()))
+        return GradNorms(norms["policy"], norms["critic"] if self.actor_critic.critic is not None else None)
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         if isinstance(model, Policy) and self.config["bf16"]["enabled"]:

@@ -4,9 +4,10 @@ An engine wraps policy and critic and knows where their weights and the optimize
 `deepspeed_engine`; what an optimizer step consists of is in `ppo.updates`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +15,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models import ActorCritic
+
+
+class GradNorms(NamedTuple):
+    """The norms of the gradients of an optimizer step, before clipping."""
+
+    policy: float
+    """Of `ActorCritic.policy_parameters`; 0 where the step freezes them."""
+    critic: float | None
+    """Of `ActorCritic.critic_parameters`; None without a critic."""
+
+    @property
+    def non_finite(self) -> str | None:
+        """Whose gradient is not finite, and its norm, in words; None if all are finite."""
+        norms = {"policy": self.policy, "critic": 0.0 if self.critic is None else self.critic}
+        return " and ".join(f"the {k}'s gradient norm is {n}" for k, n in norms.items() if not math.isfinite(n)) or None
 
 
 class TrainState:
@@ -61,8 +77,9 @@ class Engine(TrainState):
     Args:
         accelerator: of the run.
         actor_critic: the models to train; `model` is their wrapped form.
-        optimizer: over its parameters.
-        max_grad_norm: gradients are clipped to this norm.
+        optimizer: over its parameters, in any groups.
+        max_grad_norm: the policy's gradient is clipped to this norm.
+        critic_max_grad_norm: the critic's gradient is clipped to this norm.
     """
 
     synced_forwards = False
@@ -75,9 +92,11 @@ class Engine(TrainState):
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
+        critic_max_grad_norm: float,
     ) -> None:
         super().__init__(actor_critic, optimizer)
-        self.accelerator, self.actor_critic, self.max_grad_norm = accelerator, actor_critic, max_grad_norm
+        self.accelerator, self.actor_critic = accelerator, actor_critic
+        self.max_grad_norm, self.critic_max_grad_norm = max_grad_norm, critic_max_grad_norm
         self.model: Any = self._wrap()
 
     def _wrap(self) -> Any:
@@ -116,8 +135,9 @@ class Engine(TrainState):
             return 0.0
         return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 
-    def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> Tensor:
-        """Clips the gradients and steps the optimizer if they are finite; returns their norm before clipping.
+    def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> GradNorms:
+        """Clips the gradients of policy and critic, each by its own norm, and steps the optimizer if both are finite;
+        returns the norms before clipping.
 
         Args:
             frozen: parameters that keep their values and optimizer state in this step.
@@ -125,11 +145,17 @@ class Engine(TrainState):
         for parameter in frozen:
             # None, not zero: with a zero gradient AdamW would still decay the weights and count a step.
             parameter.grad = None
-        norm = torch.as_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
-        if bool(torch.isfinite(norm)):
+        policy = self._clip(self.actor_critic.policy_parameters(), self.max_grad_norm)
+        has_critic = self.actor_critic.critic is not None
+        critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
+        norms = GradNorms(policy, critic)
+        if norms.non_finite is None:
             self._stepping.step()
         self._stepping.zero_grad()
-        return norm
+        return norms
+
+    def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        return float(self.accelerator.clip_grad_norm_(parameters, max_norm))
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine shards and

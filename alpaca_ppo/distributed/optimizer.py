@@ -16,23 +16,52 @@ from alpaca_ppo.models import ActorCritic
 def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
-    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate` if it is set.
+    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, `critic_weight_decay` and
+    `critic_adam_*`, and the policy's value of each that is None.
     """
-    critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+    critic_decay = _first_given(args.critic_weight_decay, args.weight_decay)
+    policy = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    critic = {
+        "lr": _first_given(args.critic_learning_rate, args.learning_rate),
+        "betas": (
+            _first_given(args.critic_adam_beta1, args.adam_beta1),
+            _first_given(args.critic_adam_beta2, args.adam_beta2),
+        ),
+        "eps": _first_given(args.critic_adam_epsilon, args.adam_epsilon),
+    }
     groups: list[dict[str, Any]] = []
-    for parameters, rate in (
-        (model.policy_parameters(), args.learning_rate),
-        (model.critic_parameters(), critic_rate),
+    for parameters, settings, decay in (
+        (model.policy_parameters(), policy, args.weight_decay),
+        (model.critic_parameters(), critic, critic_decay),
     ):
-        matrices = [p for p in parameters if p.dim() >= 2]
-        groups.append({"params": matrices, "lr": rate, "weight_decay": args.weight_decay})
-        groups.append({"params": [p for p in parameters if p.dim() < 2], "lr": rate, "weight_decay": 0.0})
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-    )
+        groups.append({"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay, **settings})
+        groups.append({"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, **settings})
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate)
+
+
+def check_no_critic_settings(args: PPOConfig) -> None:
+    """Checks that `args` has no AdamW settings of the critic, because the optimizer is the user's.
+
+    Raises:
+        ValueError: naming the first that is set.
+    """
+    settings = {
+        "critic_learning_rate": args.critic_learning_rate,
+        "critic_weight_decay": args.critic_weight_decay,
+        "critic_adam_beta1": args.critic_adam_beta1,
+        "critic_adam_beta2": args.critic_adam_beta2,
+        "critic_adam_epsilon": args.critic_adam_epsilon,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value}, but the optimizer in `optimizers` has its own settings; give the critic's "
+                f"parameters a group with theirs, and set {name}: null"
+            )
+
+
+def _first_given(own: float | None, default: float) -> float:
+    return default if own is None else own
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, total_steps: int) -> Any:
@@ -56,16 +85,27 @@ def make_engine(
     args: PPOConfig,
     micro_batches: int,
 ) -> Engine:
-    """A `DeepSpeedEngine` if the accelerator has a DeepSpeed plugin, else an `Engine`."""
+    """A `DeepSpeedEngine` if the accelerator has a DeepSpeed plugin, else an `Engine`.
+
+    Raises:
+        ValueError: under DeepSpeed, for an optimizer group with parameters of both policy and critic.
+    """
+    critic_max_grad_norm = _first_given(args.critic_max_grad_norm, args.max_grad_norm)
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return Engine(accelerator, actor_critic, optimizer, max_grad_norm=args.max_grad_norm)
-    if args.critic_warmup_steps:
-        _check_groups(optimizer, actor_critic, args.critic_warmup_steps)
+        return Engine(
+            accelerator,
+            actor_critic,
+            optimizer,
+            max_grad_norm=args.max_grad_norm,
+            critic_max_grad_norm=critic_max_grad_norm,
+        )
+    _check_groups(optimizer, actor_critic)
     return DeepSpeedEngine(
         accelerator,
         actor_critic,
         optimizer,
         max_grad_norm=args.max_grad_norm,
+        critic_max_grad_norm=critic_max_grad_norm,
         micro_batches=micro_batches,
         step_per_device_batch_size=args.step_per_device_batch_size,
         gather_for_generation=args.ds3_gather_for_generation,
@@ -94,8 +134,9 @@ def drop_frozen_parameters(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, critic_warmup_steps: int) -> None:
-    """Checks that a critic warm-up is possible: DeepSpeed flattens a group into one tensor, so it freezes whole groups.
+def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+    """Checks that each group belongs to the policy or to the critic: DeepSpeed flattens a group into one tensor, so it
+    clips whole groups, and freezes whole groups during the critic's warm-up.
 
     Raises:
         ValueError: for a group with parameters of both policy and critic.
@@ -104,7 +145,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, c
     for number, group in enumerate(optimizer.param_groups):
         if len({id(parameter) in policy for parameter in group["params"]}) > 1:
             raise ValueError(
-                f"critic_warmup_steps is {critic_warmup_steps}, and group {number} of the optimizer has parameters of "
-                "policy and critic: DeepSpeed can only freeze a whole group; make one group of policy_parameters() and "
-                "one of critic_parameters(), or set critic_warmup_steps to 0"
+                f"group {number} of the optimizer has parameters of policy and critic: under DeepSpeed a group is one "
+                "tensor, of which no part can be clipped or frozen; make one group of policy_parameters() and one of "
+                "critic_parameters()"
             )

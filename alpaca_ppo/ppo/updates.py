@@ -18,9 +18,10 @@ from torch import Tensor
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
-from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.distributed.engine import Engine, GradNorms
 from alpaca_ppo.distributed.optimizer import (
     check_covers_trainable,
+    check_no_critic_settings,
     drop_frozen_parameters,
     make_engine,
     make_optimizer,
@@ -128,8 +129,11 @@ class Updater:
         self._check_losses(prompt_ids)
         stepped = target_kl_stop is None or freeze_policy or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
         if stepped:
-            norm = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
-            stats.add({"policy/grad_norm": norm}, tokens=1)
+            norms = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
+            of_roles = {"policy/grad_norm": norms.policy, "val/grad_norm": norms.critic}
+            stats.add(
+                {name: torch.tensor(n, dtype=torch.float64) for name, n in of_roles.items() if n is not None}, tokens=1
+            )
         return stats, stepped
 
     def _check_losses(self, prompt_ids: Tensor) -> None:
@@ -276,15 +280,15 @@ class Updater:
         micro: Rollouts = batch
         return micro
 
-    def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> Tensor:
+    def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> GradNorms:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        norm = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
-        if not bool(torch.isfinite(norm)):
-            cause = f"the gradient norm is {float(norm)}, though the losses of all ranks are finite"
+        norms = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
+        if norms.non_finite is not None:
+            cause = f"{norms.non_finite}, though the losses of all ranks are finite"
             raise NonFiniteUpdate(cause, prompt_ids.tolist())
         self.scheduler.step()
         self.num_updates += 1
-        return norm
+        return norms
 
 
 def _with_first_ratio_error(stats: Mapping[str, Any], *, policy_unchanged: bool) -> dict[str, Any]:
@@ -315,14 +319,11 @@ def make_updater(
     the default one is created.
 
     Raises:
-        ValueError: when `optimizer` is given together with `args.critic_learning_rate`, or does not hold every
+        ValueError: when `optimizer` is given together with AdamW settings of the critic, or does not hold every
             trainable parameter.
     """
-    if optimizer is not None and args.critic_learning_rate is not None:
-        raise ValueError(
-            f"critic_learning_rate is {args.critic_learning_rate}, but the optimizer in `optimizers` has its "
-            "own learning rates; set them there, and set critic_learning_rate: null"
-        )
+    if optimizer is not None:
+        check_no_critic_settings(args)
     total = sum(
         optimizer_steps(
             schedule.num_prompts_at(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs

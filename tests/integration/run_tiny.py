@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
-from tests.tiny_runs import LargestFile, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
+from tests.tiny_runs import LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -60,6 +60,7 @@ def made_trainer(
     noisy: bool = False,
     eval_prompts: int = 0,
     poison: Any = (),
+    steep: bool = False,
     largest_file: Any = (),
     stop_after: int = 0,
     **overrides: Any,
@@ -76,6 +77,7 @@ def made_trainer(
         noisy: score with `noisy_reward`.
         eval_prompts: prompts to evaluate on; 0 for none.
         poison: [[step, update], ...] in which the loss of one row is NaN.
+        steep: train a loss whose gradient is infinite.
         largest_file: [step, bytes], the limit of files from the end of that step on.
         stop_after: step after which the run ends; 0 for its last.
         overrides: fields of PPOConfig.
@@ -94,6 +96,8 @@ def made_trainer(
     arguments["callbacks"] += [LargestFile(*largest_file)] if largest_file else []
     if poison:
         overrides["trainer_class"] = poisoned(*map(tuple, poison))
+    elif steep:
+        overrides["trainer_class"] = Steep
     model: Any = tiny_causal_lm(arch, dtype=getattr(torch, dtype))
     if start_adapter:
         model = get_peft_model(model, LoraConfig(**LORA))

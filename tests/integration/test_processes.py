@@ -32,6 +32,7 @@ GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=tr
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 ADAPTER = ("lora=true", "critic_layout=adapter")
 SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
+CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
 RUNS = {
     # 11 prompts at 10 a step leave one for the last step, and one rank without.
     "rank_without_prompts": ("total_episodes=11",),
@@ -47,10 +48,14 @@ RUNS = {
         *("lora=true", "critic_layout=shared", "gradient_checkpointing=true"),
         *("critic=c51", "critic_warmup_steps=1"),
     ),
+    # Six optimizer steps, all of them clipped; with a value loss of other weights in HEAVY.
+    "clipped": CLIPPED,
+    "clipped_adapter": (*CLIPPED, *ADAPTER, "gradient_checkpointing=true"),
     # A loss that is NaN on one rank.
     "skipping": SKIPPING,
     "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
 }
+HEAVY = {name.replace("clipped", "heavy"): (*RUNS[name], "vf_coef=100.0") for name in ("clipped", "clipped_adapter")}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def runs(tmp_path_factory) -> Path:
     for processes, config in (("one", None), ("two", "ddp")):
         given = {
             name: [setting.replace("=saved", f"={folder / 'reward'}") for setting in settings]
-            for name, settings in RUNS.items()
+            for name, settings in (RUNS if config is None else RUNS | HEAVY).items()
         }
         start_tiny(config, *((folder / processes / name, *settings) for name, settings in given.items()))
     return folder
@@ -87,3 +92,15 @@ def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(name, runs):
     records = [json.loads(line) for line in (runs / "two" / name / "skipped_updates.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
+    heavy, light = (
+        torch.load(runs / "two" / run / "weights.pt", weights_only=True)
+        for run in (name, name.replace("heavy", "clipped"))
+    )
+    differ = {key for key in light if not torch.equal(heavy[key], light[key])}
+    assert differ and all(key.startswith("critic.") or ".value." in key for key in differ)
+    (line,) = metric_lines(runs / "two" / name)
+    assert line["ppo/policy/grad_norm"] > 0.5 and line["ppo/val/grad_norm"] > 30

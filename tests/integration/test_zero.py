@@ -16,11 +16,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.integration.launching import start_tiny
+from tests.integration.launching import ROOT, start_tiny
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
 
 ADAPTERS = {"lora": True, "critic_layout": "adapter"}
+# Six optimizer steps, all of them clipped, the critic's with settings of its own.
+CLIPPED = {
+    "total_episodes": 10,
+    "ppo_epochs": 2,
+    "max_grad_norm": 0.1,
+    "critic_max_grad_norm": 0.3,
+    "critic_adam_beta1": 0.5,
+    "critic_adam_epsilon": 0.0001,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
         **ADAPTERS,
@@ -51,10 +60,16 @@ RUNS: dict[str, dict[str, Any]] = {
     # The copy keeps the adapter that training starts from.
     "copied_start": {"start_adapter": True, "critic_layout": "adapter", "reference": "copy"},
     "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
-    "tied": {"arch": "gpt2", "critic_layout": "shared"},
+    # The gradient of a key's bias is 0 but for rounding errors, which AdamW with a small epsilon would scale up.
+    "tied": {"arch": "gpt2", "critic_layout": "shared", "adam_epsilon": 0.00001},
+    "clipped": CLIPPED,
+    "clipped_adapters": {**CLIPPED, **ADAPTERS, "gradient_checkpointing": True},
+    "clipped_offloaded": CLIPPED,
+    "steep": {"steep": True, "max_skipped_updates": 3, "total_episodes": 10},
     "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 2]], "max_skipped_updates": 3},
     "skipped_adapters": {**ADAPTERS, "poison": [[0, 1]], "max_skipped_updates": 3},
     "half": {"bf16": True, "critic": "c51"},
+    "half_steep": {"bf16": True, "steep": True, "max_skipped_updates": 3, "total_episodes": 10},
     "half_adapters": {**ADAPTERS, "bf16": True},
     "half_copied_start": {
         "start_adapter": True,
@@ -63,17 +78,19 @@ RUNS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+HEAVY = {f"heavy{layout}": {**RUNS[f"clipped{layout}"], "vf_coef": 100.0} for layout in ("", "_adapters")}
+CLIPPED_RUNS = ["clipped", "clipped_adapters", "clipped_offloaded"]
 STAGES = {
     "single": list(RUNS),
-    "zero1": ["adapters"],
-    "zero2": ["skipped", "skipped_adapters", "half"],
+    "zero1": ["adapters", "clipped"],
+    "zero2": ["skipped", "skipped_adapters", *CLIPPED_RUNS, *HEAVY, "half", "half_steep"],
     "zero3": list(RUNS),
 }
 EXACT = [
     (stage, name)
     for stage, names in STAGES.items()
     for name in names
-    if stage != "single" and not name.startswith("half")
+    if stage != "single" and not name.startswith(("half", "heavy"))
 ]
 
 
@@ -83,7 +100,7 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     write_reward_adapter(folder / "reward")
     for stage, names in STAGES.items():
-        output = start_tiny(stage, *((folder / stage / name, *flags(folder, name)) for name in names))
+        output = start_tiny(stage, *((folder / stage / name, *flags(folder, name, stage)) for name in names))
         (folder / stage / "output.txt").write_text(output)
     return folder
 
@@ -100,8 +117,10 @@ def write_reward_adapter(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def flags(folder: Path, name: str) -> list[str]:
-    settings = {"dtype": "float32", **RUNS[name]}
+def flags(folder: Path, name: str, stage: str) -> list[str]:
+    settings = {"dtype": "float32", **(RUNS | HEAVY)[name]}
+    if name == "clipped_offloaded" and stage != "single":
+        settings["deepspeed"] = str(ROOT / f"examples/deepspeed_configs/{stage}_offload.json")
     if "reward_adapter" in settings:
         settings["reward_adapter"] = str(folder / settings["reward_adapter"])
     return [
@@ -176,6 +195,34 @@ def test_an_update_that_is_nan_on_one_rank_is_skipped_on_both(stage, name, runs)
     records = [json.loads(line) for line in (runs / stage / name / "skipped_updates.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == ([1, 2, 3] if name == "skipped" else [1])
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
+
+
+@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage, name in EXACT if name.startswith("clipped")])
+def test_both_gradients_were_above_their_limits(stage, name, runs):
+    """The runs that are those of one process were clipped, then, each gradient by its own norm."""
+    (line,) = metric_lines(runs / stage / name)
+    assert line["ppo/policy/grad_norm"] > 5 * 0.1 and line["ppo/val/grad_norm"] > 2 * 0.3
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
+    heavy, light = (
+        torch.load(runs / "zero2" / run / "weights.pt", weights_only=True)
+        for run in (name, name.replace("heavy", "clipped"))
+    )
+    differ = {key for key in light if not torch.equal(heavy[key], light[key])}
+    assert differ and all(key.startswith("critic.") or ".value." in key for key in differ)
+
+
+@pytest.mark.parametrize(("stage", "name"), [("zero2", "half_steep"), ("zero3", "steep")])
+def test_an_infinite_gradient_is_skipped_by_all_and_says_whose_it_was(stage, name, runs):
+    records = [json.loads(line) for line in (runs / stage / name / "skipped_updates.jsonl").read_text().splitlines()]
+    causes = ["the policy's gradient norm is inf, though the losses of all ranks are finite"] * 3
+    assert [record["cause"] for record in records] == causes
+    two, one = (torch.load(runs / place / name / "weights.pt", weights_only=True) for place in (stage, "single"))
+    # DeepSpeed rounds the start of a bfloat16 run.
+    start = {key: tensor.bfloat16().float() for key, tensor in one.items()} if "half" in name else one
+    assert all(torch.equal(two[key], start[key]) for key in start), "nothing was trained anywhere"
 
 
 @pytest.mark.parametrize("name", ["copied_start", "half_copied_start"])

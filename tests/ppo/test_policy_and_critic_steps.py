@@ -1,0 +1,237 @@
+"""Policy and critic take separate steps: neither a scale of the value loss or of the rewards, nor the critic's clipping
+and AdamW settings reach the policy.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.distributed.optimizer import make_optimizer
+from alpaca_ppo.models import build_actor_critic
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import count_even, tiny_config, tiny_trainer, weights
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class OneBackwardPass(PPOTrainer):
+    """Policy and critic in one backward pass."""
+
+    separate_critic_backward = False
+
+
+def scaled_rewards(scale):
+    """`count_even` times `scale`."""
+    return lambda prompts, completions, completion_ids, **columns: [
+        scale * score for score in count_even(prompts, completions, completion_ids)
+    ]
+
+
+def policy_after(folder, *, rewards=1.0, steps=1, critic_scale=1.0, **settings):
+    """The policy's weights after some steps of two epochs, that is 6 optimizer steps each; and the steps' metrics."""
+    trainer_class = settings.pop("trainer_class", PPOTrainer)
+    arguments = {"peft_config": LORA} if settings.get("critic_layout") == "adapter" else {}
+    arguments["reward_funcs"] = scaled_rewards(rewards)
+    trainer = tiny_trainer(
+        folder, trainer_class=trainer_class, trainer_arguments=arguments, **{"ppo_epochs": 2, **settings}
+    )
+    if trainer.actor_critic.critic is not None:
+        weight = trainer.actor_critic.critic.head.weight
+        weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0)).mul_(critic_scale)
+    owned = {id(parameter) for parameter in trainer.actor_critic.policy_parameters()}
+    names = [name for name, parameter in trainer.actor_critic.named_parameters() if id(parameter) in owned]
+    before = weights(trainer)
+    stats = [trainer.step(trainer.prompt_batches(step)) for step in range(steps)]
+    after = weights(trainer)
+    assert any(not torch.equal(before[name], after[name]) for name in names)
+    return {name: after[name] - before[name] for name in names}, stats
+
+
+def same_bits(ours, theirs):
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def relative_error(ours, theirs):
+    """The difference of two updates over the norm of the second, all tensors as one vector."""
+    ours, theirs = (torch.cat([update[name].flatten() for name in theirs]) for update in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+LAYOUTS = {
+    "separate": {},
+    "one backward pass": {"trainer_class": OneBackwardPass},
+    "adapter": {"critic_layout": "adapter"},
+    "recomputed adapter": {"critic_layout": "adapter", "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vf_coef_changes_no_bit_of_the_policys_update(layout, tmp_path):
+    settings = {**LAYOUTS[layout], "max_grad_norm": 0.1}
+    (update, (stats,)), (heavy, (heavy_stats,)) = (
+        policy_after(tmp_path / str(vf_coef), vf_coef=vf_coef, **settings) for vf_coef in (0.1, 100.0)
+    )
+    assert same_bits(heavy, update)
+    assert stats["ppo/policy/grad_norm"] == heavy_stats["ppo/policy/grad_norm"] > 0.1, "the policy's clip acts"
+    assert heavy_stats["ppo/val/grad_norm"] > 100 * stats["ppo/val/grad_norm"]
+
+
+GROUPS = {"num_return_sequences": 2, "rollout_batch_size": 5, "total_episodes": 10, "adv_estimator": "grpo"}
+WITHOUT_CRITIC = {"grpo": GROUPS, "reinforce_plus_plus": {"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}}
+FROZEN_CRITIC = {"critic_learning_rate": 0.0, "lam": 0.8}
+
+
+@pytest.mark.parametrize("case", [*WITHOUT_CRITIC, "frozen critic"])
+def test_the_scale_of_the_rewards_changes_no_bit_of_the_policys_update(case, tmp_path):
+    # A power of two is exact in floating point, apart from the epsilons: 1e-6 beside a standard deviation of at least
+    # 64 / sqrt(2) = 45 (half a unit in the last place: 1.9e-6), 1e-8 beside a variance of more than 1 (6e-8).
+    updates = []
+    for scale in (1, 1024):
+        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "use_kl_in_reward": False, "max_grad_norm": 0.1}
+        update, _ = policy_after(
+            tmp_path / str(scale), rewards=64.0 * scale, critic_scale=64.0 * scale, steps=2, **settings
+        )
+        updates.append(update)
+    assert same_bits(updates[1], updates[0])
+
+
+@pytest.mark.parametrize("case", [*WITHOUT_CRITIC, "frozen critic"])
+def test_the_scale_of_the_rewards_changes_the_policys_update_by_rounding_and_epsilons(case, tmp_path):
+    # At scale 1 a standard deviation is at least 1 / sqrt(2), of which grpo's epsilon is 1.4e-6; whitening's 1e-8 is
+    # less. AdamW divides by the gradient's size, so noise in elements that are nearly 0 is not small there.
+    updates = []
+    for scale in (1, 1000):
+        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "use_kl_in_reward": False, "dtype": torch.float64}
+        update, _ = policy_after(tmp_path / str(scale), rewards=scale, critic_scale=scale, **settings)
+        updates.append(update)
+    assert relative_error(updates[1], updates[0]) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["separate", "adapter"])
+def test_rewards_of_a_million_do_not_freeze_the_policy(layout, tmp_path):
+    norms = []
+    for scale in (1, 1e6):
+        # The critic starts at 0, so that the first step's advantages are those of scale 1.
+        settings = {**LAYOUTS[layout], "critic_scale": 0.0, "use_kl_in_reward": False, "steps": 2}
+        update, _ = policy_after(tmp_path / str(scale), rewards=scale, **settings)
+        norms.append(math.hypot(*(float(tensor.norm()) for tensor in update.values())))
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+
+
+def norm_of(parameters):
+    return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared"])
+def test_each_gradient_is_clipped_to_its_own_norm(layout, tmp_path):
+    """An optimizer of the user's own has both in one group."""
+    model = build_actor_critic(tiny_causal_lm("llama", dtype=torch.float64), critic_layout=layout)
+    # In the shared layout the backbone is the policy's, and the head alone the critic's.
+    critic = list(model.critic.parameters())
+    assert [p.shape for p in model.critic_parameters()] == [p.shape for p in critic]
+    policy = list(model.policy.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clipped = []
+    optimizer.register_step_pre_hook(lambda *_: clipped.append((norm_of(policy), norm_of(critic))))
+    limits = {"max_grad_norm": 1e-3, "critic_max_grad_norm": 1e-2}
+    settings = {**limits, "step_batch_size": 10, "critic_layout": layout}
+    trainer = tiny_trainer(tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, **settings)
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert clipped == [(pytest.approx(1e-3, rel=1e-4), pytest.approx(1e-2, rel=1e-4))]
+    # What is logged is the norm before clipping: that of a run that clips nothing, whose weights are the same.
+    unclipped = []
+    optimizer.register_step_pre_hook(lambda *_: unclipped.append((norm_of(policy), norm_of(critic))))
+    trainer = tiny_trainer(
+        tmp_path / "unclipped",
+        model=model,
+        trainer_arguments={"optimizers": (optimizer, None)},
+        **{**settings, "max_grad_norm": 1e9, "critic_max_grad_norm": None},
+    )
+    trainer.step(trainer.prompt_batches(0))
+    assert unclipped == [
+        (pytest.approx(stats["ppo/policy/grad_norm"], rel=1e-9), pytest.approx(stats["ppo/val/grad_norm"], rel=1e-9))
+    ]
+
+
+def test_a_frozen_policy_has_no_gradient_and_no_critic_no_norm(tmp_path):
+    trainer = tiny_trainer(tmp_path / "warmup", critic_warmup_steps=1)
+    first, second = (trainer.step(trainer.prompt_batches(step)) for step in range(2))
+    assert first["ppo/policy/grad_norm"] == 0 < second["ppo/policy/grad_norm"]
+    assert first["ppo/val/grad_norm"] > 0 and second["ppo/val/grad_norm"] > 0
+    trainer = tiny_trainer(tmp_path / "grpo", **GROUPS)
+    assert "ppo/val/grad_norm" not in trainer.step(trainer.prompt_batches(0))
+
+
+@pytest.mark.parametrize("part", ["policy", "critic"])
+def test_an_infinite_gradient_of_either_stops_both_and_says_whose_it_was(part, tmp_path):
+    class Steep(PPOTrainer):
+        separate_critic_backward = False
+
+        def compute_loss(self, rollouts_batch):
+            loss, stats = super().compute_loss(rollouts_batch)
+            parameters = getattr(self.actor_critic, f"{part}_parameters")()
+            zero = parameters[0].sum() - parameters[0].sum().detach()
+            # sqrt(0) is 0, and its derivative infinite.
+            return loss + zero.abs().sqrt(), stats
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Steep, max_skipped_updates=3)
+    before = weights(trainer)
+    stats = trainer.step(trainer.prompt_batches(0))
+    assert stats["ppo/policy/skipped_updates"] == 3
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    cause = json.loads((tmp_path / "skipped_updates.jsonl").read_text().splitlines()[0])["cause"]
+    assert cause == f"the {part}'s gradient norm is nan, though the losses of all ranks are finite"
+
+
+def test_the_critic_has_adamw_settings_of_its_own():
+    own = {"critic_weight_decay": 0.2, "critic_adam_beta1": 0.5, "critic_adam_beta2": 0.6, "critic_adam_epsilon": 1e-3}
+    policys = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-7}
+    model = build_actor_critic(tiny_causal_lm("gpt2"), critic_layout="separate")
+    critic = {id(parameter) for parameter in model.critic.parameters()}
+    for settings, expected in (({**policys, **own}, (0.2, (0.5, 0.6), 1e-3)), (policys, (0.1, (0.8, 0.95), 1e-7))):
+        optimizer = make_optimizer(model, tiny_config("unused", **settings))
+        found = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                decay = group["weight_decay"] if parameter.dim() > 1 else None
+                found.setdefault(id(parameter) in critic, set()).add((decay, group["betas"], group["eps"]))
+        assert found[True] == {expected, (None, *expected[1:])}
+        assert found[False] == {(0.1, (0.8, 0.95), 1e-7), (None, (0.8, 0.95), 1e-7)}
+
+
+@pytest.mark.parametrize(
+    "name", ["critic_weight_decay", "critic_adam_beta1", "critic_adam_beta2", "critic_adam_epsilon"]
+)
+def test_settings_of_the_critic_are_refused_beside_an_optimizer_that_has_them(name, tmp_path):
+    model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+    arguments = {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-3), None)}
+    with pytest.raises(
+        ValueError, match=f"{name} is 0.5, but the optimizer in `optimizers` has its own settings; give"
+    ):
+        tiny_trainer(tmp_path, model=model, trainer_arguments=arguments, **{name: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "of_1e_5", "of_1e_8"),
+    [
+        # sqrt(v) = 1 / sqrt(N) where a gradient of N equal elements has the norm 1. 1 / sqrt(1e6) = 1e-3, and
+        # 1e-3 / (1e-3 + 1e-5) = 0.990; and so on.
+        (1e6, 0.990, 1.000),
+        (1e8, 0.909, 1.000),
+        (1e9, 0.760, 1.000),
+        (7e9, 0.544, 0.999),
+        (70e9, 0.274, 0.997),
+    ],
+)
+def test_epsilon_damps_the_steps_of_large_models_as_the_documentation_says(parameters, of_1e_5, of_1e_8):
+    for epsilon, share in ((1e-5, of_1e_5), (1e-8, of_1e_8)):
+        weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        weight.grad = torch.tensor(1 / math.sqrt(parameters), dtype=torch.float64)
+        # The first step: m / (1 - beta1) = g and sqrt(v / (1 - beta2)) = |g|, so the step is lr * g / (|g| + epsilon).
+        torch.optim.AdamW([weight], lr=1.0, eps=epsilon, weight_decay=0.0).step()
+        assert -float(weight.detach()) == pytest.approx(share, abs=5e-4)
+    assert tiny_config("unused").adam_epsilon == 1e-8
