@@ -268,6 +268,33 @@ CASES: dict[str, Case] = {
         gamma=0.0,
     ),
     "clipped gradients, no critic": case(max_grad_norm=0.01, adv_estimator="grpo", **PAIRS),
+    "clipped gradients": case(max_grad_norm=0.5, vf_coef=3.0),
+    "clipped gradients, the critic's own bound": case(
+        max_grad_norm=0.3, critic_max_grad_norm=0.02, critic="c51", num_atoms=9
+    ),
+    "clipped gradients, shared": case(
+        critic_layout="shared", max_grad_norm=0.2, critic_max_grad_norm=1.5, vf_coef=4.0, critic_warmup_steps=1
+    ),
+    "clipped gradients, adapter": case(
+        critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True
+    ),
+    "the critic's own AdamW": case(
+        critic_adam_beta1=0.5,
+        critic_adam_beta2=0.9,
+        critic_adam_epsilon=0.02,
+        critic_weight_decay=0.6,
+        weight_decay=0.2,
+        family="gpt2",
+    ),
+    "the critic's own AdamW, shared": case(
+        critic_layout="shared",
+        critic="iqn",
+        critic_adam_beta1=0.0,
+        critic_adam_epsilon=0.5,
+        critic_weight_decay=0.0,
+        weight_decay=0.3,
+        lr_scheduler_type="cosine",
+    ),
     "mixture": case(family="mixtral", entropy_coef=0.05),
     "mixture, gspo of groups": case(
         family="mixtral", policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", adv_estimator="rloo", **PAIRS

@@ -82,14 +82,13 @@ class Networks:
         """(C, H): what the critic's head reads, the last hidden state before each chosen token."""
         if self.layout == "separate":
             assert self.backbone is not None
-            out = functional_call(self.backbone, part(weights, "critic"), _tokens(row), {"use_cache": False})
+            out = functional_call(self.backbone, part(weights, "critic"), kwargs=_inputs(row))
             return _before_chosen(out.last_hidden_state, row)
         owner = {"shared": "policy", "adapter": "critic"}[str(self.layout)]
         return self._language_model(self.weights_of(owner, weights), row, 1.0).states
 
     def _language_model(self, weights: Weights, row: Row, temperature: float) -> PolicyRow:
-        how = {"use_cache": False, "output_hidden_states": True}
-        out = functional_call(self.policy, weights, _tokens(row), how)
+        out = functional_call(self.policy, weights, kwargs=_inputs(row) | {"output_hidden_states": True})
         logits = _before_chosen(out.logits, row) / temperature
         log_probabilities = logits - logits.logsumexp(dim=-1, keepdim=True)
         tokens = torch.tensor([token for token, chosen in zip(row.response, row.chosen, strict=True) if chosen])
@@ -105,8 +104,9 @@ def part(weights: Mapping[str, Tensor], owner: str) -> Weights:
     return {name.removeprefix(f"{owner}."): w for name, w in weights.items() if name.startswith(f"{owner}.")}
 
 
-def _tokens(row: Row) -> tuple[Any]:
-    return (torch.tensor([row.prompt + row.response]),)
+def _inputs(row: Row) -> dict[str, Any]:
+    tokens = torch.tensor([row.prompt + row.response])
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
 
 
 def _before_chosen(outputs: Tensor, row: Row) -> Tensor:

@@ -86,6 +86,10 @@ def test_the_trainer_learns_from_what_an_independent_ppo_learns_from(runs, name)
         ("horizon controller, low", {"target_kl": 6.0}),
         ("stopped by the kl", {"target_kl_stop": None}),
         ("clipped gradients, no critic", {"max_grad_norm": 1e6}),
+        ("clipped gradients", {"max_grad_norm": 1e6, "critic_max_grad_norm": 0.5}),
+        ("clipped gradients", {"critic_max_grad_norm": 1e6}),
+        ("clipped gradients, shared", {"critic_max_grad_norm": 1e6}),
+        ("clipped gradients, adapter", {"critic_max_grad_norm": None}),
     ],
 )
 def test_an_option_of_the_table_matters_in_its_case(runs, name, options):

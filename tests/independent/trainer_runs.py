@@ -40,10 +40,6 @@ LORA: dict[str, Any] = {
     "lora_dropout": 0.1,
     "target_modules": ["q_proj", "v_proj", "down_proj"],
 }
-CRITIC_OPTIMIZER = dict.fromkeys(
-    ("critic_max_grad_norm", "critic_adam_beta1", "critic_adam_beta2", "critic_adam_epsilon", "critic_weight_decay")
-)
-"""Options of the critic's own optimizer; None = the policy's."""
 
 
 def _norm_in_own_dtype(self: Any, states: Tensor) -> Tensor:
@@ -136,7 +132,7 @@ def run_both(folder: Path, case: Case) -> BothRuns:
 def _trained(
     like: IndependentPPO, before: Weights, config: dict[str, Any], samples: list[Samples]
 ) -> tuple[IndependentPPO, list[Any]]:
-    run = IndependentPPO(like.networks, before, CRITIC_OPTIMIZER | config, like.randomness, like.total_steps)
+    run = IndependentPPO(like.networks, before, config, like.randomness, like.total_steps)
     return run, [run.step(part) for part in samples]
 
 
