@@ -1,0 +1,76 @@
+"""The optimizer of the second opinion: clipping, learning-rate schedules and AdamW (arXiv:1711.05101), written out."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.independent.networks import Weights
+
+
+def rate_factor(update: int, total: int, config: Mapping[str, Any]) -> float:
+    """What the learning rate of optimizer step `update` (from 0) of `total` is multiplied by."""
+    warmup = config["warmup_steps"]
+    if update < warmup:
+        return update / warmup
+    done = (update - warmup) / max(1, total - warmup)
+    if config["lr_scheduler_type"] == "linear":
+        return max(0.0, 1 - done)
+    if config["lr_scheduler_type"] == "cosine":
+        return max(0.0, (1 + math.cos(math.pi * done)) / 2)
+    assert config["lr_scheduler_type"] in ("constant", "constant_with_warmup")
+    return 1.0
+
+
+def of_critic(config: Mapping[str, Any], policys: str, critics: str) -> Any:
+    """An option of the critic's own, or the policy's where that is None."""
+    own = config[critics]
+    return config[policys] if own is None else own
+
+
+class AdamW:
+    """Moments and number of updates of each tensor: one that has no gradient keeps all three.
+
+    Args:
+        config: the run's configuration.
+        critic: names of the critic's tensors: `critic.*` and `head.*`. All others are the policy's.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.first: Weights = {}
+        self.second: Weights = {}
+        self.count: dict[str, int] = {}
+
+    def step(self, weights: Weights, gradients: Mapping[str, Tensor], factor: float) -> Weights:
+        """The new weights; those without a gradient are returned as they are."""
+        new = dict(weights)
+        for is_critic in (False, True):
+            own = {n: g for n, g in gradients.items() if n.startswith(("critic.", "head.")) == is_critic}
+            if own:
+                new |= self._step_group(weights, own, factor, is_critic=is_critic)
+        return new
+
+    def _step_group(
+        self, weights: Weights, gradients: Mapping[str, Tensor], factor: float, *, is_critic: bool
+    ) -> Weights:
+        def option(name: str, critics: str) -> Any:
+            return of_critic(self.config, name, critics) if is_critic else self.config[name]
+
+        rate = factor * option("learning_rate", "critic_learning_rate")
+        beta1, beta2 = option("adam_beta1", "critic_adam_beta1"), option("adam_beta2", "critic_adam_beta2")
+        epsilon, decay = option("adam_epsilon", "critic_adam_epsilon"), option("weight_decay", "critic_weight_decay")
+        limit = option("max_grad_norm", "critic_max_grad_norm")
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        scale = min(1.0, limit / (norm + 1e-6))
+        new = {}
+        for name, gradient in gradients.items():
+            w, g = weights[name], gradient * scale
+            t = self.count[name] = self.count.get(name, 0) + 1
+            m = self.first[name] = beta1 * self.first.get(name, torch.zeros_like(w)) + (1 - beta1) * g
+            v = self.second[name] = beta2 * self.second.get(name, torch.zeros_like(w)) + (1 - beta2) * g**2
+            step = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + epsilon)
+            new[name] = w - rate * step - (rate * decay * w if w.dim() >= 2 else 0)
+        return new

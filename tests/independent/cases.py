@@ -1,0 +1,302 @@
+"""The configurations in which the trainer is compared with the second opinion."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def even(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Three quarters for each even token, less one."""
+    return [0.75 * sum(token % 2 == 0 for token in ids) - 1.0 for ids in completion_ids]
+
+
+def short(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+) -> list[float | None]:
+    """Half a point for each token below four; no opinion on single tokens."""
+    return [None if len(ids) == 1 else (4 - len(ids)) / 2 for ids in completion_ids]
+
+
+def tokens(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+) -> list[list[float]]:
+    """A number for each token, by its place and its id."""
+    return [[(token % 5) / 4 - 0.5 * (place % 2) for place, token in enumerate(ids)] for ids in completion_ids]
+
+
+SOURCES = {"even": even, "short": short, "tokens": tokens}
+"""Reward functions. All sums of their scores are exact in float32, in which the trainer keeps raw scores."""
+
+BASE: dict[str, Any] = {
+    "rollout_batch_size": 6,
+    "rollout_per_device_batch_size": 4,
+    "step_batch_size": 4,
+    "step_per_device_batch_size": 3,
+    "ppo_epochs": 2,
+    "response_len": 5,
+    # A quarter of the vocabulary ends a response, so that lengths differ.
+    "truncate_tokens": list(range(10, 26)),
+    "learning_rate": 0.02,
+    "vf_coef": 0.5,
+    "cliprange": 0.1,
+    # With a small epsilon an update hardly depends on the size of the gradient, nor on a wrong factor of the loss.
+    "adam_epsilon": 0.1,
+    "max_grad_norm": 1e6,
+    "num_logged_rollouts": 0,
+    "logprob_chunk_size": 5,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration.
+
+    Args:
+        options: fields of PPOConfig that differ from BASE.
+        family: of the policy's model.
+        lora: whether policy (and critic, with critic_layout adapter) are adapters.
+        sources: names in SOURCES.
+        holes: whether responses have tokens that the policy did not choose.
+        mismatch: standard deviation of the difference between the sampler's and the trainer's log-probs.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    lora: bool = False
+    sources: tuple[str, ...] = ("even",)
+    holes: bool = False
+    mismatch: float = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """All fields of PPOConfig that are set. Two of the run's three steps are trained, which the schedule sees."""
+        merged = {**BASE, **self.options}
+        return {"total_episodes": 3 * merged["rollout_batch_size"], **merged}
+
+
+def case(
+    *,
+    family: str = "llama",
+    lora: bool = False,
+    sources: tuple[str, ...] = ("even",),
+    holes: bool = False,
+    mismatch: float = 0.0,
+    **options: Any,
+) -> Case:
+    """A Case with `options` as keywords."""
+    return Case(options, family, lora, sources, holes, mismatch)
+
+
+PAIRS: dict[str, Any] = {"rollout_batch_size": 3, "num_return_sequences": 2}
+TRIPLES: dict[str, Any] = {"rollout_batch_size": 2, "num_return_sequences": 3}
+WITH_KL_LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.3}
+CORRECTED: dict[str, Any] = {"old_policy": "correct", "mismatch": 0.4}
+
+CASES: dict[str, Case] = {
+    "scalar": case(),
+    "scalar, values not clipped": case(cliprange_value=None, lam=1.0, gamma=0.9, sources=("tokens",)),
+    "scalar, values clipped hard": case(cliprange_value=0.05, vf_coef=2.0, ppo_epochs=3, lam=0.0, holes=True),
+    "scalar, shared": case(critic_layout="shared", critic_learning_rate=0.05, entropy_coef=0.1),
+    "scalar, shared, warm-up": case(critic_layout="shared", critic_warmup_steps=1, weight_decay=0.3),
+    "scalar, adapter": case(critic_layout="adapter", lora=True, temperature=0.7, weight_decay=0.2, holes=True),
+    "scalar, adapter, warm-up": case(
+        critic_layout="adapter", lora=True, critic_warmup_steps=1, critic_learning_rate=0.1, gradient_checkpointing=True
+    ),
+    "scalar beside an adapter": case(lora=True, reference="copy", kl_coef=0.4, **WITH_KL_LOSS, kl_loss_type="k2"),
+    "scalar, shared with an adapter": case(critic_layout="shared", lora=True, loss_agg_mode="seq-mean-token-sum-norm"),
+    "c51": case(critic="c51", num_atoms=7, c51_v_min=-4.0, c51_v_max=4.0),
+    "c51, narrow support": case(
+        critic="c51",
+        num_atoms=5,
+        c51_v_min=-0.5,
+        c51_v_max=1.0,
+        critic_layout="shared",
+        loss_agg_mode="seq-mean-token-sum",
+    ),
+    "c51, tail": case(
+        critic="c51",
+        num_atoms=11,
+        c51_v_min=-3.0,
+        c51_v_max=5.0,
+        risk_level="0.25",
+        critic_layout="adapter",
+        lora=True,
+        sources=("even", "short"),
+        reward_weights=[0.5, -1.0],
+    ),
+    "quantile": case(critic="quantile", num_quantiles=4, gamma=0.95, family="gpt2"),
+    "quantile, tail inside one quantile": case(
+        critic="quantile", num_quantiles=5, risk_level="0.1", lam=0.5, critic_layout="shared", holes=True
+    ),
+    "quantile, tail": case(
+        critic="quantile",
+        num_quantiles=6,
+        risk_level="0.6",
+        quantile_huber_kappa=0.3,
+        critic_layout="adapter",
+        lora=True,
+        loss_agg_mode="seq-mean-token-mean",
+    ),
+    "iqn": case(critic="iqn", num_quantiles=4, iqn_embedding_dim=6),
+    "iqn, tail": case(
+        critic="iqn",
+        num_quantiles=3,
+        iqn_embedding_dim=5,
+        risk_level="0.3",
+        quantile_huber_kappa=2.0,
+        family="gpt2",
+        critic_layout="shared",
+        sources=("tokens",),
+    ),
+    "iqn, adapter, warm-up": case(
+        critic="iqn",
+        num_quantiles=3,
+        iqn_embedding_dim=4,
+        critic_layout="adapter",
+        lora=True,
+        critic_warmup_steps=1,
+        lr_scheduler_type="linear",
+    ),
+    "gae, not whitened": case(whiten_advantages=False, kl_estimator="k3", holes=True),
+    "gae, whitened rewards": case(
+        whiten_rewards=True, gamma=0.8, lam=0.7, kl_estimator="k2", sources=("even", "tokens")
+    ),
+    "grpo": case(adv_estimator="grpo", **TRIPLES, **WITH_KL_LOSS, use_kl_in_reward=False, kl_loss_type="k3"),
+    "grpo_no_std": case(
+        adv_estimator="grpo_no_std",
+        **PAIRS,
+        holes=True,
+        response_len=4,
+        loss_agg_mode="seq-mean-token-sum-norm",
+        kl_coef=0.3,
+    ),
+    "rloo": case(adv_estimator="rloo", **TRIPLES, loss_agg_mode="seq-mean-token-sum", kl_coef=0.3, holes=True),
+    "opo": case(adv_estimator="opo", **TRIPLES, sources=("short", "even"), kl_estimator="abs", holes=True),
+    "reinforce_plus_plus": case(
+        adv_estimator="reinforce_plus_plus", gamma=0.9, kl_coef=0.2, holes=True, sources=("tokens",)
+    ),
+    "reinforce_plus_plus_baseline": case(
+        adv_estimator="reinforce_plus_plus_baseline", **PAIRS, kl_coef=0.2, temperature=1.3, family="gpt2", holes=True
+    ),
+    "remax": case(adv_estimator="remax", kl_coef=0.2, family="gpt2", penalty_reward_value=-1.5),
+    "remax of pairs": case(adv_estimator="remax", **PAIRS, sources=("tokens",), penalty_reward_value=-0.5, holes=True),
+    "clip-higher": case(cliprange=0.02, cliprange_high=0.3, temperature=1.5, ppo_epochs=3),
+    "dual clip": case(clip_ratio_c=1.05, cliprange=0.03, learning_rate=0.1, ppo_epochs=3),
+    "gspo": case(
+        policy_loss="gspo",
+        loss_agg_mode="seq-mean-token-mean",
+        cliprange=0.02,
+        cliprange_high=0.3,
+        learning_rate=0.005,
+        ppo_epochs=3,
+    ),
+    "gspo of groups": case(
+        policy_loss="gspo",
+        loss_agg_mode="seq-mean-token-mean",
+        adv_estimator="grpo",
+        **TRIPLES,
+        holes=True,
+        entropy_coef=0.05,
+        ppo_epochs=3,
+    ),
+    "gspo, corrected": case(policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", **CORRECTED),
+    "sampler's log-probs": case(old_policy="rollout", mismatch=0.1, kl_coef=0.3),
+    "corrected tokens": case(**CORRECTED, rollout_correction_threshold=1.2, entropy_coef=0.1, **WITH_KL_LOSS),
+    "corrected tokens, normalised": case(
+        **CORRECTED, rollout_correction_normalize=True, loss_agg_mode="seq-mean-token-sum", holes=True
+    ),
+    "corrected sequences": case(
+        **CORRECTED,
+        rollout_correction_level="sequence",
+        rollout_correction_threshold=float("inf"),
+        loss_agg_mode="seq-mean-token-mean",
+        holes=True,
+    ),
+    "corrected sequences, normalised": case(
+        **CORRECTED,
+        rollout_correction_level="sequence",
+        rollout_correction_threshold=1.1,
+        rollout_correction_normalize=True,
+        adv_estimator="rloo",
+        **PAIRS,
+    ),
+    "kl in the loss, k1": case(**WITH_KL_LOSS, kl_loss_type="k1", use_kl_in_reward=False),
+    "kl in the loss, k1+": case(**WITH_KL_LOSS, kl_loss_type="k1+", kl_estimator="k1+", temperature=0.8),
+    "kl in the loss, k3+": case(
+        **WITH_KL_LOSS, kl_loss_type="k3+", kl_estimator="k3+", loss_agg_mode="seq-mean-token-sum-norm", holes=True
+    ),
+    "kl clamped": case(kl_estimator="k1_clamped", kl_coef=0.5, kl_controller="proportional", target_kl=0.5, k_beta=2.0),
+    "proportional controller": case(
+        kl_coef=0.5, kl_controller="proportional", target_kl=0.01, k_beta=1.5, kl_estimator="k3", critic_layout="shared"
+    ),
+    "horizon controller": case(
+        kl_coef=0.5,
+        kl_controller="horizon",
+        target_kl=3.0,
+        kl_horizon=10,
+        reference="copy_offloaded",
+        adv_estimator="rloo",
+        **PAIRS,
+    ),
+    "horizon controller, low": case(
+        kl_coef=0.5, kl_controller="horizon", target_kl=0.05, kl_horizon=20, kl_estimator="k2"
+    ),
+    "no reference": case(reference="none", use_kl_in_reward=False, entropy_coef=0.2),
+    "penalty": case(penalty_reward_value=-2.0, sources=("even", "short"), reward_weights=[1.0, 0.25]),
+    "penalty of token rewards": case(penalty_reward_value=-1.0, sources=("tokens", "even"), reward_weights=[2.0, 0.5]),
+    "linear with warm-up": case(
+        lr_scheduler_type="linear", warmup_steps=3, weight_decay=0.5, critic_learning_rate=0.005, family="gpt2"
+    ),
+    "cosine with warm-up": case(
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        adam_beta1=0.5,
+        adam_beta2=0.9,
+        adam_epsilon=1e-3,
+        critic_layout="shared",
+    ),
+    "constant with warm-up": case(lr_scheduler_type="constant_with_warmup", warmup_steps=5, adam_epsilon=1e-6),
+    "critic first": case(critic_warmup_steps=1, weight_decay=0.4, lr_scheduler_type="linear", warmup_steps=1),
+    "stopped by the kl": case(target_kl_stop=0.01, learning_rate=0.1, ppo_epochs=3, lr_scheduler_type="linear"),
+    "stopped by the kl, with a warm-up": case(
+        target_kl_stop=0.02, critic_warmup_steps=1, learning_rate=0.2, adv_estimator="gae", holes=True, ppo_epochs=3
+    ),
+    "one row left over": case(rollout_batch_size=7, step_batch_size=3, step_per_device_batch_size=2, ppo_epochs=1),
+    "one batch": case(
+        rollout_batch_size=5,
+        step_batch_size=5,
+        step_per_device_batch_size=1,
+        rollout_per_device_batch_size=2,
+        gamma=0.0,
+    ),
+    "clipped gradients, no critic": case(max_grad_norm=0.01, adv_estimator="grpo", **PAIRS),
+    "clipped gradients": case(max_grad_norm=0.5, vf_coef=3.0),
+    "clipped gradients, the critic's own bound": case(
+        max_grad_norm=0.3, critic_max_grad_norm=0.02, critic="c51", num_atoms=9
+    ),
+    "clipped gradients, shared": case(
+        critic_layout="shared", max_grad_norm=0.2, critic_max_grad_norm=1.5, vf_coef=4.0, critic_warmup_steps=1
+    ),
+    "clipped gradients, adapter": case(
+        critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True
+    ),
+    "the critic's own AdamW": case(
+        critic_adam_beta1=0.5,
+        critic_adam_beta2=0.9,
+        critic_adam_epsilon=0.02,
+        critic_weight_decay=0.6,
+        weight_decay=0.2,
+        family="gpt2",
+    ),
+    "the critic's own AdamW, shared": case(
+        critic_layout="shared",
+        critic="iqn",
+        critic_adam_beta1=0.0,
+        critic_adam_epsilon=0.5,
+        critic_weight_decay=0.0,
+        weight_decay=0.3,
+        lr_scheduler_type="cosine",
+    ),
+    "mixture": case(family="mixtral", entropy_coef=0.05),
+    "mixture, gspo of groups": case(
+        family="mixtral", policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", adv_estimator="rloo", **PAIRS
+    ),
+}

@@ -1,0 +1,209 @@
+"""PPO written a second time, in plain torch and from the papers: what the trainer's weights are compared with.
+
+It shares no code with the package. The caller gives it what is random, or tested elsewhere: the sampled tokens, the raw
+scores, the rows of each optimizer step and the quantile levels of an iqn critic. It computes everything else:
+log-probs, entropies and values of policy, reference and critic, shaped rewards, advantages, losses, gradients, AdamW,
+the learning rate and the KL coefficient. It is slow on purpose: one row at a time, an optimizer step in one piece.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.independent import heads, losses
+from tests.independent.adamw import AdamW, rate_factor
+from tests.independent.advantages import ESTIMATORS, Rows, kl_values, next_kl_coef, whitened
+from tests.independent.networks import Networks, PolicyRow, Row, Weights, part
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one rollout drew. Entry i of each list is of row i; a tensor (C_i,) has one number per chosen token."""
+
+    rows: list[Row]
+    prompt_ids: list[int]
+    stopped: list[bool]
+    rollout_logprobs: Rows
+    scores_by_source: list[list[float | list[float] | None]]
+    """Row i's raw scores: of each source a number, one per chosen token, or None."""
+    greedy: "Samples | None" = None
+    """For remax: the greedy response to the prompt of each row."""
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The random choices of the updates, as functions of the PPO step (from 0)."""
+
+    batches: Callable[[int], Iterator[tuple[int, Tensor]]]
+    """The epoch and the rows of each optimizer step."""
+    taus: Callable[[int, int, int], Tensor | None]
+    """(step, epoch, number of the optimizer step) -> the quantile levels of an iqn critic's loss."""
+
+
+@dataclass
+class Experience:
+    """One rollout with everything the updates read, and what the trainer's own rollouts are compared with."""
+
+    old: Rows
+    reference: Rows
+    entropies: Rows
+    values: Rows | None
+    kl: Rows
+    shaped: Rows
+    advantages: Rows
+    returns: Rows
+    weights: Rows | None
+
+
+@dataclass
+class IndependentPPO:
+    """A run.
+
+    Args:
+        networks: architectures and frozen weights.
+        weights: the trained weights at the start, in float64; replaced by every optimizer step.
+        config: the run's options by name.
+        randomness: the random choices of the updates.
+        total_steps: PPO steps of the whole run, for the learning-rate schedule.
+    """
+
+    networks: Networks
+    weights: Weights
+    config: Mapping[str, Any]
+    randomness: Randomness
+    total_steps: int
+    kl_coef: float = field(init=False)
+    num_updates: int = 0
+    num_ppo_steps: int = 0
+    early_stops: int = 0
+
+    def __post_init__(self) -> None:
+        self.kl_coef = self.config["kl_coef"]
+        self.optimizer = AdamW(self.config)
+
+    def step(self, samples: Samples) -> Experience:
+        """One PPO step on `samples`; returns what it learned from, and leaves the new weights in `weights`."""
+        with torch.no_grad():
+            experience = self._experience(samples)
+        config, rows = self.config, samples.rows
+        per_rollout = config["ppo_epochs"] * -(-len(rows) // config["step_batch_size"])
+        total = self.total_steps * per_rollout
+        batches = list(self.randomness.batches(self.num_ppo_steps))
+        assert len(batches) == per_rollout
+        for number, (epoch, chosen) in enumerate(batches):
+            taus = self.randomness.taus(self.num_ppo_steps, epoch, number)
+            gradients = self._gradients(samples, experience, chosen.tolist(), taus)
+            if gradients is None:
+                self.early_stops += 1
+                break
+            factor = rate_factor(self.num_updates, total, config)
+            self.weights = self.optimizer.step(self.weights, gradients, factor)
+            self.num_updates += 1
+        self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, config)
+        self.num_ppo_steps += 1
+        return experience
+
+    def _policy(self, weights: Weights, row: Row) -> PolicyRow:
+        return self.networks.policy_row(weights, row, temperature=self.config["temperature"])
+
+    def _critic(self, weights: Weights, row: Row, taus: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        states = self.networks.critic_states(weights, row)
+        return heads.predictions(part(weights, "head"), states, self.config, taus)
+
+    def _experience(self, samples: Samples) -> Experience:
+        config, temperature = self.config, self.config["temperature"]
+        current = [self._policy(self.weights, row) for row in samples.rows]
+        old = [row.logprobs for row in current]
+        reference = [self.networks.reference_row(row, temperature=temperature).logprobs for row in samples.rows]
+        weights = None
+        if config["old_policy"] == "correct":
+            weights = losses.correction_weights(old, samples.rollout_logprobs, config)
+        elif config["old_policy"] == "rollout":
+            old = samples.rollout_logprobs
+        else:
+            assert config["old_policy"] == "recompute", f"no second opinion on old_policy {config['old_policy']!r}"
+        if config["reference"] == "none":
+            reference = old
+        values = None
+        if self.networks.layout is not None:
+            values = [self._critic(self.weights, row)[1] for row in samples.rows]
+        kl = [kl_values(a - b, config["kl_estimator"]) for a, b in zip(old, reference, strict=True)]
+        coef = self.kl_coef if config["use_kl_in_reward"] else 0.0
+        shaped = [reward - coef * k for reward, k in zip(self._rewards(samples), kl, strict=True)]
+        baseline = None if samples.greedy is None else [float(r.sum()) for r in self._rewards(samples.greedy)]
+        advantages, returns = ESTIMATORS[config["adv_estimator"]](
+            whitened(shaped, keep_mean=True) if config["whiten_rewards"] else shaped,
+            config,
+            values=values,
+            prompt_ids=samples.prompt_ids,
+            baseline_scores=baseline,
+        )
+        return Experience(
+            old, reference, [row.entropies for row in current], values, kl, shaped, advantages, returns, weights
+        )
+
+    def _rewards(self, samples: Samples) -> Rows:
+        """Before the KL penalty: the weighted sources, a response's score on its last chosen token."""
+        penalty, rows = self.config["penalty_reward_value"], []
+        for row, by_source, stopped in zip(samples.rows, samples.scores_by_source, samples.stopped, strict=True):
+            reward = torch.zeros(sum(row.chosen), dtype=torch.float64)
+            weights = self.config["reward_weights"] or [1.0] * len(by_source)
+            for score, weight in zip(by_source, weights, strict=True):
+                if isinstance(score, list):
+                    reward += weight * torch.tensor(score, dtype=torch.float64)
+                elif score is not None:
+                    reward[-1] += weight * score
+            if penalty is not None and not stopped:
+                reward = torch.zeros_like(reward)
+                reward[-1] = penalty
+            rows.append(reward)
+        return rows
+
+    def _gradients(
+        self, samples: Samples, experience: Experience, rows: list[int], taus: Tensor | None
+    ) -> dict[str, Tensor] | None:
+        """The gradient of one optimizer step's loss; None if target_kl_stop ends the step's updates."""
+        weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
+        critic_only = self.num_ppo_steps < self.config["critic_warmup_steps"]
+        loss = torch.zeros((), dtype=torch.float64)
+        if not critic_only:
+            current = [self._policy(weights, samples.rows[i]) for i in rows]
+            new, old = [row.logprobs for row in current], [experience.old[i] for i in rows]
+            stop = self.config["target_kl_stop"]
+            if stop is not None and losses.approximate_kl(new, old) > stop:
+                return None
+            loss = loss + self._policy_terms(current, experience, rows)
+        if experience.values is not None:
+            loss = loss + self.config["vf_coef"] * self._value_loss(weights, samples, experience, rows, taus)
+        trained = {n: w for n, w in weights.items() if not critic_only or n.startswith(("critic.", "head."))}
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+
+    def _policy_terms(self, current: list[PolicyRow], experience: Experience, rows: list[int]) -> Tensor:
+        config, new = self.config, [row.logprobs for row in current]
+        old, advantages = [experience.old[i] for i in rows], [experience.advantages[i] for i in rows]
+        of_tokens = losses.policy_loss(new, old, advantages, config)
+        if config["use_kl_loss"]:
+            kl = losses.kl_loss(new, [experience.reference[i] for i in rows], config)
+            of_tokens = [loss + config["kl_loss_coef"] * k for loss, k in zip(of_tokens, kl, strict=True)]
+        entropies = [row.entropies for row in current]
+        of_tokens = [loss - config["entropy_coef"] * e for loss, e in zip(of_tokens, entropies, strict=True)]
+        if experience.weights is not None:
+            # All three are expectations over tokens that the sampler drew.
+            of_tokens = [loss * experience.weights[i] for loss, i in zip(of_tokens, rows, strict=True)]
+        return losses.averaged(of_tokens, config)
+
+    def _value_loss(
+        self, weights: Weights, samples: Samples, experience: Experience, rows: list[int], taus: Tensor | None
+    ) -> Tensor:
+        assert experience.values is not None
+        of_rows = []
+        for i in rows:
+            predicted, _ = self._critic(weights, samples.rows[i], taus)
+            of_rows.append(
+                heads.token_losses(predicted, experience.returns[i], experience.values[i], self.config, taus)
+            )
+        return losses.averaged(of_rows, self.config)

@@ -1,0 +1,236 @@
+"""The trainer under test on a tiny model in float64, and what the second opinion needs of its run.
+
+From the trainer come the sampled tokens, the sampler's log-probs and the weights at the start; from the package the
+rows of each optimizer step and the quantile levels of iqn. Scores are computed here, from the tokens.
+"""
+
+import copy
+import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.ppo.losses import sample_value_taus
+from alpaca_ppo.ppo.minibatches import update_batches
+from tests.independent.cases import SOURCES, Case
+from tests.independent.networks import Networks, Row, Weights
+from tests.independent.ppo_step import IndependentPPO, Randomness, Samples
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import tiny_trainer
+
+STEPS = 2
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "num_hidden_layers": 1},
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "mixtral": {**SMALL, "num_hidden_layers": 1, "num_local_experts": 3},
+}
+LORA: dict[str, Any] = {
+    "r": 2,
+    "lora_alpha": 6,
+    "lora_dropout": 0.1,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
+
+
+def _norm_in_own_dtype(self: Any, states: Tensor) -> Tensor:
+    return self.weight * states * torch.rsqrt((states**2).mean(dim=-1, keepdim=True) + self.variance_epsilon)
+
+
+@functools.cache
+def _language_model(family: str) -> PreTrainedModel:
+    """A model of `family`. Norms that round to float32 in between stay in float64: a rounding error of 1e-16 in one of
+    the runs would sometimes turn into one of 1e-8.
+    """
+    model = tiny_causal_lm(family, dtype=torch.float64, **SIZES[family])
+    if family == "mixtral":
+        # The default kernel for mixtures has no float64.
+        model.set_experts_implementation("eager")
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.__class__ = type("RMSNorm", (type(module),), {"forward": _norm_in_own_dtype})
+    return model
+
+
+class Recorder(PPOTrainer):
+    """Keeps what each rollout drew and learned from, and makes holes or a mismatch if the case asks for them."""
+
+    case: Case
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drawn: list[dict[str, Any]] = []
+        self.learned_from: list[Any] = []
+
+    def _generate(self, prompts: Any, sampling_params: Any) -> dict[str, Tensor]:
+        samples = super()._generate(prompts, sampling_params)
+        mask, logprobs = samples["response_mask"], samples["rollout_logprobs"]
+        if self.case.holes:
+            # The first token of every third row of two or more tokens, and the third of all rows of four or more.
+            mask[::3, 0] &= ~mask[::3, 1]
+            mask[:, 2] &= ~mask[:, 3]
+            written = ~mask & (mask.flip(1).cumsum(1).flip(1) > 0)
+            samples["responses"][written] = 7
+            logprobs[~mask] = 0
+        if self.case.mismatch:
+            noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            samples["rollout_logprobs"] = logprobs + self.case.mismatch * noise * mask
+        kept = {key: value.clone() for key, value in samples.items()}
+        self.drawn.append({**kept, "n": sampling_params.num_return_sequences, "prompt_ids": prompts["prompt_ids"]})
+        return samples
+
+    def step_with_rollouts(self, rollouts: Any) -> dict[str, float]:
+        self.learned_from.append({key: value.clone() for key, value in rollouts.items()})
+        return super().step_with_rollouts(rollouts)
+
+
+class BothRuns(NamedTuple):
+    """A case that was trained twice, by the trainer and by the second opinion."""
+
+    trainer: Any
+    independent: IndependentPPO
+    experiences: list[Any]
+    """The second opinion's, of each PPO step."""
+    samples: list[Samples]
+    before: Weights
+    after: Weights
+    """The trainer's weights at the start and at the end, by the second opinion's names."""
+
+    def independent_with(self, **options: Any) -> IndependentPPO:
+        """The second opinion on the same tokens with other options, at its end."""
+        return _trained(self.independent, self.before, {**self.independent.config, **options}, self.samples)[0]
+
+
+def run_both(folder: Path, case: Case) -> BothRuns:
+    """Trains the trainer for two PPO steps, and then the second opinion on the same tokens."""
+    trainer, networks = _trainer(folder, case)
+    before = _weights(trainer)
+    with warnings.catch_warnings():
+        # A mismatch that is made on purpose, and returns beyond a narrow support.
+        warnings.simplefilter("ignore")
+        for step in range(STEPS):
+            trainer.step(trainer.prompt_batches(step))
+    args = trainer.args
+    config = dataclasses.asdict(args)
+    start = IndependentPPO(
+        networks, before, config, _randomness(trainer), total_steps=args.total_episodes // args.rollout_batch_size
+    )
+    samples = _samples(trainer, case)
+    independent, experiences = _trained(start, before, config, samples)
+    return BothRuns(trainer, independent, experiences, samples, before, _weights(trainer))
+
+
+def _trained(
+    like: IndependentPPO, before: Weights, config: dict[str, Any], samples: list[Samples]
+) -> tuple[IndependentPPO, list[Any]]:
+    run = IndependentPPO(like.networks, before, config, like.randomness, like.total_steps)
+    return run, [run.step(part) for part in samples]
+
+
+def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
+    policy = copy.deepcopy(_language_model(case.family))
+    plain = copy.deepcopy(policy)
+    arguments: dict[str, Any] = {"reward_funcs": [SOURCES[name] for name in case.sources]}
+    if case.lora:
+        arguments["peft_config"] = LoraConfig(**LORA)
+    trainer_class = type("Recorder", (Recorder,), {"case": case})
+    trainer = tiny_trainer(
+        folder, model=policy, trainer_class=trainer_class, trainer_arguments=arguments, **case.settings()
+    )
+    layout = trainer.args.critic_layout if trainer.args.uses_critic else None
+    networks = Networks(
+        policy=plain,
+        backbone=plain.base_model if layout == "separate" else None,
+        reference={name: p.detach().clone() for name, p in plain.named_parameters()},
+        layout=layout,
+        lora_scale=LORA["lora_alpha"] / LORA["r"] if case.lora else None,
+    )
+    _perturb(trainer)
+    return trainer, networks
+
+
+def _perturb(trainer: Any) -> None:
+    """Moves all trained weights: a critic that predicts 0, and a policy equal to its reference, would hide mistakes."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in trainer.actor_critic.named_parameters():
+            if p.requires_grad:
+                size = 0.3 if "head." in name and name.startswith("critic") or "lora_B" in name else 0.05
+                p += size * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+
+
+def _weights(trainer: Any) -> Weights:
+    """A copy of everything that is trained, by the second opinion's names."""
+    return {_our_name(n): p.detach().clone() for n, p in trainer.actor_critic.named_parameters() if p.requires_grad}
+
+
+def _our_name(name: str) -> str:
+    if adapter := re.fullmatch(r"policy\.model\.(.+)\.(lora_[AB])\.(\w+)\.weight", name):
+        layer, factor, owner = adapter.groups()
+        return f"{'critic' if owner == 'value' else 'policy'}.{layer}.{factor}"
+    return re.sub(
+        r"^critic\.(backbone|head)\.", lambda m: {"backbone": "critic.", "head": "head."}[m[1]], name
+    ).replace("policy.model.", "policy.", 1)
+
+
+def _randomness(trainer: Any) -> Randomness:
+    args = trainer.args
+
+    def batches(step: int) -> Any:
+        rows = args.rollout_batch_size * args.num_return_sequences
+        return update_batches(rows, args.step_batch_size, args.ppo_epochs, (args.seed, step))
+
+    def taus(step: int, epoch: int, number: int) -> Tensor | None:
+        return sample_value_taus(trainer.critic_head, args.seed, step, epoch, number)
+
+    return Randomness(batches, taus)
+
+
+def _samples(trainer: Any, case: Case) -> list[Samples]:
+    """Of each rollout; with remax, the greedy responses come after the sampled ones."""
+    drawn = [_sample(record, case) for record in trainer.drawn]
+    if len(drawn) == STEPS:
+        return drawn
+    assert len(drawn) == 2 * STEPS
+    repeats = trainer.args.num_return_sequences
+    return [
+        dataclasses.replace(sampled, greedy=_repeated(greedy, repeats))
+        for sampled, greedy in zip(drawn[::2], drawn[1::2], strict=True)
+    ]
+
+
+def _repeated(samples: Samples, repeats: int) -> Samples:
+    places = [place for place in range(len(samples.rows)) for _ in range(repeats)]
+    return Samples(
+        [samples.rows[i] for i in places],
+        [samples.prompt_ids[i] for i in places],
+        [samples.stopped[i] for i in places],
+        [samples.rollout_logprobs[i] for i in places],
+        [samples.scores_by_source[i] for i in places],
+    )
+
+
+def _sample(record: dict[str, Any], case: Case) -> Samples:
+    rows, scores = [], []
+    for prompt, real, response, mask in zip(
+        record["queries"], record["query_attn_masks"], record["responses"], record["response_mask"], strict=True
+    ):
+        end = int(mask.nonzero()[-1]) + 1
+        rows.append(Row(prompt[real.bool()].tolist(), response[:end].tolist(), mask[:end].tolist()))
+        scores.append([_score(SOURCES[name], response[mask].tolist()) for name in case.sources])
+    logprobs = [row[mask] for row, mask in zip(record["rollout_logprobs"], record["response_mask"], strict=True)]
+    ids = record["prompt_ids"].repeat_interleave(record["n"]).tolist()
+    return Samples(rows, ids, record["stopped"].tolist(), logprobs, scores)
+
+
+def _score(source: Callable[..., Any], tokens: list[int]) -> Any:
+    return source(prompts=[""], completions=[""], completion_ids=[tokens])[0]
