@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
-from tests.tiny_runs import LargestFile, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
+from tests.tiny_runs import FillDisk, LargestFile, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -61,6 +61,7 @@ def made_trainer(
     eval_prompts: int = 0,
     poison: Any = (),
     largest_file: Any = (),
+    fill_disk: Any = (),
     stop_after: int = 0,
     **overrides: Any,
 ) -> PPOTrainer:
@@ -77,6 +78,7 @@ def made_trainer(
         eval_prompts: prompts to evaluate on; 0 for none.
         poison: [[step, update], ...] in which the loss of one row is NaN.
         largest_file: [step, bytes], the limit of files from the end of that step on.
+        fill_disk: [step, bytes], what is left of the output folder's disk from the end of that step on.
         stop_after: step after which the run ends; 0 for its last.
         overrides: fields of PPOConfig.
     """
@@ -92,6 +94,7 @@ def made_trainer(
         arguments["eval_dataset"] = prompts(eval_prompts)
     arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []
     arguments["callbacks"] += [LargestFile(*largest_file)] if largest_file else []
+    arguments["callbacks"] += [FillDisk(*fill_disk)] if fill_disk else []
     if poison:
         overrides["trainer_class"] = poisoned(*map(tuple, poison))
     model: Any = tiny_causal_lm(arch, dtype=getattr(torch, dtype))
