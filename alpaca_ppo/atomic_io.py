@@ -10,7 +10,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-_INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
+_SUFFIX = ".alpaca_ppo-tmp"
+"""Ends the hidden name of a text that is being written, or of the working folder (with _MARKER inside) of a folder."""
+_MARKER = "written-by-alpaca_ppo"
+_NEW, _OLD, _REMOVED = "new", "old", "removed"
+"""In a working folder: content that is not yet complete, complete content that is being replaced, and rubbish."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 StrPath = str | os.PathLike[str]
@@ -20,8 +24,8 @@ StrPath = str | os.PathLike[str]
 def write_folder_atomically(path: StrPath, *, needed: int | None = None) -> Iterator[Path]:
     """Yields an empty temporary folder that becomes `path` at the end of the block; an exception leaves `path` as is.
 
-    The temporary folder lies beside `path` under a hidden name; it is synced to the disk and then renamed. An older
-    `path` is removed only after that. Leftovers of a killed process are removed the next time `path` is written.
+    The temporary folder lies beside `path` in a hidden working folder; it is synced to the disk and then renamed. An
+    older `path` is removed only after that. Leftovers of a killed process are removed the next time `path` is written.
 
     Args:
         path: of the folder.
@@ -32,24 +36,23 @@ def write_folder_atomically(path: StrPath, *, needed: int | None = None) -> Iter
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _finish_rename(path)
-    tmp_dir = _hidden(path, _INCOMPLETE)
-    tmp_dir.mkdir()
+    new = _open_work(path) / _NEW
     try:
-        yield tmp_dir
-        for file in [*tmp_dir.rglob("*"), tmp_dir]:
+        new.mkdir()
+        yield new
+        for file in [*new.rglob("*"), new]:
             _sync_to_disk(file)
     except BaseException as error:
-        written = sum(file.stat().st_size for file in tmp_dir.rglob("*") if file.is_file())
-        shutil.rmtree(tmp_dir)
+        written = sum(file.stat().st_size for file in new.rglob("*") if file.is_file())
+        _finish(path)
         if is_full(error):
             raise _no_room(path, f"more than {written}" if needed is None else str(needed)) from error
         raise
     if path.exists():
-        os.rename(path, _hidden(path, _REPLACED))
-    os.rename(tmp_dir, path)
+        os.rename(path, new.with_name(_OLD))
+    os.rename(new, path)
     _sync_to_disk(path.parent)
-    _finish_rename(path)
+    _finish(path)
 
 
 def write_text_atomically(path: StrPath, text: str) -> None:
@@ -59,7 +62,7 @@ def write_text_atomically(path: StrPath, text: str) -> None:
         OSError: when the disk is full; the old file stays.
     """
     path = Path(path)
-    tmp_file = _hidden(path, _INCOMPLETE)
+    tmp_file = _hidden(path)
     # UTF-8 cannot encode a lone surrogate; it becomes \udXXX, as in JSON.
     content = text.encode("utf-8", errors="backslashreplace")
     try:
@@ -106,48 +109,80 @@ def list_committed(parent: StrPath, pattern: str) -> list[Path]:
     A folder that a killed process was about to replace is included: `clean_leftovers` will move it back to the path
     that is returned here.
     """
-    names = {path.name for path in Path(parent).glob(pattern) if path.is_dir()}
-    replaced = (path.name for path in Path(parent).glob(f".{pattern}{_REPLACED}"))
-    return [Path(parent) / name for name in sorted(names | {name[1 : -len(_REPLACED)] for name in replaced})]
+    found = {path for path in Path(parent).glob(pattern) if path.is_dir()}
+    hidden = {_visible(work) for work in Path(parent).glob(f".{pattern}{_SUFFIX}")}
+    return sorted(found | {path for path in hidden if committed_path(path).is_dir()})
 
 
 def committed_path(path: Path) -> Path:
-    """Where the folder `path` is now: under a hidden name if a killed process was about to replace it."""
-    replaced = _hidden(path, _REPLACED)
-    return replaced if replaced.is_dir() and not path.exists() else path
+    """Where the folder `path` is now: in a hidden folder if a killed process was about to replace it."""
+    work = _hidden(path)
+    return work / _OLD if not path.exists() and _is_work(work) and (work / _OLD).is_dir() else path
 
 
 def remove_folder(path: Path) -> None:
     """Removes `path`; a process killed here leaves it complete or absent."""
-    os.rename(path, _hidden(path, _INCOMPLETE))
-    _finish_rename(path)
+    os.rename(path, _open_work(path) / _REMOVED)
+    _finish(path)
 
 
 def clean_leftovers(folder: StrPath) -> None:
     """Removes partial files and folders that killed processes left in `folder`, and restores what they were replacing.
 
-    One process may call this, while no other one uses `folder`.
+    Anything that this module did not write stays. One process may call this, while no other one uses `folder`.
     """
-    for hidden in Path(folder).glob(".*"):
-        for suffix in (_INCOMPLETE, _REPLACED):
-            if hidden.name.endswith(suffix):
-                _finish_rename(hidden.with_name(hidden.name[1 : -len(suffix)]))
+    for hidden in Path(folder).glob(f".?*{_SUFFIX}"):
+        _finish(_visible(hidden))
 
 
-def _hidden(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}{suffix}")
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_SUFFIX}")
 
 
-def _finish_rename(path: Path) -> None:
+def _visible(hidden: Path) -> Path:
+    return hidden.with_name(hidden.name[1 : -len(_SUFFIX)])
+
+
+def _open_work(path: Path) -> Path:
+    """Makes the working folder of `path`, marked as ours before anything else is in it."""
+    _finish(path)
+    work = _hidden(path)
+    with explain_disk_full(path):
+        work.mkdir()
+        try:
+            (work / _MARKER).touch()
+        except BaseException:
+            work.rmdir()
+            raise
+    return work
+
+
+def _is_work(work: Path) -> bool:
+    return not work.is_symlink() and (work / _MARKER).is_file()
+
+
+def _finish(path: Path) -> None:
     """Ends an interrupted write of `path`: removes partial content; restores the old one if nothing replaced it."""
-    replaced = _hidden(path, _REPLACED)
-    if replaced.exists() and not path.exists():
-        os.rename(replaced, path)
-    for leftover in (replaced, _hidden(path, _INCOMPLETE)):
-        if leftover.is_symlink() or leftover.is_file():
-            leftover.unlink()
-        elif leftover.exists():
-            shutil.rmtree(leftover)
+    work = _hidden(path)
+    if work.is_symlink():
+        return
+    if work.is_file():
+        # A text, which has no place for a marker: its name alone tells.
+        work.unlink()
+    elif _is_work(work):
+        old = work / _OLD
+        if old.exists():
+            # Renamed before it is removed, so that what bears this name is always complete.
+            os.rename(old, work / _REMOVED if path.exists() else path)
+        for name in (_NEW, _REMOVED):
+            if (work / name).exists():
+                shutil.rmtree(work / name)
+        # The marker goes last: a process killed here leaves a folder that is still known as ours, or an empty one.
+        (work / _MARKER).unlink()
+        work.rmdir()
+    elif work.is_dir() and not any(work.iterdir()):
+        # Killed before it could mark the folder, or after it had removed the mark.
+        work.rmdir()
 
 
 def _sync_to_disk(path: Path) -> None:

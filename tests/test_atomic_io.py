@@ -1,5 +1,8 @@
+import contextlib
+import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from alpaca_ppo.atomic_io import (
     write_folder_atomically,
     write_text_atomically,
 )
+from tests.leftovers import work_folder
 
 
 def names(folder):
@@ -37,7 +41,7 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path):
     with write_folder_atomically(path) as tmp_dir:
         (tmp_dir / "file").write_text("x")
         assert not path.exists()
-        assert tmp_dir.parent == path.parent  # one file system, or the rename would copy
+        assert path.parent in tmp_dir.parents  # one file system, or the rename would copy
     assert names(path.parent) == ["checkpoint-1"]
     assert names(path) == ["file"]
 
@@ -69,7 +73,7 @@ def test_every_file_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatc
     monkeypatch.setattr(os, "rename", lambda *paths: (forced.append("rename"), rename(*paths)))
     write(tmp_path / "final", "x")
     before = forced[: forced.index("rename")]
-    assert {os.path.basename(path) for path in before} == {"deep", "file", ".final.incomplete"}
+    assert {os.path.basename(path) for path in before} == {"deep", "file", "new"}
     assert forced[-1] == str(tmp_path)
 
 
@@ -97,13 +101,33 @@ def test_a_process_killed_between_two_renames_loses_neither_folder_for_good(tmp_
 
 
 def test_leftovers_are_cleaned_and_other_hidden_files_stay(tmp_path):
-    (tmp_path / ".checkpoint-2.incomplete").mkdir()
-    (tmp_path / ".run.yaml.incomplete").write_text("half")
-    (tmp_path / ".checkpoint-1.replaced").symlink_to(tmp_path)
+    work_folder(tmp_path, "checkpoint-1", "new")
     (tmp_path / "checkpoint-1").mkdir()
+    work_folder(tmp_path, "checkpoint-2", "new")
+    work_folder(tmp_path, "checkpoint-3")
+    # Killed before it could mark its folder.
+    (tmp_path / ".checkpoint-4.alpaca_ppo-tmp").mkdir()
+    (tmp_path / ".run.yaml.alpaca_ppo-tmp").write_text("half")
     (tmp_path / ".gitignore").write_text("*")
     clean_leftovers(tmp_path)
     assert names(tmp_path) == [".gitignore", "checkpoint-1"]
+
+
+def test_what_this_program_did_not_write_is_left_alone_whatever_its_name(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    for name in (
+        *(".mine.incomplete", ".notes.replaced", ".incomplete", ".replaced", ".mine.alpaca_ppo-tmp", "elsewhere"),
+        *(".alpaca_ppo-tmp", ".old.alpaca_ppo-tmp/old", "mine.alpaca_ppo-tmp"),
+    ):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "text").write_text(name)
+    (tmp_path / ".empty.incomplete").mkdir()
+    (tmp_path / ".file.incomplete").write_text("mine")
+    (tmp_path / ".link.alpaca_ppo-tmp").symlink_to(elsewhere)
+    before = {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
+    clean_leftovers(tmp_path)
+    assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == before
+    assert list_committed(tmp_path, "old*") == []
 
 
 def test_a_folder_is_removed_out_of_sight(tmp_path, monkeypatch):
@@ -112,7 +136,7 @@ def test_a_folder_is_removed_out_of_sight(tmp_path, monkeypatch):
         patch.setattr(atomic_io.shutil, "rmtree", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             remove_folder(tmp_path / "checkpoint-1")
-    assert names(tmp_path) == [".checkpoint-1.incomplete"]
+    assert names(tmp_path) == [".checkpoint-1.alpaca_ppo-tmp"]
     clean_leftovers(tmp_path)
     assert names(tmp_path) == []
 
@@ -128,13 +152,56 @@ def test_a_text_file_is_replaced_in_one_step(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_a_killed_process_was_about_to_replace_is_still_one_of_those_kept(tmp_path):
-    (tmp_path / ".checkpoint-3.replaced").mkdir()
+    work_folder(tmp_path, "checkpoint-3", "old")
     for name in ("checkpoint-2", "checkpoint-10", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-4").write_text("no folder")
     found = list_committed(tmp_path, "checkpoint-*")
     assert [path.name for path in found] == ["checkpoint-10", "checkpoint-2", "checkpoint-3"]
-    assert committed_path(tmp_path / "checkpoint-3").name == ".checkpoint-3.replaced"
+    assert committed_path(tmp_path / "checkpoint-3") == tmp_path / ".checkpoint-3.alpaca_ppo-tmp/old"
     assert committed_path(tmp_path / "checkpoint-2").name == "checkpoint-2"
     clean_leftovers(tmp_path)
     assert committed_path(tmp_path / "checkpoint-3").name == "checkpoint-3"
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_process_killed_before_any_change_of_a_folder_leaves_the_old_content_or_the_new_and_then_no_rubbish(
+    number, tmp_path, monkeypatch
+):
+    """Two folders are written, one of them over an older one, and one is removed: 12 changes or fewer between them."""
+    write(tmp_path / "a", "old")
+    write(tmp_path / "b", "old")
+    with monkeypatch.context() as patch:
+        count = []
+
+        def killing(function):
+            def killed(*args, **kwargs):
+                if len(count) == number:
+                    raise Killed
+                count.append(function)
+                return function(*args, **kwargs)
+
+            return killed
+
+        patch.setattr(os, "rename", killing(os.rename))
+        patch.setattr(os, "rmdir", killing(os.rmdir))
+        patch.setattr(os, "unlink", killing(os.unlink))
+        patch.setattr(atomic_io, "_sync_to_disk", lambda path: None)
+        with contextlib.suppress(Killed):
+            write(tmp_path / "a", "new")
+            remove_folder(tmp_path / "b")
+    clean_leftovers(tmp_path)
+    assert set(names(tmp_path)) <= {"a", "b"}
+    assert content(tmp_path / "a") in ("old", "new")
+    if (tmp_path / "b").exists():
+        assert content(tmp_path / "b") == "old"
+
+
+def test_a_folder_that_cannot_be_marked_as_ours_is_not_left_behind(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(OSError, match="no room for .*final"):
+        write(tmp_path / "final", "x")
+    assert names(tmp_path) == []

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,18 @@ class Steep(PPOTrainer):
         loss, stats = super().compute_loss(rollouts_batch)
         logprobs: Any = self._forward(rollouts_batch, with_policy=True, with_critic=False).logprobs
         return loss + (logprobs - logprobs.detach()).sum().abs().sqrt(), stats
+
+
+class FillDisk(TrainerCallback):
+    """At the end of `step`, fills the disk of the output folder until `left` bytes are free."""
+
+    def __init__(self, step: int, left: int) -> None:
+        self.step, self.left = step, left
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and state.is_world_process_zero:
+            filler = Path(args.output_dir) / "filler"
+            filler.write_bytes(b"x" * max(0, shutil.disk_usage(args.output_dir).free - self.left))
 
 
 class LargestFile(TrainerCallback):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters import (
     AdapterSet,
@@ -37,6 +37,7 @@ from alpaca_ppo.models import (
     load_critic,
     load_sequence_classifier,
 )
+from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
 
@@ -141,9 +142,9 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
             f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config "
             "(--use_peft), or a full reward model in reward_funcs"
         )
-    skeleton = _skeleton(base, args) if isinstance(base, str) else base
-    if skeleton is not None:
-        check_adapter_shapes("reward_adapter", args.reward_adapter, skeleton)
+    shapes = skeleton(base, args) if isinstance(base, str) else base
+    if shapes is not None:
+        check_adapter_shapes("reward_adapter", args.reward_adapter, shapes)
 
 
 def check_merge(args: PPOConfig, *, has_adapters: bool) -> None:
@@ -157,16 +158,6 @@ def check_merge(args: PPOConfig, *, has_adapters: bool) -> None:
             "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave "
             "merge_on_save out: final/policy is a full model"
         )
-
-
-def _skeleton(name: str, args: PPOConfig) -> Any:
-    """The model `name` on the meta device; None if there is no such model; loading it later reports the error."""
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError):
-        return None
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:

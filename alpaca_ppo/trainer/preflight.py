@@ -1,16 +1,24 @@
-"""Checks of a run before anything is loaded: its output folder, its trackers and the checkpoint to resume from.
+"""Checks of a run before anything is loaded: its output folder and disk, its trackers, its hub repository and the
+checkpoint to resume from.
 
 Single values are checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and the lengths
 in `models.token_checks`, after the policy has been loaded.
 """
 
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import validate_repo_id
 
 from alpaca_ppo.atomic_io import committed_path
 from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run, resolve_checkpoint
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
+from alpaca_ppo.checkpoint.size import checkpoint_bytes
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank
+from alpaca_ppo.models.skeletons import trained_parameters
 from alpaca_ppo.tracking.run_log import tracker_names
 
 
@@ -37,13 +45,73 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
 
 
 def check_output_dir(args: PPOConfig) -> None:
-    """Checks the trackers and that `output_dir` can be a folder.
+    """Checks the trackers, the name of the hub repository, and that files can be written to `output_dir`.
 
     Raises:
-        ValueError: for a tracker that is not installed, or an `output_dir` with a file in its path.
+        ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse, an `output_dir`
+            with a file in its path, and one in which the main process can create no file.
     """
     tracker_names(args.report_to)
-    path = Path(args.output_dir).absolute()
-    existing = next(place for place in (path, *path.parents) if place.exists())
+    if args.push_to_hub:
+        _check_hub_id(str(args.hub_model_id))
+    existing = _existing_folder(args)
     if not existing.is_dir():
         raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; choose a folder")
+    # Other ranks write nothing there; on another node the folder may not even exist.
+    if launched_rank() == 0:
+        _check_writable(existing, args)
+
+
+def check_disk_space(args: PPOConfig, model: Any, value_start: Any, peft_config: Any, *, adamw: bool) -> None:
+    """Checks, before models are loaded, that the disk has room for the first checkpoint, or for the final models of a
+    run that saves no checkpoints. The size is a lower bound, from the models' configurations.
+
+    Args:
+        args: the configuration.
+        model: the policy, as the trainer takes it.
+        value_start: what the critic starts from; None = the policy.
+        peft_config: adapters to train on `model`.
+        adamw: whether the run's optimizer is AdamW.
+
+    Raises:
+        ValueError: when it has not; names both numbers and the remedy.
+    """
+    if launched_rank():
+        return
+    trained = trained_parameters(model, value_start, peft_config, args)
+    needed = checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
+    free = shutil.disk_usage(_existing_folder(args)).free
+    if free < needed:
+        what = "one checkpoint (weights and the state of the optimizer)" if args.save_steps else "the final models"
+        raise ValueError(
+            f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the "
+            f"disk has {free} left; free some space, choose an output_dir on another disk, or train fewer weights "
+            "(--use_peft)"
+        )
+
+
+def _existing_folder(args: PPOConfig) -> Path:
+    path = Path(args.output_dir).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _check_hub_id(name: str) -> None:
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise ValueError(
+            f"hub_model_id is {name!r}, which the hub does not accept ({error}); write it as 'name' or "
+            "'organization/name'"
+        ) from error
+
+
+def _check_writable(folder: Path, args: PPOConfig) -> None:
+    try:
+        # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".alpaca_ppo-tmp"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"output_dir is {args.output_dir!r}, but no file can be created in {folder} ({error}); choose a folder "
+            "that this user may write to"
+        ) from error

@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 
 from alpaca_ppo.checkpoint.directory import FILES
+from tests.leftovers import work_folder
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
@@ -42,10 +43,8 @@ def refuse(folder, message, *, resume=True, **changes):
 @pytest.mark.parametrize("start", ["anew", "from elsewhere"])
 def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path):
     resume = None if start == "anew" else str(shutil.copytree(run / "checkpoint-1", tmp_path / "checkpoint-1"))
-    (run / "final").rename(run / ".final.replaced")
-    for name in ("final", "checkpoint-3"):
-        (run / f".{name}.incomplete").mkdir()
-        (run / f".{name}.incomplete/half").write_text("written")
+    (run / "final").rename(work_folder(run, "final", "new") / "old")
+    work_folder(run, "checkpoint-3", "new")
     refuse(run, "holds a finished run .*raise total_epochs or total_episodes and set resume_from_", resume=resume)
     for step in (1, 2):
         shutil.rmtree(run / f"checkpoint-{step}")
@@ -53,10 +52,10 @@ def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path)
 
 
 def test_a_start_cleans_what_a_killed_run_left(run):
-    (run / ".checkpoint-3.incomplete").mkdir()
+    work_folder(run, "checkpoint-3", "new")
     trainer = tiny_trainer(run, **{**RUN, "total_episodes": 20})
     trainer.train(resume_from_checkpoint=True)
-    assert not list(run.glob(".*.incomplete"))
+    assert not list(run.glob(".*"))
 
 
 def other_tokenizer(change):

@@ -11,6 +11,7 @@ from alpaca_ppo.checkpoint.directory import (
     verify_files,
     write_manifest,
 )
+from tests.leftovers import work_folder
 
 
 def make_folders(tmp_path, *names):
@@ -20,7 +21,8 @@ def make_folders(tmp_path, *names):
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
     assert newest_checkpoint(tmp_path / "absent") is None
-    make_folders(tmp_path, "checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.incomplete", "final")
+    make_folders(tmp_path, "checkpoint-9", "checkpoint-10", "checkpoint-best", "final")
+    work_folder(tmp_path, "checkpoint-11", "new")
     (tmp_path / "checkpoint-12").write_text("a file")
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
@@ -46,7 +48,8 @@ def test_a_checkpoint_from_elsewhere_is_not_resumed_among_those_of_another_run(t
 def test_manifest_checks_read_sizes_and_verification_reads_contents(tmp_path):
     """Sizes are checked before models are loaded; contents, which may be many gigabytes, only when they are read."""
     folder = tmp_path / "checkpoint-2"
-    make_folders(tmp_path, "checkpoint-1", "checkpoint-2", ".checkpoint-3.incomplete")
+    make_folders(tmp_path, "checkpoint-1", "checkpoint-2")
+    work_folder(tmp_path, "checkpoint-3", "new")
     for name in FILES:
         (folder / name).write_text("content")
     write_manifest(folder)
@@ -87,10 +90,11 @@ def test_a_new_run_does_not_overwrite_an_earlier_one(tmp_path, names, message):
 
 @pytest.mark.parametrize(("name", "message"), [("checkpoint-5", UNFINISHED), ("final", FINISHED)])
 def test_a_folder_that_a_killed_run_was_about_to_replace_counts(tmp_path, name, message):
-    make_folders(tmp_path, f".{name}.replaced", f".{name}.incomplete")
+    work_folder(tmp_path, name, "old", "new")
     with pytest.raises(ValueError, match=message):
         check_no_earlier_run(tmp_path)
-    make_folders(tmp_path, "new", "new/.final.incomplete", "new/.checkpoint-5.incomplete")
+    work_folder(tmp_path / "new", "final", "new")
+    work_folder(tmp_path / "new", "checkpoint-5", "new")
     check_no_earlier_run(tmp_path / "new")
 
 

@@ -12,6 +12,7 @@ from transformers import get_scheduler
 from alpaca_ppo.checkpoint.directory import FILES
 from alpaca_ppo.checkpoint.serialization import load_checkpoint, random_states, save_checkpoint
 from alpaca_ppo.distributed.engine import TrainState
+from tests.leftovers import work_folder
 from tests.tiny_models import tiny_causal_lm
 
 EXTRA = {
@@ -316,7 +317,7 @@ def test_a_checkpoint_with_other_data_is_refused_and_the_same_data_is_not(saved)
 
 
 def test_saving_keeps_the_new_checkpoint_and_as_many_as_allowed(tmp_path):
-    (tmp_path / ".checkpoint-7.incomplete").mkdir()
+    work_folder(tmp_path, "checkpoint-7", "new")
     for step in (1, 2, 3):
         save_checkpoint(tmp_path / f"checkpoint-{step}", **written(make_run()), extra={}, save_total_limit=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]

@@ -23,6 +23,7 @@ from alpaca_ppo.generation import register_generation_backend
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.run_killed import at_the
+from tests.leftovers import work_folder
 from tests.registered import temporary_choices
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 from tests.warm_python import warm_python
@@ -303,7 +304,7 @@ class Failing(TrainerCallback):
 def test_a_run_killed_as_it_replaces_its_only_checkpoint_is_found_and_goes_on(tmp_path):
     trainer, _ = interrupted_run(tmp_path, "on_step_begin", step=1)
     folder = tmp_path / "checkpoint-1"
-    folder.rename(tmp_path / ".checkpoint-1.replaced")
+    folder.rename(work_folder(tmp_path, "checkpoint-1") / "old")
     check_start(trainer.args, True)
     tiny_trainer(tmp_path, **RUN).train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3]

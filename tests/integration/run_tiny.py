@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
-from tests.tiny_runs import LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
+from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -70,6 +70,7 @@ def made_trainer(
     poison: Any = (),
     steep: bool = False,
     largest_file: Any = (),
+    fill_disk: Any = (),
     stop_after: int = 0,
     **overrides: Any,
 ) -> PPOTrainer:
@@ -88,6 +89,7 @@ def made_trainer(
         poison: [[step, update], ...] in which the loss of one row is NaN.
         steep: train a loss whose gradient is infinite.
         largest_file: [step, bytes], the limit of files from the end of that step on.
+        fill_disk: [step, bytes], what is left of the output folder's disk from the end of that step on.
         stop_after: step after which the run ends; 0 for its last.
         overrides: fields of PPOConfig.
     """
@@ -105,6 +107,7 @@ def made_trainer(
         arguments["eval_dataset"] = prompts(eval_prompts)
     arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []
     arguments["callbacks"] += [LargestFile(*largest_file)] if largest_file else []
+    arguments["callbacks"] += [FillDisk(*fill_disk)] if fill_disk else []
     if poison:
         overrides["trainer_class"] = poisoned(*map(tuple, poison))
     elif steep:

@@ -29,12 +29,12 @@ def test_all_ranks_end_with_the_cause_where_no_update_may_be_skipped(tmp_path):
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, kilobytes: int, otherwise: str) -> Iterator[tuple[str, ...]]:
-    """Makes `folder` a small disk; where mounting is not allowed, yields `otherwise`, a setting of run_tiny.py."""
+def small_disk(folder: Path, kilobytes: int, otherwise: str, *settings: str) -> Iterator[tuple[str, ...]]:
+    """Makes `folder` a small disk and yields `settings` of run_tiny.py; where mounting is not allowed, `otherwise`."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], capture_output=True)
     try:
-        yield (otherwise,) if mounted.returncode else ()
+        yield (otherwise,) if mounted.returncode else settings
     finally:
         if mounted.returncode == 0:
             subprocess.run(["umount", "--lazy", folder], check=True)
@@ -65,8 +65,8 @@ def test_a_full_disk_ends_both_ranks_and_the_run_goes_on_when_there_is_room(tmp_
 
 def test_final_models_without_room_end_both_ranks(tmp_path):
     folder = tmp_path / "disk"
-    # The final policy has 170 kB.
-    with small_disk(folder, 150, "largest_file=[2,100000]") as limit:
+    # The final policy has 170 kB; there is room for it when the run starts.
+    with small_disk(folder, 1000, "largest_file=[2,100000]", "fill_disk=[2,130000]") as limit:
         full = on_two(folder, *limit)
         assert full.returncode != 0
         assert f"OSError: [Errno 28] no room for {folder}/final/policy: it needed " in full.stderr, full.stderr
@@ -77,7 +77,7 @@ def test_final_models_without_room_end_both_ranks(tmp_path):
 def test_records_without_room_end_both_ranks(report_to, tmp_path):
     folder = tmp_path / "disk"
     settings = ("total_episodes=400", f"report_to=[{report_to}]", "num_logged_rollouts=0")
-    with small_disk(folder, 36, "largest_file=[1,3000]") as limit:
+    with small_disk(folder, 1000, "largest_file=[1,3000]", "fill_disk=[1,24000]") as limit:
         full = on_two(folder, *settings, *limit)
         assert full.returncode != 0
         assert f"no room for {folder}/" in full.stderr, full.stderr

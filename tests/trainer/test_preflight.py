@@ -1,5 +1,8 @@
 """What is refused before a model is loaded, or as soon as the policy is there."""
 
+import errno
+import tempfile
+
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -34,6 +37,10 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     refused(tmp_path, "report_to names 'smoke', which is not a tracker", arguments=named, report_to=["smoke"])
     refused(tmp_path / "file", "output_dir is '.*file', but .*file is a file", arguments=named)
     refused(tmp_path / "file" / "run", "output_dir is '.*run', but .*file is a file", arguments=named)
+    message = "hub_model_id is 'a/b/c', which the hub does not accept .*; write it as 'name' or 'organization/name'"
+    refused(tmp_path, message, arguments=named, push_to_hub=True, hub_model_id="a/b/c")
+    # Root may write anywhere, but nobody can create a file there.
+    refused("/proc/run", "output_dir is '/proc/run', but no file can be created in /proc .*; choose", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
     refused(tmp_path, "truncate_tokens holds 'halt now'", arguments=named, truncate_tokens=["halt now"])
     refused(tmp_path, "truncate_tokens holds id 64", arguments=named, truncate_tokens=[64])
@@ -117,3 +124,19 @@ def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_
     (tmp_path / "run/checkpoint-2/state.safetensors").unlink()
     with pytest.raises(ValueError, match="state.safetensors is missing"):
         check_start(args, True)
+
+
+def test_the_main_process_alone_needs_a_folder_to_write_to(tmp_path, monkeypatch):
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "_mkstemp_inner", read_only)
+    with pytest.raises(ValueError, match=f"no file can be created in {tmp_path} .*Read-only file system"):
+        check_start(run_config(tmp_path / "new/run"), None)
+    monkeypatch.setenv("RANK", "1")
+    check_start(run_config(tmp_path / "new/run"), None)
+
+
+def test_the_check_of_the_folder_leaves_nothing_there(tmp_path):
+    check_start(run_config(tmp_path / "new/run", push_to_hub=True, hub_model_id="someone/model-1.0"), None)
+    assert list(tmp_path.iterdir()) == []
