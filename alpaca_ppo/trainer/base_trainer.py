@@ -109,7 +109,9 @@ class BaseTrainer(ABC):
 
     @property
     def run_log(self) -> RunLog:
-        """The run's log on disk. If `train` has not started, it is opened without removing existing entries."""
+        """The run's log on disk. It is opened without removing existing records; `train` removes those of later steps
+        than the one from which it continues.
+        """
         if self._run_log is None:
             self._run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
         return self._run_log
@@ -270,14 +272,14 @@ class BaseTrainer(ABC):
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
-        if self._run_log is None:
-            self._run_log = setup.make_run_log(
-                self.accelerator,
-                self.args,
-                resume_step=-1 if self.progress.at_start else self.progress.step,
-                step_ended=self.progress.step_ended,
-                resume_skipped=self.progress.skipped_updates,
-            )
+        self._run_log = setup.begin_run_log(
+            self._run_log,
+            self.accelerator,
+            self.args,
+            resume_step=-1 if self.progress.at_start else self.progress.step,
+            step_ended=self.progress.step_ended,
+            resume_skipped=self.progress.skipped_updates,
+        )
         self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
