@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from alpaca_ppo.checkpoint import export
-from alpaca_ppo.checkpoint.compatibility import data_identity, expected_identity, run_identity
+from alpaca_ppo.checkpoint.compatibility import check_identity, data_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
@@ -52,6 +52,8 @@ class BaseTrainer(ABC):
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
     kl_controller: KLController
+    start_identity: Mapping[str, Any]
+    """The models and rewards that the run starts from (`compatibility.start_identity`)."""
 
     @abstractmethod
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
@@ -80,8 +82,7 @@ class BaseTrainer(ABC):
             components=self._components,
             best=best,
             identity=self._saved_identity,
-            expected=lambda: expected_identity(self._identity(), self.args),
-            check=self._check_records,
+            check=self._check_saved,
             save_total_limit=self.args.save_total_limit,
         )
         self._run_log: RunLog | None = None
@@ -296,7 +297,14 @@ class BaseTrainer(ABC):
             self._end_step(self.progress.stats)
 
     def _identity(self) -> dict[str, Any]:
-        return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
+        return run_identity(
+            self.args,
+            self.train_prompts,
+            self.processing_class,
+            self.actor_critic,
+            start=self.start_identity,
+            optimizer_steps=self.optimizer_steps,
+        )
 
     def _saved_identity(self) -> dict[str, Any]:
         """The run's identity as a checkpoint stores it, with hashes of metrics.jsonl and of the eval dataset."""
@@ -306,8 +314,9 @@ class BaseTrainer(ABC):
             "eval_dataset": None if self.eval_prompts is None else data_identity(self.eval_prompts),
         }
 
-    def _check_records(self, extra: Mapping[str, Any]) -> None:
-        """Checks that metrics.jsonl belongs to the run that wrote the checkpoint."""
+    def _check_saved(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it."""
+        check_identity(folder, extra, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
 
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
