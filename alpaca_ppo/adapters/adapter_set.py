@@ -5,7 +5,6 @@ module switches between them and keeps `requires_grad` as it is, which PEFT's ow
 """
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -52,7 +51,6 @@ class AdapterSet:
 
     def __init__(self, peft: PeftModel) -> None:
         self.peft = peft
-        self._fingerprint: str | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -173,28 +171,12 @@ class AdapterSet:
             )
         set_peft_model_state_dict(self.peft, given, adapter_name=name)
 
-    def describe(self) -> str:
-        """The policy adapter's settings that affect its output, as text."""
-        config = lora_config(self.peft.peft_config[POLICY])
+    def describe(self, adapter: str) -> str:
+        """The settings of `adapter` that affect its output, as text."""
+        config = lora_config(self.peft.peft_config[adapter])
         names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
         lists = {name: sorted(map(str, getattr(config, name) or ())) for name in ("target_modules", "modules_to_save")}
         return str({name: getattr(config, name) for name in names} | lists)
-
-    def fingerprint(self) -> str:
-        """A hash of a sample of the frozen weights, equal on every device.
-
-        Computed at the first call and kept, because ZeRO 3 shards the weights later.
-        """
-        if self._fingerprint is not None:
-            return self._fingerprint
-        digest = hashlib.sha256()
-        for name, parameter in self.peft.named_parameters():
-            if not parameter.requires_grad:
-                sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
-                digest.update(name.encode())
-                digest.update(sample.float().cpu().numpy().tobytes())
-        self._fingerprint = digest.hexdigest()[:16]
-        return self._fingerprint
 
     def parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter `name`."""

@@ -1,51 +1,129 @@
-"""What a resumed run must have in common with its checkpoint: configuration, prompts, tokenizer and models.
+"""What a resumed run must have in common with its checkpoint: configuration, prompts, tokenizer, models and rewards.
 
-Names and shapes of the weights are compared where they are loaded (`serialization`). Rewards are not compared, because
-the behaviour of a function cannot be.
+Models and rewards are compared by what the run started from, through their `fingerprints`. Names and shapes of the
+weights are compared where they are loaded (`serialization`).
 """
 
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
+from alpaca_ppo.adapters import POLICY, REWARD
+from alpaca_ppo.adapters.adapter_set import adapter_tensors
+from alpaca_ppo.adapters.checks import belongs_to
+from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_fingerprint, model_state, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Policy, Reference
+from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
 _FREE_TO_CHANGE = """
-ignore_data_change output_dir run_name report_to logging_steps save_steps save_total_limit metric_for_best_model
-greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id total_epochs total_episodes
-rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu logprob_chunk_size deepspeed
-ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p
-eval_top_k trust_remote_code reward_retries reward_retry_pause failed_rewards
+ignore_data_change ignore_model_change ignore_reward_change output_dir run_name report_to logging_steps save_steps
+save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id
+total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
+logprob_chunk_size deepspeed ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates
+eval_do_sample eval_top_p eval_top_k trust_remote_code reward_retries reward_retry_pause failed_rewards
 """.split()
+# They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
+_COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]
 # A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
 _NO_ARCHITECTURE = """
 _name_or_path transformers_version architectures use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
-REMEDIES = {
+_REMEDIES = {
     "args": "change it back, or start a new run in another output_dir",
     "tokenizer": "pass the tokenizer of the checkpoint's run as processing_class",
     "policy": "use the model of the checkpoint's run",
     "critic": "use the critic of the checkpoint's run",
+    "peft_config": "use the adapter's settings of the checkpoint's run",
     "train_dataset": "use the rows of the checkpoint's run, in the same order, or set ignore_data_change: true",
+    "weights": "use the models that the checkpoint's run started from, or set ignore_model_change: true",
+    "rewards": (
+        "use the reward sources of the checkpoint's run, in the same order and with the same reward_weights, or set "
+        "ignore_reward_change: true"
+    ),
+    "lr_schedule": (
+        "lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, total_episodes and the "
+        "number of prompts, or start a new run in another output_dir"
+    ),
 }
-"""Advice for an entry of `run_identity` that differs."""
+_NAMES = {
+    "weights.policy": "the starting policy",
+    "weights.reference": "the reference",
+    "weights.critic": "the frozen part of the critic",
+    "lr_schedule.optimizer_steps": "the number of optimizer steps",
+}
+_MOST_NAMED = 5
+
+
+def start_identity(actor_critic: ActorCritic, reference: Reference | None, scorer: RewardScorer) -> dict[str, Any]:
+    """The models and rewards that a run starts from, as plain values.
+
+    Call it before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Of a policy with
+    adapters, and of a critic, the weights that are trained are left out: they come from the checkpoint, and nothing
+    else is built from them.
+    """
+    weights = {"policy": _started(actor_critic.policy), "reference": _reference_identity(reference)}
+    critic = {} if actor_critic.critic is None else dict(actor_critic.critic.named_parameters())
+    if frozen := {name: parameter for name, parameter in critic.items() if not parameter.requires_grad}:
+        weights["critic"] = f"weights {tensors_fingerprint(frozen)}"
+    sources = zip(scorer.sources, scorer.weights, strict=True)
+    return {"weights": weights, "rewards": [_source_identity(source) | {"weight": w} for source, w in sources]}
+
+
+def _started(policy: Policy) -> str:
+    state = model_state(policy.model)
+    if policy.adapters is not None:
+        named = policy.model.named_parameters(remove_duplicate=False)
+        left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
+        state = {name: tensor for name, tensor in state.items() if name not in left_out}
+    return f"weights {tensors_fingerprint(state)}"
+
+
+def _reference_identity(reference: Reference | None) -> str:
+    if isinstance(reference, CopiedReference):
+        return f"weights {model_fingerprint(reference.policy.model)}"
+    if isinstance(reference, AdapterReference):
+        return f"the policy with {'no adapter' if reference.adapter is None else 'the adapter it started from'}"
+    return "none" if reference is None else type(reference).__name__
+
+
+def _source_identity(source: FunctionReward | ModelReward) -> dict[str, Any]:
+    if isinstance(source, FunctionReward):
+        return {"name": source.name, "function": callable_identity(source.function)}
+    model: Any = source.model
+    identity = {"name": source.name, "config": architecture(model.config)}
+    identity["tokenizer"] = tokenizer_identity(source.tokenizer)
+    if isinstance(model, AdapterClassifier):
+        tensors = model_state(model) | adapter_tensors(model.adapters, REWARD)
+        return identity | {"adapter": f"weights {tensors_fingerprint(tensors)}, {model.adapters.describe(REWARD)}"}
+    return identity | {"model": f"{type(model).__name__} with weights {model_fingerprint(model)}"}
 
 
 def run_identity(
-    args: PPOConfig, train_prompts: PromptDataset, processing_class: Any, actor_critic: ActorCritic
+    args: PPOConfig,
+    train_prompts: PromptDataset,
+    processing_class: Any,
+    actor_critic: ActorCritic,
+    *,
+    start: Mapping[str, Any],
+    optimizer_steps: int,
 ) -> dict[str, Any]:
     """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
 
-    Fields of `args`, tokenizer, training prompts with their columns, architectures, and for adapters their
-    configuration and frozen base. A changed field must be rejected because it would take effect only in part (the
-    optimizer's state, for example, has the old learning rate).
+    Fields of `args`, tokenizer, training prompts with their columns, architectures, for adapters their configuration,
+    and `start`, the run's `start_identity`. A changed field must be rejected because it would take effect only in part
+    (the optimizer's state, for example, has the old learning rate). `optimizer_steps`, of the whole run, are included
+    if the learning rate depends on them.
     """
     policy = actor_critic.policy
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
@@ -56,15 +134,79 @@ def run_identity(
     if backbone is not None:
         identity["critic"] = architecture(backbone.config)
     if policy.adapters is not None:
-        identity |= {"peft_config": policy.adapters.describe(), "frozen weights": policy.adapters.fingerprint()}
-    identity["args"] = {name: value for name, value in asdict(args).items() if name not in _FREE_TO_CHANGE}
-    return identity | {"train_dataset": data_identity(train_prompts)}
+        identity["peft_config"] = policy.adapters.describe(POLICY)
+    left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
+    identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
+    if depends_on_length(args.lr_scheduler_type):
+        identity["lr_schedule"] = {"optimizer_steps": optimizer_steps}
+    return identity | {"train_dataset": data_identity(train_prompts), **start}
 
 
-def expected_identity(identity: Mapping[str, Any], args: PPOConfig) -> dict[str, Any]:
-    """The entries of `identity` that a checkpoint must share before a run with `args` may resume from it."""
-    ignored = {"train_dataset"} if args.ignore_data_change else set()
-    return {name: value for name, value in identity.items() if name not in ignored}
+def depends_on_length(lr_scheduler_type: str) -> bool:
+    """Whether transformers' learning-rate schedule of that name is a function of the run's number of steps."""
+    schedules: dict[str, Any] = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    # The name is not checked here: a schedule that the user passes in `optimizers` replaces it.
+    schedule = schedules.get(lr_scheduler_type)
+    return schedule is not None and "num_training_steps" in inspect.signature(schedule).parameters
+
+
+def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], args: PPOConfig) -> None:
+    """Checks that the checkpoint `folder` is of this run, as far as `args` do not allow a change.
+
+    Args:
+        folder: of the checkpoint.
+        saved: its entries, those of `run_identity` among them.
+        here: the `run_identity` of this run.
+        args: of this run.
+
+    Raises:
+        ValueError: names everything that differs, with both values and what to do.
+    """
+    allowed = {
+        "train_dataset": args.ignore_data_change,
+        "weights": args.ignore_model_change,
+        "rewards": args.ignore_reward_change,
+    }
+    faults = []
+    for entry in here:
+        differences = [] if allowed.get(entry) else _differences(entry, saved.get(entry), here[entry])
+        if differences:
+            more = len(differences) - _MOST_NAMED
+            named = [*differences[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
+            faults.append(f"{', '.join(named)}; {_REMEDIES[entry]}")
+    if faults:
+        raise ValueError(f"checkpoint {folder} does not match this run: {'. Also, '.join(faults)}")
+
+
+def _differences(entry: str, saved: Any, here: Any) -> list[str]:
+    """What differs between two values of the identity's `entry`, each with both values."""
+    if entry == "rewards":
+        return _source_differences(saved or [], here)
+    old, new = ({} if value is None else _flat({entry: value}) for value in (saved, here))
+    return [
+        f"{_NAMES.get(name, f'entry {name}')} is {old.get(name, 'absent')} in the checkpoint and "
+        f"{new.get(name, 'absent')} here"
+        for name in dict.fromkeys([*new, *old])
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _source_differences(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> list[str]:
+    differences = []
+    for number, (then, now) in enumerate(zip_longest(saved, here, fillvalue=None)):
+        if then is None or now is None:
+            name, place = (now or then or {})["name"], "in the checkpoint" if then is None else "here"
+            differences.append(f"reward source {number} ({name}) is absent {place}")
+            continue
+        # The name of a model is that of its folder, which may be moved.
+        old, new = (_flat({key: value for key, value in source.items() if key != "name"}) for source in (then, now))
+        label = f"reward source {number} ({now['name']})"
+        differences += [
+            f"the {key} of {label} is {old.get(key, 'absent')} in the checkpoint and {new.get(key, 'absent')} here"
+            for key in dict.fromkeys([*new, *old])
+            if old.get(key) != new.get(key)
+        ]
+    return differences
 
 
 def data_identity(prompts: PromptDataset) -> dict[str, Any]:
@@ -91,3 +233,12 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings under dotted names, such as policy.hidden_size."""
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat

@@ -16,7 +16,6 @@ from transformers import TrainerState
 
 from alpaca_ppo.atomic_io import clean_leftovers
 from alpaca_ppo.checkpoint import directory, serialization
-from alpaca_ppo.checkpoint.compatibility import REMEDIES
 from alpaca_ppo.distributed import collectives
 
 
@@ -124,9 +123,8 @@ class CheckpointManager:
         components: returns what else a checkpoint holds, by name.
         best: decides which checkpoint is the best.
         identity: what a resumed run must share, by entry; called on the main process when saving.
-        expected: the part of `identity` that must agree; called on every rank when loading.
-        check: called with the saved entries before anything in memory changes; raises if the run cannot resume from
-            them.
+        check: called on every rank with the folder and the saved entries before anything changes; raises if the run
+            cannot resume from them.
         save_total_limit: checkpoints to keep, the newest and the best among them; None = all.
     """
 
@@ -140,14 +138,13 @@ class CheckpointManager:
         components: Callable[[], Mapping[str, Component]],
         best: BestCheckpoint,
         identity: Callable[[], Mapping[str, Any]],
-        expected: Callable[[], Mapping[str, Any]],
-        check: Callable[[Mapping[str, Any]], Any],
+        check: Callable[[Path, Mapping[str, Any]], Any],
         save_total_limit: int | None,
     ) -> None:
         self._accelerator, self._output_dir = accelerator, Path(output_dir)
         self._engine, self._scheduler, self._components = engine, scheduler, components
         self.best = best
-        self._identity, self._expected, self._check = identity, expected, check
+        self._identity, self._check = identity, check
         self._save_total_limit = save_total_limit
 
     def folder(self, step: int) -> Path:
@@ -211,8 +208,6 @@ class CheckpointManager:
             trained=self._engine,
             scheduler=self._scheduler,
             rank=self._accelerator.process_index,
-            expected=self._expected(),
-            remedies=REMEDIES,
             check=partial(self._check_entries, folder),
         )
         for name, component in self._components().items():
@@ -231,4 +226,4 @@ class CheckpointManager:
                 f"checkpoint {folder} holds the components {', '.join(sorted(saved))}, but this trainer has "
                 f"{', '.join(sorted(here))}; resume with the trainer class that wrote it"
             )
-        self._check(extra)
+        self._check(folder, extra)

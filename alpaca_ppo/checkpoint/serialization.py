@@ -117,8 +117,6 @@ def load_checkpoint(
     trained: Checkpointable,
     scheduler: Any,
     rank: int = 0,
-    expected: Mapping[str, Any] | None = None,
-    remedies: Mapping[str, str] | None = None,
     check: Callable[[Mapping[str, Any]], Any] = lambda extra: None,
 ) -> dict[str, Any]:
     """Restores a checkpoint in place, bit for bit, and returns its `extra`.
@@ -129,13 +127,11 @@ def load_checkpoint(
             of the same kind over the same parameter groups.
         scheduler: of the same kind as the saved one.
         rank: of this process. It gets the random states of the same rank, if the saved run had that many.
-        expected: entries that `extra` must have, such as the data's fingerprint.
-        remedies: what the error advises, by the name of the entry that differs.
         check: called with `extra` before anything is restored; raises to reject the checkpoint.
 
     Raises:
-        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint (the file is named), for
-            another model or optimizer, and for an `extra` that is not as expected. Nothing has been restored then.
+        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint (the file is named), and for
+            another model or optimizer. Nothing has been restored then.
     """
     folder = Path(folder)
     verify_files(folder)
@@ -144,8 +140,6 @@ def load_checkpoint(
     state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
     extra: dict[str, Any] = state["extra"]
     check(extra)
-    wanted = dict(expected or {})
-    _compare(folder, "entry", _flat({key: extra.get(key) for key in wanted}), _flat(wanted), remedies)
     here = {name: _describe(tensor) for name, tensor in trained.weights().items()}
     _compare(folder, "tensor", {name: _describe(tensor) for name, tensor in weights.items()}, here)
     _compare(folder, "optimizer group", _groups(state["optimizer"]), _groups(trained.optimizer_state()))
@@ -243,27 +237,11 @@ def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
     return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in groups}
 
 
-def _compare(
-    folder: Path,
-    what: str,
-    saved: Mapping[str, Any],
-    current: Mapping[str, Any],
-    remedies: Mapping[str, str] | None = None,
-) -> None:
+def _compare(folder: Path, what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
-            remedy = "resume with the models, optimizer and data of the checkpoint's run"
             raise ValueError(
                 f"checkpoint {folder} does not match this run: {what} {name} is {saved.get(name, 'absent')} in the "
-                f"checkpoint and {current.get(name, 'absent')} here; "
-                f"{(remedies or {}).get(name.partition('.')[0], remedy)}"
+                f"checkpoint and {current.get(name, 'absent')} here; resume with the models and the optimizer of the "
+                "checkpoint's run"
             )
-
-
-def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings under dotted names, such as policy.hidden_size."""
-    flat: dict[str, Any] = {}
-    for name, value in entries.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat

@@ -62,6 +62,16 @@ class PPOConfig:
     ignore_data_change: bool = argument(
         False, "Resume even if the training data differ from the checkpoint's; the remaining steps use the new data."
     )
+    ignore_model_change: bool = argument(
+        False,
+        "Resume even if the starting policy or the reference differs from the checkpoint's; the remaining steps "
+        "measure the KL to the new reference.",
+    )
+    ignore_reward_change: bool = argument(
+        False,
+        "Resume even if reward sources or their weights differ from the checkpoint's; the remaining steps use the new "
+        "ones.",
+    )
     merge_on_save: bool = argument(False, "Also save final/merged, the policy with its adapter merged into the base.")
     push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
     hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")
@@ -283,7 +293,11 @@ class PPOConfig:
     trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
-    lr_scheduler_type: str = argument("constant", "Schedule by its name in transformers.get_scheduler.")
+    lr_scheduler_type: str = argument(
+        "constant",
+        "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
+        "a finished run be made longer.",
+    )
     warmup_steps: int = argument(0, "Optimizer steps of warm-up.", at_least=0)
     weight_decay: float = argument(0.0, "Weight decay of AdamW, on weight matrices only.", at_least=0)
     adam_beta1: float = argument(0.9, "First beta of AdamW.", at_least=0, below=1)

@@ -65,9 +65,6 @@ class DeepSpeedEngine(Engine):
         self.config: dict[str, Any] = plugin.deepspeed_config
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
-        if actor_critic.policy.adapters is not None:
-            # Computed and cached now, before the weights are sharded.
-            actor_critic.policy.adapters.fingerprint()
         # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         gathers = self.synced_forwards and gather_for_generation

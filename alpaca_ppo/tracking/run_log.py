@@ -90,14 +90,23 @@ class RunLog:
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                _remove_records_after(self.output_dir, resume_step, last_line=resume_step - (not step_ended))
-                _keep_lines_up_to(self.output_dir / "skipped_updates.jsonl", "number", resume_skipped)
+                _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
         if self._owns_trackers:
             purge = None if resume_step is None else resume_step + step_ended
             self._start_trackers(names, run_name or self.output_dir.resolve().name, dict(config), purge)
+
+    def rewind(self, *, resume_step: int, step_ended: bool, resume_skipped: int) -> None:
+        """Removes the records of later steps, as the constructor does, from a log that is open already."""
+        if not self.is_main:
+            return
+        _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped)
+        for board in self._tensorboards() if self._owns_trackers else []:
+            # The next event opens a new file, which starts with the purge.
+            board.tracker.close()
+            board.tracker.purge_step = resume_step + step_ended
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
         """Appends a line to metrics.jsonl, `step` first and then the metrics by name, and logs it to the trackers.
@@ -211,9 +220,12 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def _remove_records_after(output_dir: Path, step: int, *, last_line: int) -> None:
-    """Removes tables of steps after `step` and lines of metrics after `last_line`; a resumed run writes them again."""
-    _keep_lines_up_to(output_dir / "metrics.jsonl", "step", last_line)
+def _remove_records_after(output_dir: Path, step: int, step_ended: bool, skipped: int) -> None:
+    """Removes what a run that resumes after `step` writes again: tables of later steps, lines of metrics (that of
+    `step` too, unless `step_ended`), and updates skipped after the first `skipped`.
+    """
+    _keep_lines_up_to(output_dir / "metrics.jsonl", "step", step - (not step_ended))
+    _keep_lines_up_to(output_dir / "skipped_updates.jsonl", "number", skipped)
     for folder in _TABLE_FOLDERS:
         for path in (output_dir / folder).glob("step_*.jsonl"):
             number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)

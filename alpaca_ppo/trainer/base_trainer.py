@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from alpaca_ppo.checkpoint import export
-from alpaca_ppo.checkpoint.compatibility import data_identity, expected_identity, run_identity
+from alpaca_ppo.checkpoint.compatibility import check_identity, data_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -54,6 +54,8 @@ class BaseTrainer(ABC):
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
     kl_controller: KLController
+    start_identity: Mapping[str, Any]
+    """The models and rewards that the run starts from (`compatibility.start_identity`)."""
 
     @abstractmethod
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
@@ -83,8 +85,7 @@ class BaseTrainer(ABC):
             components=self._components,
             best=best,
             identity=self._saved_identity,
-            expected=lambda: expected_identity(self._identity(), self.args),
-            check=self._check_records,
+            check=self._check_saved,
             save_total_limit=self.args.save_total_limit,
         )
         self._run_log: RunLog | None = None
@@ -112,7 +113,9 @@ class BaseTrainer(ABC):
 
     @property
     def run_log(self) -> RunLog:
-        """The run's log on disk. If `train` has not started, it is opened without removing existing entries."""
+        """The run's log on disk. It is opened without removing existing records; `train` removes those of later steps
+        than the one from which it continues.
+        """
         if self._run_log is None:
             self.run_lock.acquire()
             self._run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
@@ -276,14 +279,14 @@ class BaseTrainer(ABC):
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
         # Every rank has looked at the folder before one of them writes to it.
         self.accelerator.wait_for_everyone()
-        if self._run_log is None:
-            self._run_log = setup.make_run_log(
-                self.accelerator,
-                self.args,
-                resume_step=-1 if self.progress.at_start else self.progress.step,
-                step_ended=self.progress.step_ended,
-                resume_skipped=self.progress.skipped_updates,
-            )
+        self._run_log = setup.begin_run_log(
+            self._run_log,
+            self.accelerator,
+            self.args,
+            resume_step=-1 if self.progress.at_start else self.progress.step,
+            step_ended=self.progress.step_ended,
+            resume_skipped=self.progress.skipped_updates,
+        )
         self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
@@ -300,7 +303,14 @@ class BaseTrainer(ABC):
             self._end_step(self.progress.stats)
 
     def _identity(self) -> dict[str, Any]:
-        return run_identity(self.args, self.train_prompts, self.processing_class, self.actor_critic)
+        return run_identity(
+            self.args,
+            self.train_prompts,
+            self.processing_class,
+            self.actor_critic,
+            start=self.start_identity,
+            optimizer_steps=self.optimizer_steps,
+        )
 
     def _saved_identity(self) -> dict[str, Any]:
         """The run's identity as a checkpoint stores it, with hashes of metrics.jsonl and of the eval dataset."""
@@ -310,8 +320,9 @@ class BaseTrainer(ABC):
             "eval_dataset": None if self.eval_prompts is None else data_identity(self.eval_prompts),
         }
 
-    def _check_records(self, extra: Mapping[str, Any]) -> None:
-        """Checks that metrics.jsonl belongs to the run that wrote the checkpoint."""
+    def _check_saved(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it."""
+        check_identity(folder, extra, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
 
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:

@@ -18,6 +18,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
@@ -115,6 +116,7 @@ class PPOTrainer(BaseTrainer):
         )
         setup.add_reward_adapter(scorer, actor_critic, args, self.accelerator.device)
         reference = factory.make_reference(actor_critic, ref_model, args)
+        self.start_identity = start_identity(actor_critic, reference, scorer)
         self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule

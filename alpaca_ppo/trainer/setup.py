@@ -175,6 +175,17 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> R
     )
 
 
+def begin_run_log(log: RunLog | None, accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
+    """The run's log without records of steps that the run will make again; `resumed` is that of `make_run_log`.
+
+    `log` is the one that is open already, because the trainer evaluated or sampled before it trained; or None.
+    """
+    if log is None:
+        return make_run_log(accelerator, args, **resumed)
+    log.rewind(**resumed)
+    return log
+
+
 def make_collector(
     reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, args: PPOConfig
 ) -> RolloutCollector:

@@ -430,7 +430,7 @@ def test_a_resumed_run_needs_the_same_adapter_and_base(tmp_path):
     with pytest.raises(ValueError, match="entry peft_config is"):
         other.train(resume_from_checkpoint=checkpoint)
     other = lora_trainer(tmp_path / "b", model=tiny_causal_lm("llama", seed=5), critic_layout="adapter")
-    with pytest.raises(ValueError, match="entry frozen weights is"):
+    with pytest.raises(ValueError, match="the starting policy is weights"):
         other.train(resume_from_checkpoint=checkpoint)
 
 

@@ -65,6 +65,10 @@ def test_the_script_trains_evaluates_saves_and_resumes(config, tmp_path):
         ["--config", str(config), "--resume_from_checkpoint", str(tmp_path / "run/checkpoint-1"), "--seed", "42"]
     )
     assert metric_lines(tmp_path / "run") == lines
+    # YAML reads `true` as a boolean.
+    config.write_text(config.read_text() + "resume_from_checkpoint: true\n")
+    train_ppo.main(["--config", str(config)])
+    assert metric_lines(tmp_path / "run") == lines
 
 
 def test_two_processes_run_the_script_to_the_same_curve(config, tmp_path):

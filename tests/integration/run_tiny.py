@@ -1,7 +1,8 @@
 """A tiny run, or several one after the other, for `accelerate launch`; the main process saves the final weights.
 
 Usage: run_tiny.py OUTPUT_DIR [field=value ...] [then OUTPUT_DIR [field=value ...]] ...; values are YAML. Besides
-fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`. DeepSpeed takes float32 alone.
+fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`, and `refused_first`: the run is
+resumed with another model before that, in vain. DeepSpeed takes float32 alone.
 """
 
 import itertools
@@ -61,6 +62,7 @@ def made_trainer(
     *,
     dtype: str = "float64",
     arch: str = "llama",
+    model_seed: int = 0,
     lora: bool = False,
     start_adapter: bool = False,
     reward_model: bool = False,
@@ -80,6 +82,7 @@ def made_trainer(
         output_dir: of the run.
         dtype: of the model.
         arch: one of `tiny_models.ARCHITECTURES`.
+        model_seed: of the model's random weights.
         lora: train adapters.
         start_adapter: train an adapter that has learned something already.
         reward_model: score with a random sequence classifier too.
@@ -112,7 +115,7 @@ def made_trainer(
         overrides["trainer_class"] = poisoned(*map(tuple, poison))
     elif steep:
         overrides["trainer_class"] = Steep
-    model: Any = tiny_causal_lm(arch, dtype=getattr(torch, dtype))
+    model: Any = tiny_causal_lm(arch, dtype=getattr(torch, dtype), seed=model_seed)
     if start_adapter:
         model = get_peft_model(model, LoraConfig(**LORA))
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
@@ -143,10 +146,27 @@ def to_no_file(pickling: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[str, Any]) -> None:
+    """On every rank, the run does not resume from other weights, and its folder stays as it is."""
+    AcceleratorState._reset_state()
+    other = made_trainer(output_dir, model_seed=1, **overrides)
+    before = sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*"))
+    try:
+        other.train(resume_from_checkpoint=resume)
+    except ValueError as error:
+        assert "the starting policy is weights" in str(error) and "the reference is" in str(error), error
+    else:
+        raise AssertionError("a run resumed from the weights of another model")
+    other.accelerator.wait_for_everyone()
+    assert sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*")) == before
+
+
 def run(output_dir: str, *settings: str) -> None:
     """One run, in which nothing is pickled to a file or from one; leaves weights.pt and resident.json in its folder."""
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
     resume = overrides.pop("resume", None)
+    if overrides.pop("refused_first", False):
+        refuse_another_policy(output_dir, resume, overrides)
     # Of an earlier run in this process; the group of processes stays.
     AcceleratorState._reset_state()
     # Each rank has its own random numbers, and a run that is resumed begins with others.

@@ -44,7 +44,9 @@ def runs(tmp_path_factory) -> Path:
             parts = folder / setting / kind / "parts"
             wanted.append((folder / setting / kind / "whole", *settings))
             wanted.append((parts, *settings, "stop_after=2"))
-            wanted.append((parts, *settings, "resume=true"))
+            # The refusal is the same in every setting; one each of DDP and of sharded weights.
+            refused = kind == "full" and setting in ("ddp", "zero3")
+            wanted.append((parts, *settings, "resume=true", f"refused_first={refused}"))
         for other in others:
             moved = folder / setting / f"from_{other}"
             shutil.copytree(folder / other / "full/whole", moved)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
 from tests.tiny_models import tiny_causal_lm
@@ -56,6 +57,48 @@ def test_a_resumed_run_writes_the_same_metrics_and_weights_to_the_last_bit(after
     for step in range(1, 6):
         name = f"rollouts/step_{step:06d}.jsonl"
         assert (tmp_path / "parts" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def board(folder):
+    accumulator = EventAccumulator(str(folder / "runs"))
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.mark.parametrize("first", ["evaluate", "rollout", "run_log"])
+def test_what_a_trainer_does_before_it_resumes_keeps_no_later_records(first, tmp_path):
+    settings = {**RUN, "save_steps": 1, "total_episodes": 20, "lr_scheduler_type": "constant"}
+    tiny_trainer(tmp_path, **{**settings, "total_episodes": 30}).train()
+    (tmp_path / "skipped_updates.jsonl").write_text('{"number": 1, "step": 3}\n')
+    (tmp_path / "rollouts/step_000009.jsonl").write_text("")
+    trainer = tiny_trainer(tmp_path, **settings)
+    if first == "evaluate":
+        trainer.evaluate()
+    elif first == "rollout":
+        trainer.rollout(trainer.prompt_batches(0))
+    else:
+        trainer.run_log.message("of a loop of my own")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
+    assert (tmp_path / "skipped_updates.jsonl").read_text() == ""
+    scalars = [(event.step, event.value) for event in board(tmp_path).Scalars("objective/scores")]
+    expected = [(line["step"], line["objective/scores"]) for line in metric_lines(tmp_path)[1:]]
+    assert [step for step, _ in scalars] == [1, 2]
+    assert [value for _, value in scalars] == pytest.approx([value for _, value in expected])
+
+
+def test_a_trainer_that_evaluates_first_starts_a_new_run_without_the_records_of_an_old_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    trainer = tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10})
+    trainer.evaluate()
+    trainer.train()
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
+    assert (tmp_path / "eval/step_000000.jsonl").exists()
+    assert len(board(tmp_path).Tensors("run.yaml/text_summary")) == 1
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

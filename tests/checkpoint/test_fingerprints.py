@@ -1,0 +1,231 @@
+"""Fingerprints agree where models and functions are the same, wherever they are, and differ where these differ."""
+
+import asyncio
+import functools
+import hashlib
+import operator
+import re
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alpaca_ppo.checkpoint.fingerprints import (
+    SAMPLED_WEIGHTS,
+    callable_identity,
+    model_fingerprint,
+    model_state,
+    tensors_fingerprint,
+)
+from alpaca_ppo.config.modules import load_module
+from tests.tiny_models import tiny_causal_lm
+
+FUNCTION = """
+import functools
+
+def reward(prompts, completions, scale=1.0, **columns):
+    return [scale * len(text) for text in completions]
+
+class Judge:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, completions, **columns):
+        return reward([], completions)
+
+    @classmethod
+    def of_class(cls, completions, **columns):
+        return reward([], completions)
+
+class Strict(Judge):
+    limit = 3
+
+def traced(function):
+    @functools.wraps(function)
+    def call(*arguments, **named):
+        return function(*arguments, **named)
+    return call
+
+wrapped, cached = traced(reward), functools.lru_cache(reward)
+short = lambda completions, **columns: [len(text) for text in completions]
+"""
+
+
+def test_a_fingerprint_hashes_names_types_shapes_and_values():
+    tensors = {"b": torch.tensor([[1.0, -2.0]]), "a": torch.tensor([7, 8], dtype=torch.uint8)}
+    # Names in order, each with what follows from it: little-endian float32 is `<f`.
+    text = b"a torch.uint8 (2,)\n" + bytes([7, 8]) + b"b torch.float32 (1, 2)\n" + struct.pack("<2f", 1.0, -2.0)
+    assert tensors_fingerprint(tensors) == hashlib.sha256(text).hexdigest()[:16]
+    assert tensors_fingerprint(dict(reversed(tensors.items()))) == tensors_fingerprint(tensors)
+
+
+def test_a_fingerprint_changes_with_each_of_them():
+    base = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(True)}
+    others = [
+        {"c": base["a"], "b": base["b"]},
+        {**base, "a": base["a"].half()},
+        {**base, "a": base["a"].reshape(3, 2)},
+        {**base, "a": base["a"] + torch.tensor([0.0, 0, 1e-6])},
+        {**base, "b": torch.tensor(False)},
+        {**base, "c": torch.zeros(0)},
+        {"a": base["a"]},
+    ]
+    assert len({tensors_fingerprint(tensors) for tensors in [base, *others]}) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_every_dtype_has_a_fingerprint_that_its_strides_do_not_change(dtype):
+    tensor = torch.arange(12.0).reshape(3, 4).to(dtype)
+    transposed = tensor.t().contiguous().t()
+    assert transposed.stride() != tensor.stride()
+    assert tensors_fingerprint({"a": transposed}) == tensors_fingerprint({"a": tensor})
+
+
+def test_every_weight_of_a_small_tensor_and_every_column_of_a_large_one_counts():
+    small = torch.zeros(2 * SAMPLED_WEIGHTS - 1)
+    before = tensors_fingerprint({"a": small})
+    for place in (0, 1, SAMPLED_WEIGHTS, small.numel() - 1):
+        one = small.clone()
+        one[place] = 1.0
+        assert tensors_fingerprint({"a": one}) != before
+    # A stride of 64 would stay in the same 16 of these 1024 columns.
+    large = torch.zeros(1024, 1024)
+    before = tensors_fingerprint({"a": large})
+    for column in (0, 1, 63, 511, 1023):
+        changed = large.clone()
+        changed[:, column] = 1.0
+        assert tensors_fingerprint({"a": changed}) != before
+
+
+def test_a_tied_head_follows_its_embedding_and_a_saved_model_keeps_its_fingerprint(tmp_path):
+    model = tiny_causal_lm("gpt2")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    before = model_fingerprint(model)
+    model.save_pretrained(tmp_path)
+    assert model_fingerprint(type(model).from_pretrained(tmp_path)) == before
+    with torch.no_grad():
+        model.transformer.wte.weight[5, 5] += 1
+    assert model_fingerprint(model) != before
+
+
+class FourBit(nn.Module):
+    """A layer as bitsandbytes quantizes it: packed bytes, with the scales beside them in the state dictionary only."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(32, dtype=torch.uint8).reshape(32, 1), requires_grad=False)
+        self.scale = torch.tensor([scale])
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = self.scale
+
+    def get_extra_state(self):
+        return {"no": "tensor"}
+
+
+def test_quantized_weights_count_with_their_scales_and_unsaved_buffers_do_not():
+    model = nn.Sequential(FourBit(1.0), FourBit(2.0))
+    assert sorted(model_state(model)) == ["0.weight", "0.weight.absmax", "1.weight", "1.weight.absmax"]
+    before = model_fingerprint(model)
+    model[0].cache += 1
+    assert model_fingerprint(model) == before
+    assert model_fingerprint(nn.Sequential(FourBit(1.0), FourBit(3.0))) != before
+
+
+def written(folder, text=FUNCTION, name="rewards.py"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return load_module(str(folder / name))
+
+
+def test_a_moved_file_and_a_script_have_the_same_functions(tmp_path, monkeypatch):
+    one, moved = written(tmp_path / "one"), written(tmp_path / "two")
+    package = written(tmp_path / "rewards", name="__init__.py")
+    monkeypatch.syspath_prepend(tmp_path / "one")
+    by_name = load_module("rewards")
+    identities = {callable_identity(module.reward) for module in (one, moved, package, by_name)}
+    # As `python rewards.py` has it.
+    monkeypatch.setitem(sys.modules, "__main__", one)
+    one.reward.__module__ = "__main__"
+    identities.add(callable_identity(one.reward))
+    assert len(identities) == 1 and identities.pop().startswith("rewards.reward (source ")
+    for other in (
+        written(tmp_path / "one", name="others.py"),
+        written(tmp_path / "new", FUNCTION.replace("len", "sum")),
+    ):
+        assert callable_identity(other.reward) != callable_identity(moved.reward)
+
+
+def test_each_kind_of_callable_is_named_by_what_defines_it(tmp_path):
+    module = written(tmp_path)
+    source = r" \(source [0-9a-f]{16}\)"
+    reward, judge = f"rewards.reward{source}", f"rewards.Judge{source}"
+    kinds = {
+        reward: [module.reward, module.wrapped, module.cached],
+        rf"rewards.<lambda>{source}": [module.short],
+        f"rewards.Judge.__call__{source} of {judge}": [module.Judge(), module.Judge(2.0), module.Judge().__call__],
+        f"rewards.Judge.__call__{source} of rewards.Strict{source}": [module.Strict()],
+        f"rewards.Judge.of_class{source} of {judge}": [module.Judge.of_class, module.Judge().of_class],
+        judge: [module.Judge],
+        r"builtins\.len": [len],
+        r"operator\.itemgetter.*": [operator.itemgetter(1)],
+        rf"tasks\.sleep{source}": [asyncio.sleep],
+        rf"{reward} with nothing": [functools.partial(module.reward)],
+    }
+    for pattern, callables in kinds.items():
+        for function in callables:
+            assert re.fullmatch(pattern, callable_identity(function)), (pattern, callable_identity(function))
+
+
+class Plain:
+    pass
+
+
+def test_the_arguments_of_a_partial_are_compared(tmp_path):
+    module = written(tmp_path)
+    arguments = [
+        {"scale": 2.0},
+        {"scale": 3.0},
+        {"scale": None, "texts": ["a", b"b"]},
+        {"scale": None, "texts": ["a", b"c"]},
+        {"table": {"a": (1, True)}},
+        {"table": {"a": (1, False)}},
+        {"table": {"b", "a"}},
+        {"table": np.array([1.0, 2.0])},
+        {"table": np.float32(1.5)},
+        {"table": torch.tensor([1.0, 2.0])},
+        {"table": torch.tensor([1.0, 3.0])},
+        {"model": nn.Linear(2, 2)},
+        {"model": nn.Linear(2, 2)},
+        {"judge": module.Judge()},
+        {"judge": Plain()},
+        {"path": tmp_path},
+    ]
+    identities = [callable_identity(functools.partial(module.reward, **given)) for given in arguments]
+    assert len(set(identities)) == len(identities)
+    assert identities[0].endswith(") with scale=2.0")
+    again = [
+        functools.partial(functools.partial(module.reward), scale=2.0),
+        functools.partial(module.reward, table={"a", "b"}),
+        functools.partial(module.reward, judge=Plain()),
+    ]
+    assert [callable_identity(function) for function in again] == [identities[0], identities[6], identities[14]]
+    assert callable_identity(functools.partial(module.reward, [1])) != callable_identity(
+        functools.partial(module.reward, [2])
+    )
+
+
+def test_a_secret_in_an_argument_is_not_readable(tmp_path):
+    identity = callable_identity(functools.partial(written(tmp_path).reward, api_key="sk-secret"))
+    assert "secret" not in identity and "api_key=" in identity
+
+
+def test_a_function_without_source_is_named():
+    scope = {"__name__": "typed"}
+    exec("def reward(completions): return completions", scope)
+    assert callable_identity(scope["reward"]) == "typed.reward"

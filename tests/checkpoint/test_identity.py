@@ -1,0 +1,324 @@
+"""A resumed run is the run that began: models, rewards and schedule are those it started from, or the user says so."""
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, SchedulerType
+
+from alpaca_ppo.checkpoint.compatibility import depends_on_length
+from alpaca_ppo.models import build_actor_critic
+from tests.checkpoint.test_compatibility import refuse
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer, weights
+
+HASH = r"[0-9a-f]{16}"
+WEIGHTS = f"weights {HASH}"
+RUN = {"save_steps": 1, "total_episodes": 20}
+
+
+def count_tokens(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def scaled(completion_ids, scale, **columns):
+    return [scale * len(ids) for ids in completion_ids]
+
+
+class Judge:
+    def __call__(self, completion_ids, **columns):
+        return count_tokens(completion_ids)
+
+    def first(self, completion_ids, **columns):
+        return [float(ids[0]) for ids in completion_ids]
+
+
+def steps(folder):
+    return [line["step"] for line in metric_lines(folder)]
+
+
+def sources(folder, **changes):
+    """Arguments of a run with a reference and a reward model from folders below `folder`, each changed on request."""
+    given = {
+        "ref_model": str(folder / "reference"),
+        "reward_funcs": [count_even, str(folder / "rm")],
+        "reward_processing_classes": [None, tiny_tokenizer()],
+    }
+    return {**given, **changes}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder of a reference, of a reward model, and of one whose other weights have the same shapes."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_causal_lm("llama", seed=1).save_pretrained(folder / "reference")
+    tiny_sequence_classifier("llama", seed=2).save_pretrained(folder / "rm")
+    tiny_sequence_classifier("llama", seed=3).save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_run(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    settings = {**RUN, "total_episodes": 10, "reward_weights": [1.0, 0.5]}
+    tiny_trainer(folder, **settings, trainer_arguments=sources(models)).train()
+    return folder
+
+
+@pytest.fixture
+def run(first_run, tmp_path):
+    """A finished run of one step with `sources`; a copy for each test."""
+    return shutil.copytree(first_run, tmp_path / "run")
+
+
+def test_another_starting_policy_is_refused_unless_that_is_asked_for(tmp_path):
+    run = tmp_path / "run"
+    tiny_trainer(run, **{**RUN, "total_episodes": 10}).train()
+    here = f"is {WEIGHTS} in the checkpoint and {WEIGHTS} here"
+    remedy = "; use the models that the checkpoint's run started from, or set ignore_model_change: true$"
+    other = {"model": tiny_causal_lm("llama", seed=5)}
+    # The reference is a copy of it, so that the KL would be measured from elsewhere.
+    refuse(
+        run, f"checkpoint-1 does not match this run: the starting policy {here}, the reference {here}{remedy}", **other
+    )
+    other = {"model": tiny_causal_lm("llama", seed=5)}
+    trainer = tiny_trainer(run, **RUN, **other, ignore_model_change=True)
+    trainer.train(resume_from_checkpoint=True)
+    # From here on the run is one of the new models, and the old ones are the others.
+    other = {"model": tiny_causal_lm("llama", seed=5), "total_episodes": 30}
+    tiny_trainer(run, **{**RUN, **other}).train(resume_from_checkpoint=True)
+    assert steps(run) == [1, 2, 3]
+    refuse(run, "the starting policy is", total_episodes=40)
+
+
+def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
+    first = tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10})
+    first.train()
+    # The same trainer remembers its start; another one gets the weights after training.
+    first.train(resume_from_checkpoint=True)
+    refuse(tmp_path, "the starting policy is", model=first.actor_critic.policy.model)
+
+
+def test_a_reference_in_host_memory_is_the_same_reference(tmp_path):
+    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}).train()
+    tiny_trainer(tmp_path, **RUN, reference="copy_offloaded").train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
+    without = {"reference": "none", "use_kl_in_reward": False}
+    refuse(tmp_path, f"the reference is {WEIGHTS} in the checkpoint and none here", **without)
+
+
+CHANGES = {
+    "function": (
+        {"reward_funcs": [count_tokens, "rm"]},
+        rf"run: the function of reward source 0 \(count_tokens\) is tiny_runs.count_even \(source {HASH}\) in the "
+        rf"checkpoint and test_identity.count_tokens \(source {HASH}\) here; use the reward sources .* in the same "
+        "order and with the same reward_weights, or set ignore_reward_change: true$",
+    ),
+    "model": (
+        {"reward_funcs": [count_even, "other"]},
+        rf"run: the model of reward source 1 \(other\) is LlamaForSequenceClassification with {WEIGHTS} in the ",
+    ),
+    "order": (
+        {"reward_funcs": ["rm", count_even], "reward_processing_classes": [tiny_tokenizer(), None]},
+        r"the config.* of reward source 0 \(rm\) is absent in the checkpoint and .*"
+        r"and \d+ more; use the reward sources",
+    ),
+    "fewer": (
+        {"reward_funcs": [count_even], "reward_weights": [1.0]},
+        r"run: reward source 1 \(rm\) is absent here; use",
+    ),
+    "more": (
+        {"reward_funcs": [count_even, "rm", count_tokens], "reward_weights": [1.0, 0.5, 0.0]},
+        r"run: reward source 2 \(count_tokens\) is absent in the checkpoint; use",
+    ),
+    "weight": (
+        {"reward_weights": [1.0, 2.0]},
+        r"run: the weight of reward source 1 \(rm\) is 0.5 in the checkpoint and 2.0 here; use",
+    ),
+    "tokenizer": (
+        {"reward_processing_classes": [None, tiny_tokenizer(["other"])]},
+        r"run: the tokenizer.vocabulary of reward source 1 \(rm\) is",
+    ),
+    "reference": (
+        {"ref_model": "policy"},
+        f"run: the reference is {WEIGHTS} in the checkpoint and {WEIGHTS} here; use",
+    ),
+}
+
+
+def changed(models, *names):
+    """Overrides of a resumed run with the changes of these names."""
+    change = {key: value for name in names for key, value in CHANGES[name][0].items()}
+    overrides = {"reward_weights": change.pop("reward_weights", [1.0, 0.5])}
+    if "reward_funcs" in change:
+        change["reward_funcs"] = [str(models / f) if isinstance(f, str) else f for f in change["reward_funcs"]]
+        change.setdefault("reward_processing_classes", [tiny_tokenizer()] * len(change["reward_funcs"]))
+    if "ref_model" in change:
+        change["ref_model"] = tiny_causal_lm("llama", seed=7)
+    return {**overrides, "trainer_arguments": sources(models, **change)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_source_and_the_reference_are_compared(name, run, models):
+    refuse(run, CHANGES[name][1], **{**RUN, **changed(models, name)})
+
+
+def test_one_error_names_everything_that_differs(run, models):
+    change = changed(models, "function", "reference")
+    refuse(
+        run,
+        rf"args.lam is 0.95 in the checkpoint and 0.5 here; change it back.*\. Also, the starting policy is {WEIGHTS}"
+        r".*, the reference is .*; use the models .*\. Also, the function of reward source 0 \(count_tokens\) is ",
+        **{**RUN, **change, "lam": 0.5, "model": tiny_causal_lm("llama", seed=5)},
+    )
+
+
+def test_other_rewards_go_on_where_that_is_asked_for(run, models):
+    change = changed(models, "fewer")
+    tiny_trainer(run, **RUN, **change, ignore_reward_change=True).train(resume_from_checkpoint=True)
+    tiny_trainer(run, **{**RUN, "total_episodes": 30}, **change).train(resume_from_checkpoint=True)
+    assert steps(run) == [1, 2, 3]
+    # It allows nothing else.
+    other = {**RUN, **changed(models, "reference", "function"), "ignore_reward_change": True}
+    refuse(run, r"run: the reference is [^.]*ignore_model_change: true$", **other)
+
+
+def test_moved_folders_and_models_in_memory_are_the_same_models(run, models, tmp_path):
+    moved = shutil.copytree(models, tmp_path / "moved")
+    (moved / "rm").rename(moved / "renamed")
+    change = {"ref_model": None, "reward_funcs": [count_even, str(moved / "renamed")]}
+    settings = {**RUN, "reward_weights": [1.0, 0.5]}
+    by_option = {**settings, "reference": str(moved / "reference"), "trainer_arguments": sources(moved, **change)}
+    tiny_trainer(run, **by_option).train(resume_from_checkpoint=True)
+    change = {
+        "ref_model": AutoModelForCausalLM.from_pretrained(models / "reference"),
+        "reward_funcs": [count_even, AutoModelForSequenceClassification.from_pretrained(models / "rm")],
+    }
+    settings["total_episodes"] = 30
+    tiny_trainer(run, **settings, trainer_arguments=sources(models, **change)).train(resume_from_checkpoint=True)
+    assert steps(run) == [1, 2, 3]
+
+
+def test_what_a_function_is_made_of_is_compared(tmp_path):
+    def judged(name, folder=tmp_path):
+        functions = {
+            "partial": partial(scaled, scale=2.0),
+            "other partial": partial(scaled, scale=3.0),
+            "object": Judge(),
+            "method": Judge().first,
+        }
+        return {"trainer_arguments": {"reward_funcs": functions[name]}}
+
+    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **judged("partial")).train()
+    refuse(
+        tmp_path,
+        r"reward source 0 \(scaled\) is .* with scale=2.0 in the checkpoint and .* scale=3.0 here",
+        **judged("other partial"),
+    )
+    refuse(
+        tmp_path, r" and test_identity.Judge.__call__ \(source .* of test_identity.Judge \(source ", **judged("object")
+    )
+    refuse(tmp_path, r" and test_identity.Judge.first \(source .* of test_identity.Judge \(source ", **judged("method"))
+    tiny_trainer(tmp_path, **RUN, **judged("partial")).train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
+
+
+def reward_adapter(folder, seed):
+    """A folder of a reward model that is an adapter on the tiny Llama."""
+    classifier = tiny_sequence_classifier("llama")
+    classifier.load_state_dict(tiny_causal_lm("llama").state_dict(), strict=False)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", modules_to_save=["score"])
+    adapted = get_peft_model(classifier, config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    adapted.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def test_adapters_are_compared_by_what_is_not_trained(tmp_path):
+    run, lora = tmp_path / "run", {"trainer_arguments": {"reward_funcs": [], "peft_config": LORA}}
+    adapter = str(reward_adapter(tmp_path / "reward", seed=1))
+    settings = {**RUN, "critic_layout": "adapter", "reward_adapter": adapter, **lora}
+    tiny_trainer(run, **{**settings, "total_episodes": 10}).train()
+    other = {**settings, "reward_adapter": str(reward_adapter(tmp_path / "other", seed=2))}
+    refuse(
+        run,
+        rf"run: the adapter of reward source 0 \(reward_adapter\) is {WEIGHTS}, .* ignore_reward_change: true$",
+        **other,
+    )
+    other = {**settings, "model": tiny_causal_lm("llama", seed=5)}
+    refuse(run, f"run: the starting policy is {WEIGHTS} in the checkpoint and {WEIGHTS} here; use the models", **other)
+    refuse(
+        run, "the reference is the policy with no adapter in the checkpoint and weights", **settings, reference="copy"
+    )
+    (tmp_path / "reward").rename(tmp_path / "moved")
+    tiny_trainer(run, **{**settings, "reward_adapter": str(tmp_path / "moved")}).train(resume_from_checkpoint=True)
+    assert steps(run) == [1, 2]
+
+
+def test_what_is_frozen_of_a_critic_is_compared_and_what_is_trained_is_not(tmp_path):
+    def made(seed, frozen_seed):
+        model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+        layers = model.critic.backbone.layers
+        for layer, number in ((layers[0], frozen_seed), (layers[1], seed)):
+            layer.mlp.up_proj.weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
+        return layers[0].mlp.requires_grad_(False) and model
+
+    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, model=made(1, 1)).train()
+    refuse(tmp_path, f"run: the frozen part of the critic is {WEIGHTS} in the checkpoint", model=made(1, 2))
+    tiny_trainer(tmp_path, **RUN, model=made(2, 1)).train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
+    run = tmp_path / "run"
+    settings = {**RUN, "lr_scheduler_type": "cosine"}
+    tiny_trainer(run, **settings).train()
+    # Ten rows a step in batches of 4, 4 and 2: three optimizer steps in each step of ten prompts.
+    message = (
+        "run: the number of optimizer steps is 6 in the checkpoint and {} here; lr_scheduler_type spreads the learning "
+        "rate over the whole run, so keep total_epochs, total_episodes and the number of prompts, or start a new run"
+    )
+    refuse(run, message.format(9), **{**settings, "total_episodes": 30})
+    refuse(run, message.format(12), **{**settings, "total_episodes": None, "total_epochs": 1})
+    fewer = {"trainer_arguments": {"train_dataset": prompts(10)}, "ignore_data_change": True}
+    refuse(run, message.format(3), **{**settings, **fewer, "total_episodes": None, "total_epochs": 1})
+    same = {**settings, **fewer, "total_episodes": None, "total_epochs": 2}
+    tiny_trainer(run, **same).train(resume_from_checkpoint=True)
+
+
+def test_which_schedules_depend_on_the_length_of_the_run():
+    free = {kind.value for kind in SchedulerType if not depends_on_length(kind.value)}
+    # `greedy` is newer than the oldest transformers that this package works with.
+    assert free - {"greedy"} == {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau"}
+    assert not depends_on_length("one of the user's own")
+
+
+def test_a_finished_run_goes_on_with_more_epochs_and_then_with_more_prompts(tmp_path):
+    def made(name, epochs, count, **overrides):
+        settings = {"save_steps": 2, "total_episodes": None, "total_epochs": epochs, "warmup_steps": 5}
+        settings |= {"lr_scheduler_type": "constant_with_warmup", **overrides}
+        return tiny_trainer(tmp_path / name, **settings, trainer_arguments={"train_dataset": prompts(count)})
+
+    whole = made("whole", 2, 20)
+    whole.train()
+    made("parts", 1, 20).train()
+    longer = made("parts", 2, 20)
+    longer.train(resume_from_checkpoint=True)
+    assert metric_lines(tmp_path / "parts") == metric_lines(tmp_path / "whole")
+    assert all(torch.equal(weights(longer)[name], tensor) for name, tensor in weights(whole).items())
+    last = made("parts", 2, 30, ignore_data_change=True)
+    last.train(resume_from_checkpoint=True)
+    # Two epochs of 30 prompts, ten a step.
+    assert steps(tmp_path / "parts") == [1, 2, 3, 4, 5, 6]
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "parts/final/policy").state_dict()
+    trained = last.actor_critic.policy.model.state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in final.items())
