@@ -17,6 +17,7 @@ from transformers import TrainerState
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import data_identity, expected_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
+from alpaca_ppo.checkpoint.serialization import random_states, set_random_states
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -36,7 +37,7 @@ from alpaca_ppo.types import PromptBatch
 
 
 class BaseTrainer(ABC):
-    """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`).
+    """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`), and checks its sampler.
 
     A subclass's constructor sets what is declared here, and then calls `set_up_run`.
     """
@@ -52,6 +53,13 @@ class BaseTrainer(ABC):
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
     kl_controller: KLController
+
+    @abstractmethod
+    def check_sampler(self) -> None:
+        """Checks, before `train` makes its first rollout or evaluation, that the sampler is the policy that is trained.
+
+        The states of the global random generators are restored afterwards.
+        """
 
     @abstractmethod
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
@@ -284,6 +292,10 @@ class BaseTrainer(ABC):
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
+        if not self._finished:
+            random = random_states()
+            self.check_sampler()
+            set_random_states(random)
         if self.eval_prompts is None:
             self.checkpoints.best.require({}, evaluation=True)
         elif self.progress.at_start:
