@@ -83,13 +83,13 @@ def enumerable_trainer(
 ) -> PPOTrainer:
     """A trainer of `enumerable_policy(0)` with `enumerable_policy(1)` as reference. Its critic's values are not 0.
 
-    Advantages are plain returns less values and the loss is the mean over responses of sums over tokens, unless
-    `overrides` say otherwise.
+    Advantages are plain returns less values, the loss is the mean over responses of sums over tokens, and the sampler
+    may be another model, unless `overrides` say otherwise.
     """
     arguments = {"processing_class": tokenizer(), "ref_model": enumerable_policy(1)}
     arguments |= {"train_dataset": Dataset.from_list([{"prompt": "b c"}] * 10)}
     settings = {"response_len": 3, "lam": 1.0, "gamma": 1.0, "whiten_advantages": False, "kl_coef": 0.0}
-    settings |= {"vf_coef": 0.0, "loss_agg_mode": "seq-mean-token-sum"}
+    settings |= {"vf_coef": 0.0, "loss_agg_mode": "seq-mean-token-sum", "mismatch_action": "ignore"}
     trainer = tiny_trainer(
         folder,
         model=policy or enumerable_policy(0),

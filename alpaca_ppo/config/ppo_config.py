@@ -182,6 +182,11 @@ class PPOConfig:
         2.0, "With old_policy correct: upper limit of a weight; .inf = no limit.", above=0, allow_inf=True
     )
     rollout_correction_normalize: bool = argument(False, "With old_policy correct: divide the weights by their mean.")
+    mismatch_action: Literal["stop", "warn", "ignore"] = argument(
+        "stop",
+        "If the log-probabilities of sampler and trainer differ by so much that an update would be meaningless: stop "
+        "(with old_policy correct, warn), warn once, or ignore, which checks nothing.",
+    )
     target_kl_stop: float | None = argument(
         None,
         "End a step's updates when the approximate KL of the policy to the old policy, in nats per token, exceeds "

@@ -81,6 +81,7 @@ class Updater:
         freeze_policy: bool = False,
         value_taus: Tensor | None = None,
         target_kl_stop: float | None = None,
+        check_first: Callable[[Mapping[str, float]], Any] | None = None,
         poll: Callable[[], Any] = lambda: None,
     ) -> tuple[StatsAccumulator, bool]:
         """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
@@ -95,6 +96,8 @@ class Updater:
             freeze_policy: leave the policy's parameters and their optimizer state unchanged.
             value_taus: (K,) quantile levels of this step for an iqn critic.
             target_kl_stop: skip the step if the approximate KL of its rows exceeds this.
+            check_first: called with the statistics of all ranks before the step is taken, if `policy_unchanged`; it may
+                raise, on every rank.
             poll: called before each micro-batch; an exception in it discards the optimizer step's gradient.
 
         Raises:
@@ -127,6 +130,8 @@ class Updater:
             self._check_critic_weight()
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
+        if policy_unchanged and check_first is not None:
+            check_first(self.merge_over_ranks(stats).compute(1))
         stepped = target_kl_stop is None or freeze_policy or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
         if stepped:
             norms = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)

@@ -19,6 +19,7 @@ from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import check_identity, data_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.checkpoint.run_lock import RunLock
+from alpaca_ppo.checkpoint.serialization import random_states, set_random_states
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -38,7 +39,7 @@ from alpaca_ppo.types import PromptBatch
 
 
 class BaseTrainer(ABC):
-    """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`).
+    """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`), and checks its sampler.
 
     A subclass's constructor sets what is declared here, and then calls `set_up_run`.
     """
@@ -56,6 +57,13 @@ class BaseTrainer(ABC):
     kl_controller: KLController
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
+
+    @abstractmethod
+    def check_sampler(self) -> None:
+        """Checks, before `train` makes its first rollout or evaluation, that the sampler is the policy that is trained.
+
+        The states of the global random generators are restored afterwards.
+        """
 
     @abstractmethod
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
@@ -293,6 +301,10 @@ class BaseTrainer(ABC):
             f"micro-batches on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
+        if not self._finished:
+            random = random_states()
+            self.check_sampler()
+            set_random_states(random)
         if self.eval_prompts is None:
             self.checkpoints.best.require({}, evaluation=True)
         elif self.progress.at_start:

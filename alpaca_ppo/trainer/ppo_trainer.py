@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
+from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.registry import GENERATION_BACKENDS
@@ -122,6 +124,7 @@ class PPOTrainer(BaseTrainer):
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
+        self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
         self.timers, self.rollout_poll, self.dropped_rows = metrics.Timers(), RolloutPoll(), 0
@@ -131,6 +134,22 @@ class PPOTrainer(BaseTrainer):
     def model(self) -> Any:
         """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
         return self.updater.model
+
+    def check_sampler(self) -> None:
+        """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a
+        subclass may sample in another way.
+
+        Raises:
+            ValueError: if the two disagree and `mismatch_action` is stop.
+        """
+        hooks = (self.rollout, self._generate)
+        inherited = hooks == (MethodType(PPOTrainer.rollout, self), MethodType(PPOTrainer._generate, self))
+        if self.mismatch_guard.active and inherited:
+            ids = self.schedule.indices(self.state.global_step)[:16]
+            items = [self.train_prompts[i] for i in ids]
+            chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
+            prompts = self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
+            self.mismatch_guard.check_short_responses(self.collector, prompts, self.sampling_params)
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
@@ -313,6 +332,7 @@ class PPOTrainer(BaseTrainer):
         Marks the step as done (`mark_step_done`), so that the next `rollout` of a custom loop uses new random numbers.
         """
         step, args = self.state.global_step, self.args
+        self.mismatch_guard.check_rollouts(rollouts)
         rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
         update = self.progress.update_for(rollouts)
         rows, key = rollouts["responses"].size(0), (args.seed, step)
@@ -332,6 +352,7 @@ class PPOTrainer(BaseTrainer):
                         freeze_policy=self.in_critic_warmup,
                         value_taus=sample_value_taus(self.critic_head, *key, epoch, update.num_attempted),
                         target_kl_stop=args.target_kl_stop,
+                        check_first=self.mismatch_guard.check if args.old_policy == "rollout" else None,
                         poll=self.poll,
                     )
                     update.add(stats, stepped=stepped)

@@ -156,7 +156,7 @@ def step_of(folder, monkeypatch, *, scale, **overrides):
     sampler = perturbed(tiny_causal_lm("llama"), scale)
     plain = rollouts.generate
     monkeypatch.setattr(rollouts, "generate", lambda model, *args, **how: plain(sampler, *args, **how))
-    settings = {"step_batch_size": 10, "ppo_epochs": 1, **overrides}
+    settings = {"step_batch_size": 10, "ppo_epochs": 1, "mismatch_action": "ignore", **overrides}
     trainer = tiny_trainer(folder, trainer_class=Recorder, **settings)
     return trainer, trainer.step(trainer.prompt_batches(0))
 

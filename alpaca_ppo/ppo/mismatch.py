@@ -1,0 +1,245 @@
+"""Whether sampler and trainer agree on the log-probs of the same tokens: the bounds, and what happens beyond them.
+
+`judge` compares `mismatch/*` with the one table of bounds, `BOUNDS`. `MismatchGuard` applies it in a run: to a few
+short responses before the first rollout is paid for, and to the rollouts of every step before they train the policy.
+How the metrics are measured is in `metrics`; the weights of `old_policy: correct` are in `functional.policy_losses`.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.collectives import max_over_ranks
+from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.metrics import mismatch_stats
+from alpaca_ppo.ppo.rollouts import EvaluationSettings, RolloutCollector, evaluate_responses
+from alpaca_ppo.types import PromptBatch, Rollouts
+
+SHORT = 16
+"""The most tokens of a response in the check before the first rollout."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a metric of the mismatch may be."""
+
+    warn: float
+    """More than rounding explains if everything is computed in float32."""
+    warn_half: float
+    """The same where the policy computes in half precision."""
+    stop: float
+    """An update on such rollouts is meaningless, whatever causes the difference."""
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "mismatch/logprob_abs_mean": Bound(warn=1e-3, warn_half=0.05, stop=0.1),
+    "mismatch/k3": Bound(warn=1e-4, warn_half=0.01, stop=0.1),
+    "mismatch/ratio_max": Bound(warn=1.1, warn_half=10.0, stop=math.inf),
+}
+"""The bounds, in the units of the metrics.
+
+Rounding alone: sampler and trainer run the same weights on rows of another shape, which in float32 moves a log-prob by
+1e-7 to 1e-4 nats. bfloat16 has 8 significant bits, and a logit of 10 is rounded to 1/32: 0.01 to 0.03 nats are usual, a
+k3 of half their square (1e-4 to 1e-3), and for single unlikely tokens of a rollout a ratio of 2 or 3.
+
+Meaningless: PPO's clip lets an update move a token's log-prob by about 0.2 nats (`cliprange`). If the responses come
+from a distribution that is half of that away, for the mean token, noise of the size of the whole step stands in each
+ratio (`old_policy: rollout`), or the gradient is that of another policy's responses (`recompute`): over ten tokens the
+weight of a response is wrong by a factor of e. A k3 of 0.1 nats per token is what a few tokens amount to that the
+trainer considers all but impossible. A single token's ratio stops nothing: its gradient is clipped.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A metric beyond its bound."""
+
+    metric: str
+    value: float
+    bound: float
+    """The one that `value` exceeds."""
+    meaningless: bool
+    """Whether `bound` is that of an update without meaning, rather than that of rounding."""
+
+    def __str__(self) -> str:
+        return f"{self.metric} is {self.value:.3g} (bound {self.bound:g})"
+
+
+def judge(stats: Mapping[str, float], *, half_precision: bool) -> list[Finding]:
+    """Returns the metrics of `stats` that exceed a bound, in the order of `BOUNDS`.
+
+    Args:
+        stats: `mismatch/*`; other names are ignored, and missing ones are not judged.
+        half_precision: whether the policy computes in bfloat16 or float16.
+    """
+    findings = []
+    for metric, bound in BOUNDS.items():
+        value = stats.get(metric, 0.0)
+        warn = bound.warn_half if half_precision else bound.warn
+        if value > warn:
+            meaningless = value > bound.stop
+            findings.append(Finding(metric, value, bound.stop if meaningless else warn, meaningless))
+    return findings
+
+
+def in_half_precision(actor_critic: ActorCritic, accelerator: Accelerator) -> bool:
+    """Whether the policy has weights of less than 32 bits, or computes in less under autocast."""
+    narrow = any(parameter.element_size() < 4 for parameter in actor_critic.policy.parameters())
+    return narrow or accelerator.mixed_precision not in ("no", None)
+
+
+def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:
+    """Returns up to `count` positions of `lengths`, from the shortest to the longest at even distances of rank."""
+    order = sorted(range(len(lengths)), key=lambda position: lengths[position])
+    if len(order) <= count:
+        return order
+    return [order[i * (len(order) - 1) // (count - 1)] for i in range(count)]
+
+
+class MismatchGuard:
+    """Ends a run whose sampler is not the policy that is trained, or warns of it once, as `mismatch_action` says.
+
+    Args:
+        engine: of the policy.
+        args: of the run. With `old_policy: correct`, whose weights are made for a mismatch, a run is never ended.
+    """
+
+    def __init__(self, engine: Engine, args: PPOConfig) -> None:
+        self._engine, self._accelerator, self._args = engine, engine.accelerator, args
+        self._warned = self._short_agreed = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a mismatch is reported at all."""
+        return self._args.mismatch_action != "ignore"
+
+    def check_short_responses(
+        self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
+    ) -> None:
+        """Samples a short response to each of a few prompts with the run's generation backend, and judges them.
+
+        Every rank must call it, with equally many prompts. Beyond a bound, two experiments look for the cause.
+
+        Args:
+            collector: samples and evaluates.
+            prompts: a few, of different lengths.
+            sampling_params: of the run; at most `SHORT` tokens are sampled.
+
+        Raises:
+            ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
+        """
+        tokens = min(SHORT, sampling_params.max_new_tokens)
+        short = replace(sampling_params, max_new_tokens=tokens, num_return_sequences=1)
+        samples, logprobs = self._sample(collector, prompts, short)
+        stats = self._largest(mismatch_stats(logprobs, samples["rollout_logprobs"], samples["response_mask"]))
+        self._short_agreed = not self._judge(stats)
+        if self._short_agreed:
+            return
+        again = self._logprobs(collector, samples, short)
+        repeated = self._largest(mismatch_stats(again, logprobs, samples["response_mask"]))
+        alone, logprobs = self._sample(replace(collector, per_device_batch_size=1), prompts, short)
+        unpadded = self._largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
+        if self._judge(repeated):
+            difference = repeated["mismatch/logprob_abs_mean"]
+            cause = (
+                f"two forward passes of the trainer over the same tokens differ by {difference:.3g} nats per token, as "
+                "with dropout in a custom model; switch it off"
+            )
+        elif not self._judge(unpadded):
+            cause = (
+                "without other rows in the batch they agree, so the model reads the padding before a prompt, as a "
+                "recurrent state or learned positions do; set rollout_per_device_batch_size: "
+                f"{self._args.num_return_sequences}, which samples one prompt at a time"
+            )
+        else:
+            cause = self._likely_causes()
+        self._report(stats, f"in {len(prompts['rows'])} short responses before the first rollout", cause)
+
+    def check_rollouts(self, rollouts: Rollouts) -> None:
+        """Judges the global rollouts of a step before the update, unless the trainer has not evaluated them
+        (`old_policy: rollout`).
+
+        Raises:
+            ValueError: as `check_short_responses`.
+        """
+        if "entropies" in rollouts:
+            mask = rollouts["response_mask"]
+            stats = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
+            self.check({name: float(value) for name, value in stats.items()})
+
+    def check(self, stats: Mapping[str, float]) -> None:
+        """Judges `mismatch/*` of all ranks' responses in one step.
+
+        Raises:
+            ValueError: as `check_short_responses`.
+        """
+        if self.active and self._judge(stats):
+            self._report(stats, "in the responses of this step", self._likely_causes())
+
+    def _judge(self, stats: Mapping[str, float]) -> list[Finding]:
+        half = in_half_precision(self._engine.actor_critic, self._accelerator)
+        return judge(stats, half_precision=half)
+
+    def _sample(
+        self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Samples, and the trainer's log-probs (B, R) of their tokens."""
+        samples = collector.sample(self._engine, prompts, sampling_params, RolloutPoll())
+        return samples, self._logprobs(collector, samples, sampling_params)
+
+    def _logprobs(
+        self, collector: RolloutCollector, samples: dict[str, Tensor], sampling_params: SamplingParams
+    ) -> Tensor:
+        settings = EvaluationSettings(
+            sampling_params.temperature, collector.chunk_size, collector.per_device_batch_size
+        )
+        model, device = self._engine.actor_critic, self._accelerator.device
+        with self._accelerator.autocast():
+            outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)
+        return outputs["logprobs"]
+
+    def _largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
+        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._accelerator)
+
+    def _likely_causes(self) -> str:
+        model, args = self._engine.actor_critic.policy.model, self._args
+        if model._is_stateful:
+            return (
+                f"{type(model).__name__} keeps a recurrent state, and sampling with it token by token gives other "
+                "numbers than one pass over the whole row; use a model without one"
+            )
+        if self._short_agreed:
+            return (
+                f"something that depends on the length or on trained weights, as responses of {SHORT} tokens agreed "
+                "before the run: rotations or windows that change with the length, an attention implementation (here "
+                f"{model.config._attn_implementation}), a sampler that still has older weights"
+            )
+        return (
+            "a generation_backend or _generate that changes the logits (top_k, top_p, a penalty, the model's "
+            f"generation_config, a temperature other than {args.temperature:g}) or has other weights or another dtype; "
+            f"or an attention implementation (here {model.config._attn_implementation}) that reads padding"
+        )
+
+    def _report(self, stats: Mapping[str, float], where: str, cause: str) -> None:
+        findings, args = self._judge(stats), self._args
+        corrected = args.old_policy == "correct"
+        what = ", ".join(map(str, findings))
+        text = (
+            f"sampler and trainer disagree on the log-probs of the same tokens {where}: {what}. Likely cause: {cause}"
+        )
+        if args.mismatch_action == "stop" and not corrected and any(finding.meaningless for finding in findings):
+            raise ValueError(
+                f"{text}. The update would be meaningless: remove the cause, or set old_policy: correct, which weights "
+                "the loss by the ratio of the two, or mismatch_action: warn, which trains all the same"
+            )
+        if not self._warned and self._accelerator.is_main_process:
+            self._warned = True
+            warnings.warn(text if corrected else f"{text}. old_policy: correct weights the loss by it", stacklevel=4)

@@ -1,0 +1,238 @@
+"""A sampler that is not the policy that is trained: what is refused, what is warned of, and that the check costs no
+number of a run.
+"""
+
+import copy
+import itertools
+import math
+import random
+import warnings
+
+import pytest
+import torch
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.distributed.preemption import Interrupted
+from alpaca_ppo.ppo import rollouts
+from alpaca_ppo.ppo.mismatch import SHORT, judge, spread_by_length
+from alpaca_ppo.registry import GENERATION_BACKENDS
+from tests.registered import temporary_choices
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
+
+ABS, K3, RATIO = "mismatch/logprob_abs_mean", "mismatch/k3", "mismatch/ratio_max"
+
+
+@pytest.mark.parametrize(
+    ("stats", "half", "expected"),
+    [
+        # Rounding: of float32, of bfloat16.
+        ({ABS: 1e-4, K3: 1e-8, RATIO: 1.001}, False, []),
+        ({ABS: 0.03, K3: 1e-3, RATIO: 3.0}, True, []),
+        ({ABS: 0.03, K3: 1e-3, RATIO: 3.0}, False, [(ABS, 1e-3, False), (K3, 1e-4, False), (RATIO, 1.1, False)]),
+        ({ABS: 0.07}, True, [(ABS, 0.05, False)]),
+        # A tenth of a nat, half of what PPO's clip lets a step do, is too much in any precision.
+        ({ABS: 0.11, K3: 0.006}, True, [(ABS, 0.1, True)]),
+        ({ABS: 0.11, K3: 0.006}, False, [(ABS, 0.1, True), (K3, 1e-4, False)]),
+        ({ABS: 0.04, K3: 0.2}, True, [(K3, 0.1, True)]),
+        # One token alone is clipped.
+        ({RATIO: 1e6}, True, [(RATIO, 10.0, False)]),
+        ({ABS: 1e-3, K3: 1e-4, RATIO: 1.1}, False, []),
+        ({ABS: math.nan, "policy/ratio_max": 9.0}, False, []),
+        ({}, False, []),
+    ],
+)
+def test_a_mismatch_is_judged_by_what_rounding_explains_and_by_what_ruins_an_update(stats, half, expected):
+    findings = judge(stats, half_precision=half)
+    assert [(finding.metric, finding.bound, finding.meaningless) for finding in findings] == expected
+    assert [finding.value for finding in findings] == [stats[name] for name, _, _ in expected]
+
+
+def test_prompts_of_the_check_range_from_the_shortest_to_the_longest():
+    assert spread_by_length([5, 1, 9, 7, 3, 2, 8], count=4) == [1, 4, 3, 2]
+    assert spread_by_length([5, 1], count=4) == [1, 0]
+
+
+def never(prompts, completions, **columns):
+    raise AssertionError("no reward is computed before sampler and trainer agree")
+
+
+@pytest.mark.parametrize("old_policy", ["recompute", "rollout"])
+@pytest.mark.parametrize(
+    ("arch", "cause"),
+    [
+        ("rwkv", "without other rows .* reads the padding .*; set rollout_per_device_batch_size: 1, "),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state, .*; use a model without one"),
+    ],
+)
+def test_a_model_that_samples_otherwise_than_it_trains_is_refused_with_the_cause(arch, cause, old_policy, tmp_path):
+    settings = {"generation_backend": "generate", "old_policy": old_policy}
+    trainer = tiny_trainer(tmp_path, model=tiny_causal_lm(arch), trainer_arguments={"reward_funcs": never}, **settings)
+    before = weights(trainer)
+    message = rf"disagree .* in 4 short responses before the first rollout: {ABS} is .* \(bound 0.1\).*{cause}"
+    with pytest.raises(ValueError, match=message + ".*old_policy: correct.*mismatch_action: warn"):
+        trainer.train()
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+
+
+def test_without_padding_a_recurrent_state_trains(tmp_path):
+    settings = {"generation_backend": "generate", "rollout_per_device_batch_size": 1, "total_episodes": 10}
+    stats = tiny_trainer(tmp_path, model=tiny_causal_lm("rwkv"), **settings).train()
+    assert stats[ABS] < 1e-5
+
+
+def test_dropout_that_stays_on_is_found_by_a_second_pass(tmp_path):
+    model = tiny_causal_lm("llama")
+
+    def drop(module, inputs, output):
+        return torch.nn.functional.dropout(output, 0.3) if module.training else output
+
+    model.model.layers[0].mlp.register_forward_hook(drop)
+    with pytest.raises(ValueError, match="two forward passes .* differ by .*, as with dropout in a custom model"):
+        tiny_trainer(tmp_path, model=model).train()
+
+
+@pytest.fixture
+def other_sampler(monkeypatch):
+    """The package's sampler runs a copy of the policy with noise on its head: a mismatch of 0.2 nats."""
+    sampler = copy.deepcopy(tiny_causal_lm("llama"))
+    weight = sampler.get_output_embeddings().weight.data
+    weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(7))
+    plain = rollouts.generate
+    monkeypatch.setattr(rollouts, "generate", lambda model, *args, **how: plain(sampler, *args, **how))
+
+
+def messages_of(trainer):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stats = trainer.train()
+    assert stats[ABS] > 0.1
+    return [str(warning.message) for warning in caught if "sampler and trainer disagree" in str(warning.message)]
+
+
+def test_another_sampler_ends_the_run_unless_its_weights_are_corrected_or_the_user_says_otherwise(
+    other_sampler, tmp_path
+):
+    with pytest.raises(ValueError, match="changes the logits .top_k, top_p, .* temperature other than 1.*sdpa"):
+        tiny_trainer(tmp_path / "a").train()
+    (warned,) = messages_of(tiny_trainer(tmp_path / "b", mismatch_action="warn"))
+    assert warned.endswith("old_policy: correct weights the loss by it")
+    (warned,) = messages_of(tiny_trainer(tmp_path / "c", old_policy="correct"))
+    assert warned.endswith("that reads padding")
+    assert messages_of(tiny_trainer(tmp_path / "d", mismatch_action="ignore")) == []
+
+
+def shifted(difference, passes=0):
+    """A trainer class whose sampler overstates its log-probs by `difference` nats, after `passes` correct rollouts."""
+
+    class Shifted(PPOTrainer):
+        rollouts = itertools.count()
+
+        def _generate(self, prompts, sampling_params):
+            samples = super()._generate(prompts, sampling_params)
+            if next(self.rollouts) >= passes:
+                samples["rollout_logprobs"] += difference * samples["response_mask"]
+            return samples
+
+    return Shifted
+
+
+@pytest.mark.parametrize("old_policy", ["recompute", "rollout"])
+def test_a_step_is_refused_before_it_moves_a_weight(old_policy, tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.11), old_policy=old_policy)
+    before = weights(trainer)
+    with pytest.raises(ValueError, match=rf"in the responses of this step: {ABS} is 0.11 \(bound 0.1\)"):
+        trainer.train()
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    assert trainer.updater.num_updates == 0
+
+
+def test_a_mismatch_in_a_later_step_is_found_in_that_step(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.11, passes=1))
+    with pytest.raises(ValueError, match="in the responses of this step"):
+        trainer.train()
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1]
+
+
+def test_a_difference_beyond_rounding_is_warned_of(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.01))
+    with pytest.warns(UserWarning, match=rf"{ABS} is 0.01 \(bound 0.001\).*old_policy: correct weights the loss"):
+        trainer.train()
+
+
+def test_after_short_responses_have_agreed_the_length_is_suspected(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path)
+    plain = trainer.collector.gather
+
+    def disagreeing(rows, **how):
+        gathered = plain(rows, **how)
+        gathered["rollout_logprobs"] += 0.2 * gathered["response_mask"]
+        return gathered
+
+    monkeypatch.setattr(type(trainer.collector), "gather", lambda self, rows, **how: disagreeing(rows, **how))
+    with pytest.raises(ValueError, match=f"depends on the length .* as responses of {SHORT} tokens agreed before"):
+        trainer.train()
+
+
+def test_a_sampler_of_the_user_s_own_is_not_asked_for_short_responses(tmp_path):
+    calls = []
+
+    class Own(PPOTrainer):
+        def _generate(self, prompts, sampling_params):
+            calls.append(len(prompts["rows"]))
+            return super()._generate(prompts, sampling_params)
+
+    tiny_trainer(tmp_path, trainer_class=Own).train()
+    assert calls == [10, 10]
+
+
+def luck(prompts, completions, completion_ids, **columns):
+    """Draws from the global generators, as a reward may."""
+    scores = count_even(prompts, completions, completion_ids)
+    return [score + random.random() + float(torch.rand(())) for score in scores]
+
+
+def finished(folder, action, *, stop_after=None):
+    """Metrics and weights of a run, interrupted and resumed after `stop_after` steps."""
+    random.seed(0)
+    torch.manual_seed(0)
+    arguments = {"reward_funcs": luck}
+    settings = {"generation_backend": "counting", "save_steps": 1, "mismatch_action": action}
+    trainer = tiny_trainer(folder, trainer_arguments=arguments, **settings)
+    if stop_after is not None:
+        plain = trainer._end_step
+
+        def end_step(stats):
+            plain(stats)
+            if trainer.state.global_step == stop_after:
+                raise Interrupted(15)
+
+        trainer._end_step = end_step
+        with pytest.raises(Interrupted):
+            trainer.train()
+        trainer = tiny_trainer(folder, trainer_arguments=arguments, **settings)
+        random.seed(9)
+    trainer.train(resume_from_checkpoint=stop_after is not None)
+    return metric_lines(folder), weights(trainer)
+
+
+@pytest.mark.parametrize("stop_after", [None, 1])
+def test_the_check_is_made_once_in_a_process_and_moves_no_number(stop_after, tmp_path):
+    sampled = []
+
+    def counting(model, queries, *args, sampling_params, **how):
+        torch.rand(1)
+        sampled.append((len(queries), sampling_params.max_new_tokens))
+        return GENERATION_BACKENDS.get("decode")(model, queries, *args, sampling_params=sampling_params, **how)
+
+    with temporary_choices():
+        GENERATION_BACKENDS.register("counting")(counting)
+        lines, trained = finished(tmp_path / "a", "ignore", stop_after=stop_after)
+        unchecked, sampled = list(sampled), []
+        checked_lines, checked = finished(tmp_path / "b", "stop", stop_after=stop_after)
+    # Ten prompts, four at once, in two steps; the check takes four more per process.
+    assert unchecked == [(4, 5), (4, 5), (2, 5)] * 2
+    assert len(sampled) == len(unchecked) + (1 if stop_after is None else 2)
+    assert sampled[0] == (4, 5)
+    assert checked_lines == lines
+    assert all(torch.equal(checked[name], value) for name, value in trained.items())
