@@ -25,7 +25,7 @@ eval_top_k trust_remote_code reward_retries reward_retry_pause failed_rewards
 """.split()
 # A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
 _NO_ARCHITECTURE = """
-_name_or_path transformers_version architectures use_cache dtype id2label label2id output_attentions
+_name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
 REMEDIES = {
