@@ -37,7 +37,7 @@ mismatch_action
 _COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]
 # A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
 _NO_ARCHITECTURE = """
-_name_or_path transformers_version architectures use_cache dtype id2label label2id output_attentions
+_name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
 _REMEDIES = {

@@ -11,13 +11,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic
+from alpaca_ppo.remote_code import remote_code
 
 
 def skeleton(name: str, args: PPOConfig, auto_class: Any = AutoModelForCausalLM) -> Any:
     """The model `name` on the meta device; None if there is no such model; loading it later reports the error."""
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-        return _on_meta(auto_class, config, args)
+        with remote_code(name, trust=args.trust_remote_code):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+            return _on_meta(auto_class, config, args)
     except (OSError, ValueError):
         return None
 
@@ -64,7 +66,8 @@ def _adapter_parameters(policy: PreTrainedModel, config: Any, args: PPOConfig) -
     # Shapes are the same however the weights start, and some ways need the base's weights.
     config.init_lora_weights, config.inference_mode, config.use_dora = False, False, False
     try:
-        frozen = _on_meta(AutoModelForCausalLM, policy.config, args).requires_grad_(False)
+        with remote_code(policy.config.name_or_path, trust=args.trust_remote_code):
+            frozen = _on_meta(AutoModelForCausalLM, policy.config, args).requires_grad_(False)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             inject_adapter_in_model(config, frozen)
     except ValueError:
