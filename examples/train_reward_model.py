@@ -122,12 +122,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
     training.remove_unused_columns = False
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # Head and adapter start at random, before the trainer seeds.
     set_seed(training.seed)
     model = AutoModelForSequenceClassification.from_pretrained(
-        arguments.model_name_or_path, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+        arguments.model_name_or_path,
+        num_labels=1,
+        dtype=torch.float32,
+        pad_token_id=tokenizer.pad_token_id,
+        trust_remote_code=False,
     )
     if config := lora.peft_config("SEQ_CLS"):
         model = inject_adapter(get_peft_model, model, config)

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
     train, test = (

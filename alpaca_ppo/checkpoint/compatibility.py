@@ -21,11 +21,11 @@ ignore_data_change output_dir run_name report_to logging_steps save_steps save_t
 greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id total_epochs total_episodes
 rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu logprob_chunk_size deepspeed
 ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates eval_do_sample eval_top_p
-eval_top_k trust_remote_code
+eval_top_k trust_remote_code reward_retries reward_retry_pause failed_rewards
 """.split()
 # A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
 _NO_ARCHITECTURE = """
-_name_or_path transformers_version architectures use_cache dtype id2label label2id output_attentions
+_name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
 REMEDIES = {

@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi
@@ -21,6 +21,7 @@ from alpaca_ppo.adapters import POLICY, VALUE, AdapterSet, merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import write_model_card, write_value_card
 from alpaca_ppo.models import ActorCritic, CriticHead, write_critic, write_critic_adapter
+from alpaca_ppo.remote_code import has_remote_code, remote_code
 
 
 def save_final(
@@ -31,6 +32,7 @@ def save_final(
     metrics: Mapping[str, float],
     config: Mapping[str, Any],
     merged: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Writes `folder`/policy with a model card and, if there is a critic, `folder`/value; each of them atomically.
 
@@ -41,19 +43,26 @@ def save_final(
         metrics: the run's last metrics, for the card.
         config: the run's configuration as plain values, for the card.
         merged: if the policy is an adapter, also write `folder`/merged: the full model with the adapter merged in.
+        trust_remote_code: run code that comes with the critic's architecture, to save it as a sequence classifier.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
     with write_folder_atomically(Path(folder) / "policy") as tmp_dir:
         _write_policy(tmp_dir, policy if adapters is None else adapters.peft, processing_class)
-        write_model_card(tmp_dir, metrics=metrics, config=config, base_model=policy.config.name_or_path)
+        write_model_card(
+            tmp_dir,
+            metrics=metrics,
+            config=config,
+            base_model=policy.config.name_or_path,
+            own_code=has_remote_code(policy),
+        )
     if actor_critic.critic is not None:
-        _save_value(Path(folder) / "value", actor_critic, processing_class)
+        _save_value(Path(folder) / "value", actor_critic, processing_class, trust_remote_code)
     # Last, because it reads the base from disk again, which may fail.
     if merged and adapters is not None:
         save_merged(Path(folder) / "merged", adapters, processing_class)
 
 
-def _save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any) -> None:
+def _save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any, trust_remote_code: bool) -> None:
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
     if critic.backbone is None and policy.adapters is not None:
@@ -61,7 +70,7 @@ def _save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any) 
         save_value_adapter(folder, policy.adapters, name, critic.head, processing_class)
         return
     backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
-    save_value_model(folder, backbone, critic.head, processing_class)
+    save_value_model(folder, backbone, critic.head, processing_class, trust_remote_code=trust_remote_code)
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
@@ -90,7 +99,14 @@ def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) ->
         processing_class.save_pretrained(tmp_dir)
 
 
-def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHead, processing_class: Any) -> None:
+def save_value_model(
+    folder: StrPath,
+    backbone: PreTrainedModel,
+    head: CriticHead,
+    processing_class: Any,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Writes a critic with a full backbone, atomically. `value_model` accepts the folder.
 
     A scalar critic becomes a sequence classifier with one label, if transformers has one for the architecture;
@@ -102,9 +118,11 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHea
         backbone: a base model of transformers (`LlamaModel`, ...), without a head.
         head: the value head.
         processing_class: the tokenizer, saved too. The classifier finds the end of a padded row by its pad token.
+        trust_remote_code: run code that comes with the architecture's classifier; without it, such a critic is written
+            for `models.load_critic`.
     """
     score = head.score_weight()
-    classifier = None if score is None else matching_classifier(backbone)
+    classifier = None if score is None else matching_classifier(backbone, trust_remote_code=trust_remote_code)
     with write_folder_atomically(folder) as tmp_dir, _progress_on_terminal_only():
         if classifier is None or score is None:
             write_critic(tmp_dir, head, backbone)
@@ -116,7 +134,8 @@ def save_value_model(folder: StrPath, backbone: PreTrainedModel, head: CriticHea
             weights["score.weight"] = score.detach()
             classifier.save_pretrained(tmp_dir, state_dict=weights)
         processing_class.save_pretrained(tmp_dir)
-        write_value_card(tmp_dir, "critic" if classifier is None else "classifier")
+        form: Literal["critic", "classifier"] = "critic" if classifier is None else "classifier"
+        write_value_card(tmp_dir, form, own_code=has_remote_code(backbone))
 
 
 def save_value_adapter(
@@ -130,21 +149,26 @@ def save_value_adapter(
     with write_folder_atomically(folder) as tmp_dir:
         write_critic_adapter(tmp_dir, adapters, name, head)
         processing_class.save_pretrained(tmp_dir)
-        write_value_card(tmp_dir, "critic_adapter" if head.score_weight() is None else "adapter")
+        form: Literal["critic_adapter", "adapter"] = "critic_adapter" if head.score_weight() is None else "adapter"
+        write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model))
 
 
-def matching_classifier(backbone: PreTrainedModel) -> PreTrainedModel | None:
+def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
     """A sequence classifier with one label for the architecture of `backbone`, on the meta device.
 
-    None if transformers has none that consists of exactly `backbone` and a linear head `score` without bias.
+    None if neither transformers nor, with `trust_remote_code`, the code of `backbone` has one that consists of exactly
+    `backbone` and a linear head `score` without bias.
     """
     config = copy.deepcopy(backbone.config)
     config.num_labels = 1
     try:
-        with torch.device("meta"):
-            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=backbone.dtype)
-    except ValueError:
-        # transformers raises this for an architecture without a sequence classifier; there is no other way to tell.
+        with remote_code(config.name_or_path or "", trust=trust_remote_code), torch.device("meta"):
+            classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+                config, dtype=backbone.dtype, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, OSError):
+        # ValueError: transformers raises it for an architecture without a sequence classifier, and for one whose code
+        # is not trusted; there is no other way to tell. OSError: the folder of that code is gone.
         return None
     needed = {f"{classifier.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
     return classifier if needed == set(classifier.state_dict()) else None

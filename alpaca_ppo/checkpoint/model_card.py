@@ -1,5 +1,9 @@
-"""The READMEs in the folders of final models: the policy's model card and the value model's."""
+"""The READMEs in the folders of final models: the policy's model card and the value model's.
 
+They may be published, so they name no local path. The complete configuration, with its paths, is in run.yaml.
+"""
+
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,22 +16,28 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
 
 def write_model_card(
-    folder: StrPath, *, metrics: Mapping[str, float], config: Mapping[str, Any], base_model: str | None
+    folder: StrPath,
+    *,
+    metrics: Mapping[str, float],
+    config: Mapping[str, Any],
+    base_model: str | None,
+    own_code: bool = False,
 ) -> None:
     """Writes the policy's README.md: front matter, final metrics, how to load the model, the run's configuration.
 
     Args:
         folder: of the policy.
         metrics: metrics by name; timings (`time/`) are left out.
-        config: plain values.
+        config: plain values. A local path is shortened to its last part.
         base_model: hub id or folder that training started from. Only a hub id is named, which the hub can link.
+        own_code: whether the model, or an adapter's base, runs code of its own.
     """
     adapter = (Path(folder) / "adapter_config.json").exists()
-    is_hub_id = base_model and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model) and not Path(base_model).exists()
+    shown = {name: Path(value).name if _is_local_path(name, value) else value for name, value in config.items()}
     front = ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        base_model=base_model if is_hub_id else None,
+        base_model=base_model if base_model and _is_hub_id(base_model) else None,
         tags=["alpaca_ppo", "ppo", "rlhf"],
     )
     rows = [f"| `{name}` | {metrics[name]:.4g} |" for name in sorted(metrics) if not name.startswith("time/")]
@@ -36,23 +46,49 @@ def write_model_card(
         metrics="\n".join(["| Metric | Last step |", "| --- | ---: |", *rows]) if rows else "No metrics were logged.",
         package="peft" if adapter else "transformers",
         loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
-        config=yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).strip(),
+        trust=_TRUST if own_code else "",
+        config=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip(),
     )
     write_text_atomically(Path(folder) / "README.md", text)
 
 
-def write_value_card(folder: StrPath, form: Literal["classifier", "critic", "adapter", "critic_adapter"]) -> None:
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
+
+
+def _is_local_path(option: str, value: Any) -> bool:
+    """Whether the value of `option` is the path of a file or folder of this machine."""
+    if not isinstance(value, str):
+        return False
+    if option in _MODEL_OPTIONS:
+        return not _is_hub_id(value)
+    if option in _PATH_OPTIONS:
+        return True
+    # An option that a subclass of the configuration adds. A prompt template may begin with a slash too.
+    return os.path.isabs(value) and os.path.exists(value)
+
+
+def write_value_card(
+    folder: StrPath, form: Literal["classifier", "critic", "adapter", "critic_adapter"], *, own_code: bool = False
+) -> None:
     """Writes the value model's README.md.
 
     Args:
         folder: of the value model.
         form: "classifier", a sequence classifier; "critic", a backbone and head for `models.load_critic`; "adapter" and
             "critic_adapter", the same two as adapters on the policy's base.
+        own_code: whether the model, or an adapter's base, runs code of its own.
     """
     start = "" if form in ("adapter", "critic_adapter") else _START
     use = {"classifier": _CLASSIFIER_USE, "adapter": _ADAPTER_USE}.get(form, _HEAD_USE)
-    write_text_atomically(Path(folder) / "README.md", _VALUE_CARD + start + use)
+    text = (_VALUE_CARD + start + use).format(trust=_TRUST if own_code else "")
+    write_text_atomically(Path(folder) / "README.md", text)
 
+
+_PATH_OPTIONS = ("output_dir", "deepspeed")
+_MODEL_OPTIONS = ("reference", "reward_adapter")
+"""Options that are paths, hub ids, or words such as `copy`."""
+_TRUST = ", trust_remote_code=True"
 
 _CARD = """\
 ---
@@ -62,7 +98,7 @@ _CARD = """\
 # A language model trained with PPO
 
 Trained with PPO by `alpaca_ppo`. The complete configuration, including the advantage estimator and the KL penalty, is
-below.
+below; of local paths, only the last part.
 
 ## Metrics
 
@@ -76,8 +112,8 @@ below.
 from {package} import {loader}
 from transformers import AutoTokenizer
 
-model = {loader}.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = {loader}.from_pretrained("path/to/this/folder"{trust})
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
 ```
 
 ## Configuration
@@ -110,7 +146,7 @@ _CLASSIFIER_USE = """
 ```python
 from transformers import AutoModelForSequenceClassification
 
-critic = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1)
+critic = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1{trust})
 hidden = critic.base_model(input_ids).last_hidden_state
 values = critic.score(hidden)  # values[:, t] is the expected return after reading tokens 0..t
 ```
@@ -121,7 +157,7 @@ _ADAPTER_USE = """
 ```python
 from peft import AutoPeftModelForSequenceClassification
 
-critic = AutoPeftModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1)
+critic = AutoPeftModelForSequenceClassification.from_pretrained("path/to/this/folder", num_labels=1{trust})
 values = critic(input_ids).logits  # the expected return after reading all of input_ids
 ```
 """
@@ -131,7 +167,7 @@ _HEAD_USE = """
 ```python
 from alpaca_ppo.models import load_critic
 
-critic = load_critic("path/to/this/folder")
+critic = load_critic("path/to/this/folder"{trust})
 hidden = critic.backbone(input_ids).last_hidden_state
 values = critic.head(hidden[:, -1]).values  # the expected return after reading all of input_ids
 ```

@@ -119,6 +119,15 @@ class PPOConfig:
         None,
         "LoRA reward model (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it.",
     )
+    reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
+    reward_retry_pause: float = argument(
+        1.0, "Seconds before the first retry; each further pause is twice as long as the one before.", at_least=0
+    )
+    failed_rewards: Literal["error", "drop"] = argument(
+        "error",
+        "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
+        "drop leaves the response out of the step and counts it.",
+    )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
     )

@@ -25,6 +25,7 @@ from alpaca_ppo.adapters.adapter_set import REFERENCE, REWARD
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
+from alpaca_ppo.remote_code import remote_code
 
 Measurements = dict[str, float]
 """Bytes (or counts) by name, such as `policy/weights`; each depends on the number of layers of the model
@@ -111,8 +112,8 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     """
     if args.load_in_4bit and models.lora is None:
         raise ValueError("load_in_4bit is True, but all weights are trained: set use_peft, or leave load_in_4bit out")
-    rewards = [_classifier(config, layers, getattr(torch, args.dtype)) for config in models.rewards]
-    value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers)
+    rewards = [_classifier(config, layers, args, getattr(torch, args.dtype)) for config in models.rewards]
+    value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers, args)
     policy = _language_model(models.policy, layers, args)
     # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in `_add_frozen`.
     buildable = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
@@ -159,17 +160,19 @@ def _language_model(config: Any, layers: int | None, args: PPOConfig) -> Any:
             f"AutoModelForCausalLM cannot build a model of type {config.model_type!r}; use a language model, such as "
             "the text part of this one"
         )
-    with torch.device("meta"):
+    with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             shallow(config, layers), dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code
         )
 
 
-def _classifier(config: Any, layers: int | None, dtype: torch.dtype = torch.float32) -> Any:
+def _classifier(config: Any, layers: int | None, args: PPOConfig, dtype: torch.dtype = torch.float32) -> Any:
     config = shallow(config, layers)
     config.num_labels, config.pad_token_id = 1, 0
-    with torch.device("meta"):
-        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+    with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
+        model: Any = AutoModelForSequenceClassification.from_config(
+            config, dtype=dtype, trust_remote_code=args.trust_remote_code
+        )
     # Not on the meta device: a critic's head is initialized from this weight.
     model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=dtype)
     return model

@@ -13,21 +13,23 @@ from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_
 from alpaca_ppo.estimate_memory.phases import micro_batches_of
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.models.token_checks import check_positions
+from alpaca_ppo.remote_code import remote_code
 
 
 def read_config(field: str, name: str, trust_remote_code: bool) -> Any:
     """The configuration of the model `name` (a folder or a hub id); `field` names it in errors.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: when there is none, or it comes with code that it may not run.
     """
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{field}: no configuration can be read from {name!r} ({error}); use an existing folder with config.json, "
-            "or a hub id that is reachable or cached"
-        ) from error
+    with remote_code(name, trust=trust_remote_code):
+        try:
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{field}: no configuration can be read from {name!r} ({error}); use an existing folder with "
+                "config.json, or a hub id that is reachable or cached"
+            ) from error
 
 
 def read_policy(name: str, trust_remote_code: bool) -> tuple[Any, LoraConfig | None]:

@@ -20,6 +20,7 @@ from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.critic_heads import CriticHead, build_head
 from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.registry import CRITIC_HEADS
+from alpaca_ppo.remote_code import has_remote_code, remote_code
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
 
@@ -33,6 +34,9 @@ def write_critic(folder: Path, head: CriticHead, backbone: PreTrainedModel) -> N
     """Writes `backbone` (the critic's own, or the policy's) and the kind, settings and weights of `head` into
     `folder`.
     """
+    if has_remote_code(backbone):
+        # Its code is saved too, under the class that `load_critic` loads.
+        backbone.register_for_auto_class("AutoModel")
     backbone.save_pretrained(folder)
     _write_head(folder, head)
 
@@ -72,8 +76,8 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ValueError: when `folder` does not hold a critic of this form, when its kind is not registered, and for a risk
-            level of a critic that has none.
+        ValueError: when `folder` does not hold a critic of this form, when its kind is not registered, when it comes
+            with code that it may not run, and for a risk level of a critic that has none.
     """
     if not is_critic_folder(folder):
         raise ValueError(
@@ -112,6 +116,7 @@ def _read_head(folder: str) -> CriticHead:
 
 
 def _load(auto_class: Any, name: str, trust_remote_code: bool) -> Any:
-    return auto_class.from_pretrained(
-        name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-    )
+    with remote_code(name, trust=trust_remote_code):
+        return auto_class.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+        )

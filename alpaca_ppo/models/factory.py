@@ -38,6 +38,7 @@ from alpaca_ppo.models import (
     load_sequence_classifier,
 )
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
+from alpaca_ppo.remote_code import remote_code
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -165,7 +166,7 @@ def _skeleton(name: str, args: PPOConfig) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError):
         return None
-    with torch.device("meta"):
+    with remote_code(name, trust=args.trust_remote_code), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
 
 

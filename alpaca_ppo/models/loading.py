@@ -23,6 +23,7 @@ from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
+from alpaca_ppo.remote_code import remote_code
 
 
 def load_causal_lm(
@@ -99,14 +100,15 @@ def _load_complete(
 ) -> PreTrainedModel:
     """Loads the model `name`, and refuses one with missing weights, which transformers would initialize at random."""
     try:
-        model, info = auto_class.from_pretrained(
-            name,
-            trust_remote_code=trust_remote_code,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            **quantization,
-        )
+        with remote_code(name, trust=trust_remote_code):
+            model, info = auto_class.from_pretrained(
+                name,
+                trust_remote_code=trust_remote_code,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **quantization,
+            )
     except OSError as error:
         raise ValueError(
             f"no model can be loaded from {name!r} ({error}); check model_name_or_path, reference and "
@@ -221,10 +223,11 @@ def load_processing_class(
             "processing_class is None and the model has no name_or_path to load a tokenizer from; pass "
             "processing_class=tokenizer"
         )
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no tokenizer can be loaded from {name!r} ({error}); check {field}: an existing folder with the "
-            "tokenizer's files, or a hub id that can be downloaded"
-        ) from error
+    with remote_code(name, trust=trust_remote_code):
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"no tokenizer can be loaded from {name!r} ({error}); check {field}: an existing folder with the "
+                "tokenizer's files, or a hub id that can be downloaded"
+            ) from error

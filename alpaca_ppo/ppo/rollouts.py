@@ -19,6 +19,7 @@ from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.generation import generate
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
+from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -202,19 +203,31 @@ class RolloutCollector:
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
         return merge_prompt_batches(batches) if batches else None
 
-    def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll) -> Rollouts:
-        """The rows of all ranks, on the CPU, in the prompts' order.
+    def gather(
+        self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll
+    ) -> tuple[Rollouts, DroppedRows]:
+        """The rows of all ranks, on the CPU, in the prompts' order, and what was left out because its reward failed.
 
         Args:
             rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout.
             samples_per_prompt: rows of each prompt.
             poll: of the rollout; if any rank was stopped, all of them raise here.
+
+        Raises:
+            ValueError: on every rank, when the rewards of all rows failed.
         """
-        gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
+        gathered: Any
+        failures, dropped = self.scorer.pop_failures(), DroppedRows()
+        if self.scorer.policy.drop:
+            gathered, dropped = gather_kept_rows(
+                rows, failures, self.accelerator, samples_per_prompt=samples_per_prompt
+            )
+        else:
+            gathered = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:
             poll.raise_on_all_ranks()
         rollouts: Rollouts = gathered
-        return rollouts
+        return rollouts, dropped
 
     def sample(
         self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll

@@ -6,12 +6,13 @@ is part of reward shaping, in `functional.shaping`.
 
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError
-from alpaca_ppo.rewards.reward_function import FunctionReward, load_reward_function
+from alpaca_ppo.rewards.reward_function import FailurePolicy, FunctionReward, load_reward_function
 from alpaca_ppo.rewards.reward_model import ModelReward
 from alpaca_ppo.rewards.scorer import RewardResult, RewardScorer, build_reward
 
 __all__ = [
     "AdapterClassifier",
+    "FailurePolicy",
     "FunctionReward",
     "ModelReward",
     "RewardBatch",

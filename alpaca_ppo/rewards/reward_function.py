@@ -1,17 +1,21 @@
-"""User-supplied reward functions: finding them by name, calling them, and tracing an exception to its row.
+"""User-supplied reward functions: finding them by name, calling them, again if they raise, and tracing an exception to
+its row.
 
-Async functions of one batch run concurrently. Checking the returned scores is the scorer's job.
+Async functions of one batch run concurrently. The returned scores are checked in `score_checks`.
 """
 
 import asyncio
 import functools
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from alpaca_ppo.config.modules import NoSuchModule, load_module
-from alpaca_ppo.rewards.batch import RewardBatch, RewardError
+from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
+from alpaca_ppo.rewards.score_checks import score_list
 
 
 class FunctionReward:
@@ -32,42 +36,97 @@ class FunctionReward:
         self._required = [p.name for p in parameters if p.name in self._accepted and p.default is p.empty]
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """Returns the function's arguments for `batch`.
+        """Returns the function's arguments for `batch`: copies, which the function may change.
 
         Raises:
             RewardError: if the function requires a column that the dataset does not have.
         """
-        available: dict[str, Any] = {
-            "prompts": batch.prompts,
-            "completions": batch.completions,
-            "completion_ids": batch.completion_ids,
-            **batch.columns,
-        }
+        available = batch.arguments()
         missing = [name for name in self._required if name not in available]
         if missing:
             problem = f"requires the arguments {missing}, but only {list(available)} are available"
             raise RewardError(self.name, problem, batch, None)
-        if self._takes_any_keyword:
-            return available
-        return {name: available[name] for name in self._accepted if name in available}
+        names = available if self._takes_any_keyword else [name for name in self._accepted if name in available]
+        return {name: copied(name, available[name]) for name in names}
 
 
-def call_functions(sources: Sequence[FunctionReward], batch: RewardBatch) -> list[Any]:
+@dataclass(frozen=True)
+class FailurePolicy:
+    """What happens if a reward function raises."""
+
+    retries: int = 0
+    """Times that it is called again."""
+    pause: float = 1.0
+    """Seconds before the first of these calls; each further pause is twice as long as the one before."""
+    drop: bool = False
+    """After the last retry: True drops the rows that fail when scored one by one, False ends the run."""
+
+
+class FunctionScores(NamedTuple):
+    """What a function returned for a batch."""
+
+    scores: Any
+    """Unchecked. After a call for each row, a list of B entries, None for a row that failed."""
+    failures: dict[int, RowFailure]
+    """The error of each row that failed."""
+
+
+def call_functions(
+    sources: Sequence[FunctionReward], batch: RewardBatch, policy: FailurePolicy
+) -> list[FunctionScores]:
     """Returns the result of each function for `batch`; async functions run concurrently.
 
+    A function that raises is called again as `policy` says; functions that have returned are not. If it still raises,
+    it is called on each row separately, to find the rows at fault.
+
     Raises:
-        RewardError: chained to the function's own exception. To find the row at fault, the function is called again on
-            each row separately; the error names the first row that raises.
+        RewardError: chained to the function's own exception, unless `policy` drops rows; names the first row that
+            raises. Also if a call for a single row does not return one score.
     """
-    outcomes = _call_all([functools.partial(source.function, **source.keywords(batch)) for source in sources])
-    for source, outcome in zip(sources, outcomes, strict=True):
-        if isinstance(outcome, BaseException):
-            by_row = _call_all(
-                [functools.partial(source.function, **source.keywords(batch.row(i))) for i in range(len(batch))]
-            )
-            row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
-            raise RewardError(source.name, f"raised {type(outcome).__name__}: {outcome}", batch, row) from outcome
-    return outcomes
+    outcomes = _call_all([_call(source, batch) for source in sources])
+    for attempt in range(policy.retries):
+        failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+        if not failed:
+            break
+        time.sleep(policy.pause * 2**attempt)
+        again = _call_all([_call(sources[i], batch) for i in failed])
+        for i, outcome in zip(failed, again, strict=True):
+            outcomes[i] = outcome
+    return [
+        _row_by_row(source, batch, outcome, policy)
+        if isinstance(outcome, BaseException)
+        else FunctionScores(outcome, {})
+        for source, outcome in zip(sources, outcomes, strict=True)
+    ]
+
+
+def _row_by_row(
+    source: FunctionReward, batch: RewardBatch, raised: BaseException, policy: FailurePolicy
+) -> FunctionScores:
+    """Calls `source`, which `raised` on the whole batch, on each row."""
+    by_row = _call_all([_call(source, batch.row(i)) for i in range(len(batch))])
+    attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
+    if not policy.drop:
+        row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
+        raise RewardError(source.name, f"raised {_described(raised)}{attempts}", batch, row) from raised
+    scores: list[Any] = []
+    failures: dict[int, RowFailure] = {}
+    for i, result in enumerate(by_row):
+        if isinstance(result, BaseException):
+            failures[i] = RowFailure(source.name, f"raised {_described(result)}", batch, i)
+            failures[i].__cause__ = result
+            scores.append(None)
+        else:
+            scores += score_list(source.name, result, batch.row(i))
+    return FunctionScores(scores, failures)
+
+
+def _call(source: FunctionReward, batch: RewardBatch) -> Callable[[], Any]:
+    return functools.partial(source.function, **source.keywords(batch))
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def load_reward_function(spec: str) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from alpaca_ppo.remote_code import remote_code
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 
 
@@ -131,13 +132,14 @@ def build_model_reward(
 
     Raises:
         ValueError: if the model does not exist, is an adapter, does not have exactly one label or lacks weights (a
-            language model has no trained score head), or if there is no tokenizer.
+            language model has no trained score head), comes with code that it may not run, or if there is no tokenizer.
     """
     origin = source if isinstance(source, str) else source.config.name_or_path or ""
     name = Path(origin).name or type(source).__name__
-    model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
-    if tokenizer is None:
-        tokenizer = _load_tokenizer(origin, name, trust_remote_code)
+    with remote_code(origin, trust=trust_remote_code):
+        model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
+        if tokenizer is None:
+            tokenizer = _load_tokenizer(origin, name, trust_remote_code)
     return ModelReward(model, tokenizer, name=name, batch_size=batch_size)
 
 

@@ -7,23 +7,25 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, make_reward_batch
-from alpaca_ppo.rewards.reward_function import FunctionReward, call_functions, load_reward_function
+from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
+from alpaca_ppo.rewards.reward_function import (
+    FailurePolicy,
+    FunctionReward,
+    FunctionScores,
+    call_functions,
+    load_reward_function,
+)
 from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward
+from alpaca_ppo.rewards.score_checks import RowScore, check_row, score_list
 
 RewardFunc = Callable[..., Any] | str | PreTrainedModel
-RowScore = float | list[float] | None
-
-_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 class RewardResult(NamedTuple):
@@ -35,12 +37,32 @@ class RewardResult(NamedTuple):
     token are 0. A sequence's score is then on the row's last token."""
     by_source: dict[str, Tensor]
     """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN if it returned None."""
+    failures: dict[int, RowFailure]
+    """The error of each row to drop, whose rewards are 0; empty unless the policy drops rows."""
 
 
 class RewardScorer:
-    """Calls reward sources and adds up their weighted scores; `build_reward` makes one from user arguments."""
+    """Calls reward sources and adds up their weighted scores; `build_reward` makes one from user arguments.
 
-    def __init__(self, sources: Sequence[FunctionReward | ModelReward], weights: Sequence[float]) -> None:
+    Every source gets copies of its own, which it may change.
+
+    Args:
+        sources: functions and models.
+        weights: one per source.
+        policy: what happens if a function raises. A score that is not finite, and a row that no source scores, are not
+            asked for again; if `policy` drops rows, these are dropped too.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[FunctionReward | ModelReward],
+        weights: Sequence[float],
+        *,
+        policy: FailurePolicy | None = None,
+    ) -> None:
+        self.policy = policy or FailurePolicy()
+        self.failures: list[RowFailure] = []
+        """The errors of dropped rows since `pop_failures`, in the order in which they were scored."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns a context manager for the calls of Python functions. They may block for long (a request to a judge,
         say), so the trainer sets this to let a signal interrupt them."""
@@ -80,23 +102,57 @@ class RewardScorer:
         Raises:
             RewardError: with the source, the row and the text, if a source raises, returns the wrong number of scores,
                 a value that is not a number, or a number that is not finite in float32; or if no source scores a row.
+                If the policy drops rows, only for faults that are not of a single row.
         """
         if not rows:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
-            return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names})
+            return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names}, {})
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
         functions = [source for source in self.sources if isinstance(source, FunctionReward)]
+        # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            returned = iter(call_functions(functions, batch))
-        results = [next(returned) if isinstance(source, FunctionReward) else source(batch) for source in self.sources]
-        scores = [_check_scores(name, result, batch) for name, result in zip(self.names, results, strict=True)]
-        for row in range(len(batch)):
-            if all(source_scores[row] is None for source_scores in scores):
-                raise RewardError(
-                    ", ".join(self.names), "returned None; each row needs a score from at least one source", batch, row
-                )
+            returned = iter(call_functions(functions, batch, self.policy))
+        results = [
+            next(returned) if isinstance(source, FunctionReward) else FunctionScores(source(batch.copy()), {})
+            for source in self.sources
+        ]
+        scores, failures = self._checked(results, batch)
+        self.failures += [failures[row] for row in sorted(failures)]
         by_source = {name: _row_totals(source_scores) for name, source_scores in zip(self.names, scores, strict=True)}
-        return RewardResult(self._weighted_sum(scores, batch), by_source)
+        return RewardResult(self._weighted_sum(scores, batch), by_source, failures)
+
+    def pop_failures(self) -> list[RowFailure]:
+        """Returns `failures`, which is empty afterwards."""
+        failures, self.failures = self.failures, []
+        return failures
+
+    def _checked(
+        self, results: Sequence[FunctionScores], batch: RewardBatch
+    ) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
+        """Returns the scores of each source, None in every row that failed, and the failures."""
+        failures: dict[int, RowFailure] = {}
+        scores: list[list[RowScore]] = []
+        for name, result in zip(self.names, results, strict=True):
+            failures = result.failures | failures
+            scores.append([None] * len(batch))
+            for row, score in enumerate(score_list(name, result.scores, batch)):
+                try:
+                    scores[-1][row] = check_row(name, score, batch, row)
+                except RowFailure as failure:
+                    self._fail(failures, row, failure)
+        for row in range(len(batch)):
+            if row not in failures and all(source_scores[row] is None for source_scores in scores):
+                problem = "returned None; each row needs a score from at least one source"
+                self._fail(failures, row, RowFailure(", ".join(self.names), problem, batch, row))
+        for row in failures:
+            for source_scores in scores:
+                source_scores[row] = None
+        return scores, failures
+
+    def _fail(self, failures: dict[int, RowFailure], row: int, failure: RowFailure) -> None:
+        if not self.policy.drop:
+            raise failure
+        failures.setdefault(row, failure)
 
     def to(self, device: torch.device | str) -> "RewardScorer":
         """Moves the reward models to `device`; returns itself."""
@@ -135,6 +191,7 @@ def build_reward(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
+    policy: FailurePolicy | None = None,
 ) -> RewardScorer:
     """Returns a scorer of one or several reward sources.
 
@@ -149,6 +206,7 @@ def build_reward(
         dtype: of the weights of models loaded here; a model in memory keeps its own.
         device: where reward models go; by default they stay where they are.
         trust_remote_code: run code that comes with a reward model.
+        policy: what happens if a function raises; by default, the error ends the run.
 
     Raises:
         ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, a
@@ -172,7 +230,7 @@ def build_reward(
                 source, tokenizer, batch_size=batch_size, dtype=dtype, trust_remote_code=trust_remote_code
             )
             sources.append(model)
-    scorer = RewardScorer(sources, weights)
+    scorer = RewardScorer(sources, weights, policy=policy)
     return scorer if device is None else scorer.to(device)
 
 
@@ -215,38 +273,6 @@ def _tokenizer_per_source(tokenizers: Any, count: int) -> list[PreTrainedTokeniz
             "None for a function"
         )
     return list(tokenizers)
-
-
-def _check_scores(name: str, result: Any, batch: RewardBatch) -> list[RowScore]:
-    if isinstance(result, (Tensor, np.ndarray)):
-        result = result.tolist()
-    if not isinstance(result, (list, tuple)):
-        raise RewardError(
-            name, f"returned a {type(result).__name__} instead of a list of {len(batch)} numbers", batch, None
-        )
-    if len(result) != len(batch):
-        raise RewardError(name, f"returned {len(result)} scores for {len(batch)} responses", batch, None)
-    return [_check_row(name, score, batch, row) for row, score in enumerate(result)]
-
-
-def _check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
-    if score is None:
-        return None
-    if isinstance(score, (Tensor, np.ndarray, np.generic)):
-        score = score.tolist()
-    numbers = score if isinstance(score, (list, tuple)) else [score]
-    for number in numbers:
-        if not isinstance(number, Real):
-            raise RewardError(name, f"returned {number!r}, a {type(number).__name__} and not a number", batch, row)
-        # Also catches NaN, and numbers that overflow float32.
-        if not -_MAX_FLOAT32 <= cast(float, number) <= _MAX_FLOAT32:
-            raise RewardError(name, f"returned {number!r}, which is not finite in float32", batch, row)
-    if numbers is not score:
-        return float(score)
-    tokens = len(batch.completion_ids[row])
-    if len(numbers) != tokens:
-        raise RewardError(name, f"returned {len(numbers)} token scores for {tokens} response tokens", batch, row)
-    return [float(number) for number in numbers]
 
 
 def _row_totals(scores: list[RowScore]) -> Tensor:

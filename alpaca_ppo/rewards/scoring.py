@@ -37,7 +37,7 @@ def score_responses(
     Returns:
         scores (B,) float32, summed over the sources, before the penalty; rewards (B,) float32, or (B, R) if a source
         scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
-        None.
+        None. If the scorer's policy drops rows, also dropped (B,) bool, True for a row to leave out.
 
     Raises:
         RewardError: as `RewardScorer`.
@@ -51,7 +51,10 @@ def score_responses(
     if penalty is not None:
         rewards = _penalize(rewards, mask, ~samples["stopped"], penalty)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
-    return {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
+    scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
+    if scorer.policy.drop:
+        scored["dropped"] = torch.tensor([row in result.failures for row in range(len(rows))])
+    return scored
 
 
 def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:

@@ -209,6 +209,7 @@ class BaseTrainer(ABC):
                     metrics=stats or {},
                     config=asdict(self.args),
                     merged=self.args.merge_on_save,
+                    trust_remote_code=self.args.trust_remote_code,
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
         if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:

@@ -29,6 +29,7 @@ from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, facto
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
+from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
 from alpaca_ppo.ppo.rollouts import RolloutPasses
@@ -116,7 +117,7 @@ class PPOTrainer(BaseTrainer):
         self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
-        self.timers, self.rollout_poll = metrics.Timers(), RolloutPoll()
+        self.timers, self.rollout_poll, self.dropped_rows = metrics.Timers(), RolloutPoll(), 0
         scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
 
     @property
@@ -129,13 +130,13 @@ class PPOTrainer(BaseTrainer):
 
         A run that is resumed in the middle of a step's update continues with the rollouts stored in the checkpoint.
         """
-        self.timers = metrics.Timers()
+        self.timers, self.dropped_rows = metrics.Timers(), 0
         step, update = self.state.global_step, self.progress.pop_resumed_update()
         if update is None:
             rollouts = self._rollouts_with_advantages(prompt_batches)
-            self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds))
+            self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds, self.dropped_rows))
         else:
-            rollouts, self.timers.seconds = update.rollouts, update.seconds
+            rollouts, self.timers.seconds, self.dropped_rows = update.rollouts, update.seconds, update.dropped_rows
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         self.mark_step_done(step)
@@ -193,7 +194,11 @@ class PPOTrainer(BaseTrainer):
             with self.rollout_poll.rollout():
                 rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
                 local = {key: value[: count * n] for key, value in rows.items() if count}
-        return self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
+        rollouts, dropped = self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
+        if dropped.num_dropped:
+            self.dropped_rows += dropped.num_dropped
+            self.run_log.message(str(dropped))
+        return rollouts
 
     def _local_rollout(
         self, prompts: PromptBatch, sampling_params: SamplingParams, passes: RolloutPasses
@@ -202,8 +207,8 @@ class PPOTrainer(BaseTrainer):
         rows = self._generate_and_score(prompts, sampling_params)
         if passes.greedy_baseline:
             greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
-            rewards = self._generate_and_score(prompts, greedy)["rewards"]
-            rows["baseline_scores"] = sequence_scores(rewards).repeat_interleave(sampling_params.num_return_sequences)
+            baseline = self._generate_and_score(prompts, greedy)
+            add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
                 self.actor_critic, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
@@ -391,6 +396,7 @@ class PPOTrainer(BaseTrainer):
             "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts),
+            **self._dropped_stats("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
@@ -412,7 +418,7 @@ class PPOTrainer(BaseTrainer):
         """
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
-        self.timers = metrics.Timers()
+        self.timers, self.dropped_rows = metrics.Timers(), 0
         rollouts = self._rollout(
             self.collate(self.eval_prompts, range(len(self.eval_prompts))),
             setup.evaluation_sampling_params(self.sampling_params, self.args),
@@ -420,7 +426,11 @@ class PPOTrainer(BaseTrainer):
         )
         rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
         self.run_log.log_table("eval", rows, self.state.global_step)
-        return {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
+        stats = {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
+        return stats | self._dropped_stats("eval")
+
+    def _dropped_stats(self, prefix: str) -> dict[str, float]:
+        return {f"{prefix}/dropped_rows": float(self.dropped_rows)} if self.args.failed_rewards == "drop" else {}
 
     def _dummy_prompts(self, count: int) -> PromptBatch:
         """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""

@@ -27,6 +27,8 @@ class UpdateProgress:
     """The global rollouts, including shaped rewards and advantages."""
     seconds: dict[str, float]
     """This rank's seconds in each phase before the update."""
+    dropped_rows: int = 0
+    """Responses that were left out of the rollouts because their reward failed."""
     optimizer_steps: int = 0
     skipped: int = 0
     """Optimizer steps that were skipped."""
@@ -54,6 +56,7 @@ class UpdateProgress:
         """The complete state; `rank_states` holds the `rank_state` of each rank."""
         return {
             "rollouts": dict(self.rollouts),
+            "dropped_rows": self.dropped_rows,
             "optimizer_steps": self.optimizer_steps,
             "skipped": self.skipped,
             "kl_stopped": self.kl_stopped,
@@ -79,6 +82,7 @@ class UpdateProgress:
         return cls(
             state["rollouts"],
             seconds,
+            state["dropped_rows"],
             optimizer_steps=state["optimizer_steps"],
             skipped=state["skipped"],
             kl_stopped=state["kl_stopped"],

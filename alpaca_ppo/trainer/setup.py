@@ -22,7 +22,7 @@ from alpaca_ppo.models.token_checks import check_positions, check_reward_token_i
 from alpaca_ppo.ppo import kl_controllers
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.rewards import AdapterClassifier, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.tracking.run_log import RunLog
 
 
@@ -85,6 +85,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
             tokenizer. The reward adapter is checked before any model is loaded.
     """
     weights = args.reward_weights
+    policy = FailurePolicy(args.reward_retries, args.reward_retry_pause, drop=args.failed_rewards == "drop")
     if args.reward_adapter is not None:
         if not isinstance(reward_funcs, (list, tuple)):
             reward_funcs = [reward_funcs]
@@ -98,7 +99,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         check_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
         if not reward_funcs:
-            return RewardScorer([], [])
+            return RewardScorer([], [], policy=policy)
     return build_reward(
         reward_funcs,
         reward_weights=weights,
@@ -107,6 +108,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         dtype=getattr(torch, args.dtype),
         device=device,
         trust_remote_code=args.trust_remote_code,
+        policy=policy,
     )
 
 

@@ -222,6 +222,35 @@ def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_mode
     assert "No metrics were logged." in (tmp_path / "README.md").read_text()
 
 
+def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/judge").mkdir(parents=True)
+    config = {
+        "output_dir": "outputs/secret/run",
+        "deepspeed": str(tmp_path / "zero.json"),
+        "reference": "models/judge",
+        "reward_adapter": "/gone/adapter",
+        "own_option": str(tmp_path / "models"),
+        # No paths, though they look like some.
+        "run_name": "mine",
+        "hub_model_id": "me/model",
+        "prompt_template": "/no_think {prompt}",
+        "truncate_tokens": ["/", "."],
+    }
+    write_model_card(tmp_path, metrics={}, config=config, base_model=None)
+    text = (tmp_path / "README.md").read_text()
+    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == config | {
+        "output_dir": "run",
+        "deepspeed": "zero.json",
+        "reference": "judge",
+        "reward_adapter": "adapter",
+        "own_option": "models",
+    }
+    for word in ("auto", "someone/some-model"):
+        write_model_card(tmp_path, metrics={}, config={"reference": word}, base_model=None)
+        assert f"\nreference: {word}\n" in (tmp_path / "README.md").read_text()
+
+
 def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
     policy = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     save_policy(tmp_path / "policy", policy, tiny_tokenizer())

@@ -135,6 +135,7 @@ def test_every_option_of_a_run_has_a_help_text_and_a_valid_default():
         "critic_layout",
         "dtype",
         "overlong_prompts",
+        "failed_rewards",
         "rollout_correction_level",
         "loss_agg_mode",
     }

@@ -17,6 +17,7 @@ RUNS = {
         "use_kl_loss": True,
         "entropy_coef": 0.01,
         "critic_warmup_steps": 1,
+        "failed_rewards": "drop",
         "trainer_arguments": {"eval_dataset": prompts(4), "reward_funcs": [count_even, distinct]},
     },
     "a distributional critic on the sampler's log-probs": {

@@ -49,6 +49,13 @@ def noisy_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]
     return [score + random.random() + numpy.random.rand() + float(torch.rand(())) for score in scores]
 
 
+def flaky_reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
+    """Scores each token by its place, and fails for prompts of one word."""
+    if any(" " not in prompt for prompt in prompts):
+        raise TimeoutError("no answer")
+    return [[float(place) for place, _ in enumerate(ids)] for ids in completion_ids]
+
+
 def made_trainer(
     output_dir: Path | str,
     *,
@@ -58,6 +65,7 @@ def made_trainer(
     start_adapter: bool = False,
     reward_model: bool = False,
     noisy: bool = False,
+    flaky: bool = False,
     eval_prompts: int = 0,
     poison: Any = (),
     largest_file: Any = (),
@@ -74,6 +82,7 @@ def made_trainer(
         start_adapter: train an adapter that has learned something already.
         reward_model: score with a random sequence classifier too.
         noisy: score with `noisy_reward`.
+        flaky: score with `count_even` and `flaky_reward`.
         eval_prompts: prompts to evaluate on; 0 for none.
         poison: [[step, update], ...] in which the loss of one row is NaN.
         largest_file: [step, bytes], the limit of files from the end of that step on.
@@ -88,6 +97,8 @@ def made_trainer(
         arguments["reward_funcs"] = [count_even]
     if noisy:
         arguments["reward_funcs"] = noisy_reward
+    if flaky:
+        arguments["reward_funcs"] = [count_even, flaky_reward]
     if eval_prompts:
         arguments["eval_dataset"] = prompts(eval_prompts)
     arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []

@@ -47,6 +47,14 @@ RUNS = {
         *("lora=true", "critic_layout=shared", "gradient_checkpointing=true"),
         *("critic=c51", "critic_warmup_steps=1"),
     ),
+    # Responses that are dropped: with a prompt or two on each of two ranks, all of a rank's in some steps.
+    "dropping": (
+        "flaky=true",
+        "failed_rewards=drop",
+        "rollout_batch_size=3",
+        "num_return_sequences=2",
+        "eval_prompts=5",
+    ),
     # A loss that is NaN on one rank.
     "skipping": SKIPPING,
     "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
@@ -79,6 +87,14 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
         for key in first:
             if "padding" not in key:
                 assert second[key] == pytest.approx(first[key], rel=1e-6, abs=1e-8), key
+
+
+def test_rows_that_one_rank_drops_are_dropped_on_all(runs):
+    steps, two = metric_lines(runs / "one" / "dropping"), metric_lines(runs / "two" / "dropping")
+    dropped = [[line.get(f"{kind}/dropped_rows") for line in steps] for kind in ("eval", "objective")]
+    # The prompts 0 and 4 of the five for the evaluation have one word, and every fourth of all prompts.
+    assert dropped[0][0] == dropped[0][-1] == 2.0 and {0.0, 2.0} <= set(dropped[1][1:])
+    assert [line["objective/dropped_rows"] for line in two[1:]] == dropped[1][1:]
 
 
 @pytest.mark.parametrize("name", ["skipping", "skipping_adapters"])

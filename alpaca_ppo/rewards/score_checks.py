@@ -1,0 +1,62 @@
+"""Checks of the scores that a reward source returned."""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure
+
+RowScore = float | list[float] | None
+
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+
+
+def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:
+    """Returns what the source `name` returned for `batch` as a list with one entry per row.
+
+    Raises:
+        RewardError: if it is no list (or tuple, tensor, array), or has another length.
+    """
+    if isinstance(result, (Tensor, np.ndarray)):
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        raise RewardError(
+            name, f"returned a {type(result).__name__} instead of a list of {len(batch)} numbers", batch, None
+        )
+    if len(result) != len(batch):
+        raise RewardError(name, f"returned {len(result)} scores for {len(batch)} responses", batch, None)
+    return list(result)
+
+
+def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
+    """Returns the score of one row as a float, a list with a float for each token, or None.
+
+    Raises:
+        RewardError: if it is not a number, or its list has not one entry for each token.
+        RowFailure: if it is not finite in float32.
+    """
+    if score is None:
+        return None
+    if isinstance(score, (Tensor, np.ndarray, np.generic)):
+        score = score.tolist()
+    numbers = score if isinstance(score, (list, tuple)) else [score]
+    _check_numbers(name, numbers, batch, row)
+    if numbers is not score:
+        return float(score)
+    tokens = len(batch.completion_ids[row])
+    if len(numbers) != tokens:
+        raise RewardError(name, f"returned {len(numbers)} token scores for {tokens} response tokens", batch, row)
+    return [float(number) for number in numbers]
+
+
+def _check_numbers(name: str, numbers: Sequence[Any], batch: RewardBatch, row: int) -> None:
+    for number in numbers:
+        if not isinstance(number, Real):
+            raise RewardError(name, f"returned {number!r}, a {type(number).__name__} and not a number", batch, row)
+        # Also catches NaN, and numbers that overflow float32.
+        if not -_MAX_FLOAT32 <= cast(float, number) <= _MAX_FLOAT32:
+            raise RowFailure(name, f"returned {number!r}, which is not finite in float32", batch, row)

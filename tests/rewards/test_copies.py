@@ -1,0 +1,135 @@
+"""Reward sources get copies: what one of them does to its arguments changes nothing for anybody else."""
+
+import asyncio
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from alpaca_ppo.rewards import FunctionReward, ModelReward, RewardScorer, build_reward
+from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer
+
+QUESTION = [{"role": "user", "content": "hi", "parts": [{"text": "hi"}]}]
+FACTS = {"answer": ["x", "y"], "scores": {"a": [1, 2]}, "array": np.arange(3)}
+
+
+def arguments():
+    """Two responses to one prompt: as in a rollout, they share the dataset's row, and so its prompt and its facts."""
+    row = {"prompt": copy.deepcopy(QUESTION), "facts": copy.deepcopy(FACTS), "level": 3}
+    return [row["prompt"]] * 2, ["one two", "la"], [[5, 6, 2], [7, 2]], [row, row]
+
+
+def destroy(prompts, completions, completion_ids, facts, level):
+    """Changes everything that a source may change, in the first of two rows only."""
+    completion_ids[0].pop()
+    prompts[0][0]["parts"][0]["text"] = "changed"
+    prompts[0].clear()
+    completions[0][0]["content"] = "changed"
+    facts[0]["answer"].pop()
+    facts[0]["scores"]["a"][0] = facts[0]["array"][0] = 9
+    level[0] = 9
+    return [0.0, 0.0]
+
+
+async def destroy_later(prompts, completions, completion_ids, facts, level):
+    await asyncio.sleep(0)
+    return destroy(prompts, completions, completion_ids, facts, level)
+
+
+class DestructiveModel(ModelReward):
+    def __call__(self, batch):
+        return destroy(batch.prompts, batch.completions, batch.completion_ids, **batch.columns)
+
+
+def destructive_model():
+    return DestructiveModel(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
+
+
+@pytest.mark.parametrize("first", [destroy, destroy_later, destructive_model])
+def test_what_a_source_does_to_its_arguments_is_unknown_to_the_next_source_and_to_the_caller(first):
+    seen = []
+
+    def witness(**keywords):
+        seen.append(copy.deepcopy(keywords))
+        return [0.0, 0.0]
+
+    async def late_witness(**keywords):
+        await asyncio.sleep(0.01)
+        return witness(**keywords)
+
+    class Model(ModelReward):
+        def __call__(self, batch):
+            return witness(**vars(batch) | batch.columns)
+
+    model = Model(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="witness", batch_size=2)
+    source = first() if first is destructive_model else FunctionReward(first)
+    scorer = RewardScorer([source, FunctionReward(witness), FunctionReward(late_witness), model], [1.0] * 4)
+    given = arguments()
+    scorer(*given)
+    assert len(seen) == 3
+    for keywords in seen:
+        assert keywords["completion_ids"] == [[5, 6, 2], [7, 2]]
+        assert keywords["prompts"] == [QUESTION, QUESTION]
+        assert [answer[0]["content"] for answer in keywords["completions"]] == ["one two", "la"]
+        assert keywords["level"] == [3, 3]
+        assert str(keywords["facts"]) == str([FACTS, FACTS])
+    assert str(given) == str(arguments())
+
+
+def test_rows_that_share_an_object_are_separate_for_a_source():
+    seen = []
+
+    def judge(prompts, completions, completion_ids, facts, level):
+        destroy(prompts, completions, completion_ids, facts, level)
+        seen.append((prompts[1], facts[1]))
+        return [0.0, 0.0]
+
+    build_reward(judge)(*arguments())
+    assert str(seen) == str([(QUESTION, FACTS)])
+
+
+def test_a_column_that_cannot_be_copied_is_named():
+    row = {"prompt": "hi", "stream": (number for number in range(3))}
+    with pytest.raises(ValueError, match=r"column 'stream' \(generator\) cannot be copied .*store plain values"):
+        build_reward(lambda **columns: [0.0])(["hi"], ["la"], [[1]], [row])
+
+
+def test_a_source_that_pops_the_stop_token_moves_no_number_of_a_run(tmp_path):
+    """As a reward function from a project may do that counts "content" tokens only."""
+
+    def length(completion_ids, facts, **columns):
+        return [float(len(ids) + len(fact["list"])) for ids, fact in zip(completion_ids, facts, strict=True)]
+
+    def without_stop(completion_ids, facts, **columns):
+        for ids, fact in zip(completion_ids, facts, strict=True):
+            ids.pop()
+            fact["list"].pop()
+        return [0.0] * len(completion_ids)
+
+    def harmless(completion_ids, **columns):
+        return [0.0] * len(completion_ids)
+
+    runs = {}
+    for name, first in {"whole": harmless, "popped": without_stop}.items():
+        dataset = prompts(20).add_column("facts", [{"list": [1, 2, 3]}] * 20)
+        trainer = tiny_trainer(
+            tmp_path / name,
+            num_return_sequences=2,
+            rollout_batch_size=5,
+            total_episodes=10,
+            trainer_arguments={
+                "reward_funcs": [first, length],
+                "train_dataset": dataset,
+                "eval_dataset": dataset.select(range(3)),
+            },
+        )
+        trainer.train()
+        lines = metric_lines(tmp_path / name)
+        runs[name] = [{k: v for k, v in line.items() if first.__name__ not in k} for line in lines]
+        tables = sorted((tmp_path / name).glob("*/step_*.jsonl"))
+        runs[name].append([path.read_text() for path in tables])
+        assert len(tables) == 4
+    assert runs["popped"] == runs["whole"]
+    assert torch.tensor([line["objective/scores/length"] for line in runs["whole"][1:3]]).gt(3).all()
