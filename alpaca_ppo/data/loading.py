@@ -3,10 +3,17 @@
 Streaming is not supported, because the schedule needs the number of prompts.
 """
 
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 from datasets import Dataset, DatasetDict, ReadInstruction
+
+from alpaca_ppo.data.json_files import read_json_files
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
@@ -22,25 +29,25 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
         config_name: the hub dataset's configuration ("main" for openai/gsm8k).
 
     Raises:
-        ValueError: if no dataset has this name, the split does not exist, or `split` is None and there are several.
+        ValueError: if no dataset has this name, a file is damaged or malformed, the split does not exist, or `split`
+            is None and there are several.
     """
     path = Path(dataset_name)
-    if path.is_dir() and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
-        loaded = datasets.load_from_disk(dataset_name)
-        splits = loaded if isinstance(loaded, DatasetDict) else DatasetDict({"train": loaded})
-        return _select_split(splits, split, dataset_name)
-    if path.is_file():
+    # os.path returns False for a name that no file can have, where Path would raise an OSError.
+    is_dir = os.path.isdir(dataset_name)
+    if os.path.isfile(dataset_name):
         if path.suffix not in _BUILDERS:
             raise ValueError(f"dataset_name {dataset_name!r} has an unknown suffix; use one of {', '.join(_BUILDERS)}")
-        options = {"sep": "\t"} if path.suffix == ".tsv" else {}
-        splits = datasets.load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
+        with _named(dataset_name):
+            splits = DatasetDict({"train": _read_files([path])})
         return _select_split(splits, split, dataset_name)
-    if not path.is_dir() and (path.suffix in _BUILDERS or path.is_absolute() or dataset_name.startswith((".", "~"))):
+    if not is_dir and (path.suffix in _BUILDERS or path.is_absolute() or dataset_name.startswith((".", "~"))):
         raise ValueError(
             f"dataset_name {dataset_name!r} is neither a file nor a folder in {Path.cwd()}; check the path"
         )
     try:
-        splits = datasets.load_dataset(dataset_name, config_name)
+        with _named(dataset_name):
+            splits = _load_folder(path, config_name) if is_dir else datasets.load_dataset(dataset_name, config_name)
     # Raised for a folder without data files, an id that is not on the hub, and without a connection.
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(
@@ -48,6 +55,60 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
             "check the name, or the connection"
         ) from error
     return _select_split(splits, split, dataset_name)
+
+
+def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        loaded = datasets.load_from_disk(str(path))
+        return loaded if isinstance(loaded, DatasetDict) else DatasetDict({"train": loaded})
+    builder = datasets.load_dataset_builder(str(path), config_name)
+    files = {split: [Path(name) for name in names] for split, names in (builder.config.data_files or {}).items()}
+    if all(file.suffix in _BUILDERS and file.is_file() for part in files.values() for file in part):
+        return DatasetDict({split: _read_files(part) for split, part in files.items()})
+    return datasets.load_dataset(str(path), config_name)
+
+
+def _read_files(paths: Sequence[Path]) -> Dataset:
+    """The rows of all files, which have one suffix."""
+    if _BUILDERS[paths[0].suffix] == "json":
+        return read_json_files(paths)
+    options: dict[str, Any] = {}
+    if _BUILDERS[paths[0].suffix] == "csv":
+        options = {"sep": "\t" if paths[0].suffix == ".tsv" else ","}
+        for path in paths:
+            _check_cells(path, options["sep"])
+        # By default, pandas reads the answers "NA", "None" and "null" as missing.
+        options |= {"keep_default_na": False, "na_values": [""]}
+    names = [str(path) for path in paths]
+    return datasets.load_dataset(_BUILDERS[paths[0].suffix], data_files={"train": names}, split="train", **options)
+
+
+def _check_cells(path: Path, separator: str) -> None:
+    """Checks that every row has a cell for each column: pandas would shift the cells of a longer one."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, delimiter=separator)
+        columns = next(rows, [])
+        if repeated := [name for name in columns if columns.count(name) > 1]:
+            raise ValueError(f"two columns have the name {repeated[0]!r}; rename one")
+        for cells in rows:
+            if cells and len(cells) != len(columns):
+                raise ValueError(f"line {rows.line_num} has {len(cells)} cells, but there are {len(columns)} columns")
+
+
+@contextmanager
+def _named(dataset_name: str) -> Iterator[None]:
+    """Names the dataset in whatever error its files provoke in `datasets`, pandas or pyarrow."""
+    try:
+        yield
+    except (FileNotFoundError, ConnectionError):
+        raise
+    except Exception as error:
+        # `datasets` wraps the reason once or twice.
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ValueError):
+            cause = cause.__cause__
+        reason = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
+        raise ValueError(f"dataset_name {dataset_name!r} cannot be read: {reason}") from error
 
 
 def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> Dataset:
@@ -59,7 +120,8 @@ def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> 
         return splits[split]
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
-    except (ValueError, AssertionError) as error:
+    # `datasets` raises ValueError, AssertionError and others for a text that is no split.
+    except Exception as error:
         raise ValueError(
             f"dataset {dataset_name!r} has no split {split!r}; use one of {list(splits)} ({error})"
         ) from error

@@ -1,6 +1,6 @@
 """Tokenized prompts: templates and chat templates are applied, and overlong prompts are dropped.
 
-Token ids are kept in memory, 4 bytes each; the rows stay in the memory-mapped dataset and are read on access. Leaves
+Token ids are kept in memory, 4 bytes each; the rows stay in the dataset and are read on access. Leaves
 out images, tools and the continuation of an assistant message.
 """
 
@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.data.templates import PromptTemplate, resolve_template
 
 _CHUNK = 1000
@@ -95,6 +96,7 @@ def prepare_prompts(
     template = _template_of(dataset, prompt_column, prompt_template)
     prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
     digest = hashlib.sha256()
+    kind: type | None = None
     kept: list[int] = []
     input_ids: list[array[int]] = []
     for start in range(0, len(dataset), _CHUNK):
@@ -103,11 +105,13 @@ def prepare_prompts(
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
         prompts = [_checked_prompt(prompt_of, row, start + i) for i, row in enumerate(rows)]
-        for number, ids in enumerate(_tokenize(prompts, tokenizer), start):
+        kind = kind or type(prompts[0])
+        _check_kind(prompts, kind, start)
+        for number, ids in enumerate(_tokenize(prompts, tokenizer, start=start), start):
             if not ids:
                 raise ValueError(
-                    f"the prompt in row {number} has no tokens under this tokenizer: {prompts[number - start]!r}; drop "
-                    "such rows"
+                    f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompts[number - start])}; "
+                    "drop such rows"
                 )
             if len(ids) <= query_len:
                 kept.append(number)
@@ -193,24 +197,34 @@ def _checked_prompt(prompt_of: Callable[[Mapping[str, Any]], Any], row: Mapping[
         _check_messages(prompt, number)
     else:
         raise ValueError(
-            f"the prompt in row {number} is {prompt!r}; "
+            f"the prompt in row {number} is {shown(prompt)}; "
             "it must be text, or a list of messages with 'role' and 'content'"
         )
     return prompt
 
 
+def _check_kind(prompts: list[Any], kind: type, start: int) -> None:
+    """Checks that all prompts, of which the first is in row `start`, are text, or all messages, as in row 0."""
+    for number, prompt in enumerate(prompts, start):
+        if type(prompt) is not kind:
+            raise ValueError(
+                f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
+                f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
+            )
+
+
 def _check_messages(messages: list[Any], number: int) -> None:
     for message in messages:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise ValueError(f"row {number} has the message {message!r}; it needs 'role' and 'content', both text")
+            raise ValueError(f"row {number} has the message {shown(message)}; it needs 'role' and 'content', both text")
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
         )
 
 
-def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Returns the token ids of texts or of conversations; an Arrow column holds only one of the two."""
+def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, start: int) -> list[list[int]]:
+    """Returns the token ids of texts or of conversations; `start` is the row of the first one."""
     if isinstance(prompts[0], str):
         return _tokenize_texts(prompts, tokenizer)
     if tokenizer.chat_template is None:
@@ -218,8 +232,28 @@ def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[li
             "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
             "model, set tokenizer.chat_template, or use text prompts"
         )
+    try:
+        return _apply_chat_template(prompts, tokenizer)
+    # A template refuses roles and keys that it does not know with an error of its own choice.
+    except Exception as error:
+        number = next((i for i, messages in enumerate(prompts) if not _fits_template(messages, tokenizer)), 0)
+        raise ValueError(
+            f"the chat template refuses the messages in row {start + number}, {shown(prompts[number])}: "
+            f"{type(error).__name__}: {error}; change the row, or the tokenizer"
+        ) from error
+
+
+def _apply_chat_template(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     encoded: Any = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _fits_template(messages: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        _apply_chat_template([messages], tokenizer)
+    except Exception:
+        return False
+    return True
 
 
 def _tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

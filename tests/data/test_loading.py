@@ -99,3 +99,111 @@ def test_a_file_of_unknown_type_is_refused(tmp_path):
     (tmp_path / "prompts.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"has an unknown suffix; use one of .jsonl, .json, .csv"):
         load_prompt_dataset(str(tmp_path / "prompts.txt"))
+
+
+def load_rows(tmp_path, text, suffix=".jsonl"):
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_prompt_dataset(str(path)).to_list()
+
+
+def test_json_is_read_as_it_is_written(tmp_path):
+    rows = [
+        # Text that looks like a date, an integer that float64 cannot hold, keys that differ from row to row.
+        {"prompt": "a", "answer": "2020-01-01", "n": 2**53 + 1, "meta": {"x": 1}},
+        {"prompt": "b", "answer": "2021-02-03T00:00:00Z", "n": 1, "meta": {"y": "z"}},
+    ]
+    assert load_rows(tmp_path, "\n".join(map(json.dumps, rows))) == rows
+    assert load_rows(tmp_path, json.dumps(rows, indent=1), ".json") == rows
+    assert load_rows(tmp_path, '{"prompt": "a",\n "answer": [1]}', ".json") == [{"prompt": "a", "answer": [1]}]
+    mixed = [{"n": 0.5, "l": [1.5]}, {"n": True, "l": [False]}]
+    assert str(load_rows(tmp_path, json.dumps(mixed))) == str(mixed)
+    # A column of several types, rows without a column, blank lines, a BOM, CRLF.
+    text = '\ufeff{"prompt": "a", "answer": 1}\r\n\r\n{"prompt": "b", "answer": "x"}\r\n{"id": true}'
+    assert load_rows(tmp_path, text) == [
+        {"prompt": "a", "answer": 1, "id": None},
+        {"prompt": "b", "answer": "x", "id": None},
+        {"prompt": None, "answer": None, "id": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"prompt": "a"}\nnull\n', r"rows.jsonl line 2 is a NoneType; every row must be a JSON object"),
+        ('["a"]', r"rows.jsonl entry 0 is a str; every row must be a JSON object"),
+        ('[{"prompt": "a"}', r"rows.jsonl is not valid JSON: Expecting ',' delimiter"),
+        ('{"prompt": "a"}\n{"prompt": "b', r"rows.jsonl line 2 is not valid JSON: Unterminated string"),
+        ('{"prompt": "a", "prompt": "b"}', r"rows.jsonl line 1 is not valid JSON: the key 'prompt' occurs twice"),
+        (
+            '{"prompt": ' + "[" * 9000 + "]" * 9000 + "}",
+            r"rows.jsonl line 1 is not valid JSON: it is nested too deeply",
+        ),
+        ("\n \n", r"rows.jsonl holds no rows; write one JSON object per line"),
+        (b'{"prompt": "\xff"}', r"rows.jsonl is not UTF-8 text \(.*0xff in position 12"),
+        (
+            '{"prompt": "a", "n": 18446744073709551616}',
+            r"column 'n' holds 18446744073709551616 in row 0, which 64 bits",
+        ),
+        ('{"\\ud800": 1}', r"a column has the name '\\ud800', which is not text"),
+        ('{"prompt": "\\ud800"}', r"column 'prompt' holds '\\ud800' in row 0, which is not text"),
+        (
+            '{"n": 1}\n{"n": ["x", 0.3333333333333333, NaN]}',
+            r"column 'n' has values of different types, among which \['x",
+        ),
+    ],
+)
+def test_malformed_json_is_refused_with_its_place(tmp_path, text, reason):
+    with pytest.raises(ValueError, match=f"^dataset_name '{tmp_path}/rows.jsonl' cannot be read: .*{reason}"):
+        load_rows(tmp_path, text)
+
+
+def test_words_in_a_csv_file_stay_words(tmp_path):
+    rows = load_rows(tmp_path, "prompt,answer,n\nNA,None,1\nnull,,\n", ".csv")
+    assert rows == [{"prompt": "NA", "answer": "None", "n": 1.0}, {"prompt": "null", "answer": None, "n": None}]
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "reason"),
+    [
+        # pandas would drop the first cell of every row.
+        ("prompt,answer\na,b,c\n", ".csv", "line 2 has 3 cells, but there are 2 columns"),
+        ("prompt,answer\na\n", ".csv", "line 2 has 1 cells, but there are 2 columns"),
+        ("prompt\tprompt\na\tb\n", ".tsv", "two columns have the name 'prompt'"),
+        ("", ".csv", "EmptyDataError: No columns to parse"),
+        ('prompt\n"a\nb', ".csv", "ParserError: .*EOF inside string"),
+        ("prompt,n\na,99999999999999999999\n", ".csv", "OverflowError"),
+        (b"", ".parquet", "ArrowInvalid: Parquet file size is 0 bytes"),
+    ],
+)
+def test_a_damaged_table_is_refused_by_name(tmp_path, text, suffix, reason):
+    with pytest.raises(ValueError, match=f"^dataset_name '{tmp_path}/rows{suffix}' cannot be read: .*{reason}"):
+        load_rows(tmp_path, text, suffix)
+
+
+def test_the_files_of_a_folder_are_read_as_single_ones(tmp_path):
+    (tmp_path / "files").mkdir()
+    for number, row in enumerate(({"prompt": "a", "answer": "2020-01-01"}, {"prompt": "b", "answer": 3})):
+        (tmp_path / "files" / f"train-{number}.jsonl").write_text(json.dumps(row) + "\n")
+    loaded = load_prompt_dataset(str(tmp_path / "files"), split="train").to_list()
+    assert loaded == [{"prompt": "a", "answer": "2020-01-01"}, {"prompt": "b", "answer": 3}]
+    (tmp_path / "files" / "train-0.jsonl").write_text("null\n")
+    with pytest.raises(ValueError, match=f"dataset_name '{tmp_path}/files' .*train-0.jsonl line 1 is a NoneType"):
+        load_prompt_dataset(str(tmp_path / "files"))
+
+
+def test_a_damaged_saved_dataset_and_an_impossible_name_are_refused(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"dataset_name '{tmp_path}/saved' cannot be read: KeyError"):
+        load_prompt_dataset(str(tmp_path / "saved"))
+    for name in ("", "a b", "x" * 5000):
+        with pytest.raises(ValueError, match=f"dataset_name '{name}'"):
+            load_prompt_dataset(name)
+
+
+def test_what_is_no_split_is_refused(tmp_path):
+    name = write(tmp_path / "prompts.jsonl", ROWS)
+    for split in ("train[", "", "train[a:b]", "train[5%]"):
+        with pytest.raises(ValueError, match="has no split"):
+            load_prompt_dataset(name, split=split)

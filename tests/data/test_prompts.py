@@ -2,7 +2,7 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Json
 from tokenizers import normalizers
 
 from alpaca_ppo.data import prepare_prompts
@@ -238,3 +238,25 @@ def test_the_fingerprint_covers_bytes_dates_and_arrays():
 
     arrays = [prepare_prompts(as_arrays(n), tiny_tokenizer(WORDS), query_len=8).fingerprint for n in ([1, 2], [1, 3])]
     assert arrays[0] != arrays[1]
+
+
+def test_prompts_are_all_text_or_all_messages():
+    message = [{"role": "user", "content": "one"}]
+    features = Features({"prompt": Json()})
+    for rows, message_of in (
+        ([{"prompt": "one"}, {"prompt": message}], r"row 1 is \[\{.*, but that in row 0 is text; make all"),
+        ([{"prompt": message}, {"prompt": "one"}], "row 1 is 'one', but that in row 0 is messages; make all"),
+        # The first row of the second thousand.
+        ([{"prompt": "one"}] * 1000 + [{"prompt": message}], r"row 1000 is \[\{"),
+    ):
+        with pytest.raises(ValueError, match=message_of):
+            prepare_prompts(Dataset.from_list(rows, features=features), chat_tokenizer(WORDS), query_len=9)
+
+
+def test_a_row_that_the_chat_template_refuses_is_named():
+    tokenizer = chat_tokenizer(WORDS)
+    refuse = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template
+    rows = [{"prompt": [{"role": role, "content": "one"}]} for role in ("user", "user", "system")]
+    with pytest.raises(ValueError, match="the chat template refuses the messages in row 2, .*roles must alternate"):
+        prepare(rows, tokenizer)

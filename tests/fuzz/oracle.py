@@ -25,6 +25,7 @@ _OURS = (_ROOT / "alpaca_ppo", _ROOT / "examples")
 _SETTINGS = {
     "deadline": None,
     "database": None,
+    "report_multiple_bugs": False,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 }
 settings.register_profile("fuzz", derandomize=True, **_SETTINGS)
