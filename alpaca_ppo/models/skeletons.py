@@ -66,7 +66,7 @@ def _adapter_parameters(policy: PreTrainedModel, config: Any, args: PPOConfig) -
     # Shapes are the same however the weights start, and some ways need the base's weights.
     config.init_lora_weights, config.inference_mode, config.use_dora = False, False, False
     try:
-        with remote_code(policy.config.name_or_path, trust=args.trust_remote_code):
+        with remote_code(str(policy.config.name_or_path), trust=args.trust_remote_code):
             frozen = _on_meta(AutoModelForCausalLM, policy.config, args).requires_grad_(False)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             inject_adapter_in_model(config, frozen)
