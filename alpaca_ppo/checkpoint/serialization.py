@@ -20,6 +20,7 @@ from alpaca_ppo.atomic_io import StrPath, clean_leftovers, write_folder_atomical
 from alpaca_ppo.checkpoint.directory import FILES, rotate_checkpoints, verify_files, write_manifest
 
 _WEIGHTS, _STATE, _STATE_TENSORS = FILES
+_PARTS = {"optimizer": dict, "scheduler": dict, "rng": list, "extra": dict}
 
 
 def save_checkpoint(
@@ -134,14 +135,15 @@ def load_checkpoint(
         check: called with `extra` before anything is restored; raises to reject the checkpoint.
 
     Raises:
-        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint (the file is named), for
-            another model or optimizer, and for an `extra` that is not as expected. Nothing has been restored then.
+        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint (names the file and what is
+            wrong in it), for another model or optimizer, and for an `extra` that is not as expected. Nothing has been
+            restored then.
     """
     folder = Path(folder)
     verify_files(folder)
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
-    state = _decode(json.loads((folder / _STATE).read_text(encoding="utf-8")), tensors)
+    state = _read_state(folder / _STATE, tensors)
     extra: dict[str, Any] = state["extra"]
     check(extra)
     wanted = dict(expected or {})
@@ -211,6 +213,45 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return value
 
 
+def _read_state(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The parts that `save_state` wrote to `path`, each of the kind that it wrote.
+
+    Raises:
+        ValueError: if the file holds anything else.
+    """
+    try:
+        state = _decode(json.loads(path.read_text(encoding="utf-8")), tensors)
+    except RecursionError as error:
+        raise _unreadable(path, "its JSON is nested too deeply") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+    if not isinstance(state, dict):
+        raise _unreadable(path, f"it holds a {type(state).__name__} instead of a dictionary")
+    for name, kind in _PARTS.items():
+        if not isinstance(state.get(name), kind):
+            found = f"a {type(state[name]).__name__} instead of a {kind.__name__}" if name in state else "missing"
+            raise _unreadable(path, f"its entry {name} is {found}")
+    for name in ("state", "param_groups"):
+        if name not in state["optimizer"]:
+            raise _unreadable(path, f"its entry optimizer has no {name}")
+    if not state["rng"]:
+        raise _unreadable(path, "its entry rng is empty; it has the random states of each rank")
+    for rank, states in enumerate(state["rng"]):
+        try:
+            _check_random_states(states)
+        except Exception as error:
+            problem = f"its entry rng has no random states of rank {rank} ({type(error).__name__}: {error})"
+            raise _unreadable(path, problem) from error
+    return state
+
+
+def _unreadable(path: Path, problem: str) -> ValueError:
+    return ValueError(
+        f"{path} is not the state of a run: {problem}; resume from another checkpoint, or start a new run in another "
+        "output_dir"
+    )
+
+
 def random_states() -> dict[str, Any]:
     """The states of this process's random number generators."""
     legacy = np.random.get_state(legacy=False)
@@ -221,6 +262,28 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def seed_random_states(seed: int, rank: int) -> None:
+    """Seeds the random number generators of this process by a function of `seed` and `rank`.
+
+    Ranks draw different numbers. Only the global generators of Python, NumPy and torch (every device) are seeded; the
+    package itself draws from none of them.
+    """
+    python, legacy, of_torch = np.random.SeedSequence([seed, rank]).generate_state(3).tolist()
+    random.seed(python)
+    np.random.seed(legacy)
+    torch.manual_seed(of_torch)
+
+
+def _check_random_states(state: Mapping[str, Any]) -> None:
+    """Raises if `set_random_states` would: sets the states of generators that nobody uses."""
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+    torch.Generator().set_state(state["torch"])
+    for cuda in state["cuda"]:
+        if not isinstance(cuda, Tensor) or cuda.dtype != torch.uint8:
+            raise TypeError(f"the state of a CUDA device is {type(cuda).__name__}, not a tensor of bytes")
 
 
 def set_random_states(state: Mapping[str, Any]) -> None:

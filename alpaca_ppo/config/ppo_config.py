@@ -36,7 +36,11 @@ class PPOConfig:
         "outputs/ppo", "Folder for checkpoints, final models, metrics.jsonl and logs.", group="Run and tracking"
     )
     run_name: str | None = argument(None, "Name of the run in the trackers; null = the name of output_dir.")
-    seed: int = argument(42, "Seed of the prompt order, the sampling and the mini-batches.", at_least=0)
+    seed: int = argument(
+        42,
+        "Seed of the prompt order, the sampling, the mini-batches and, in train(), the global generators.",
+        at_least=0,
+    )
     report_to: list[str] | str = argument(
         ["tensorboard"], "Accelerate's trackers to log to, such as tensorboard or wandb; all, or none."
     )

@@ -17,6 +17,7 @@ from transformers import TrainerState
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import data_identity, expected_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
+from alpaca_ppo.checkpoint.serialization import seed_random_states
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -116,6 +117,9 @@ class BaseTrainer(ABC):
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
         """Runs all steps and saves the final models, resuming from a checkpoint if requested; returns the last metrics.
+
+        Seeds the global random generators of Python, NumPy and torch from `seed` and the rank, for reward functions and
+        callbacks that draw from them; a resumed run restores them from the checkpoint.
 
         On SIGTERM or SIGINT the run stops after the current micro-batch or token, saves a checkpoint and exits.
 
@@ -262,6 +266,7 @@ class BaseTrainer(ABC):
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
         folder = self.checkpoints.find(resume_from_checkpoint)
+        seed_random_states(self.args.seed, self.accelerator.process_index)
         if folder is None:
             self.progress.advance()
         else:

@@ -9,8 +9,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
-from alpaca_ppo.checkpoint.directory import FILES
-from alpaca_ppo.checkpoint.serialization import load_checkpoint, random_states, save_checkpoint
+from alpaca_ppo.checkpoint.directory import FILES, write_manifest
+from alpaca_ppo.checkpoint.serialization import (
+    load_checkpoint,
+    random_states,
+    save_checkpoint,
+    seed_random_states,
+)
 from alpaca_ppo.distributed.engine import TrainState
 from tests.tiny_models import tiny_causal_lm
 
@@ -204,6 +209,83 @@ def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_and_leaves_no_fol
     with pytest.raises(ValueError, match=r"cannot hold .*when = .*a complex; use plain values"):
         save_checkpoint(tmp_path / "checkpoint-1", **written(make_run()), extra={"when": 1j})
     assert list(tmp_path.iterdir()) == []
+
+
+def rewritten(folder, change):
+    """Puts what `change` makes of the decoded state.json in its place, in a checkpoint that is otherwise whole."""
+    path = folder / FILES[1]
+    state = {name: value for name, value in json.loads(path.read_text())["__dict__"]}
+    changed = change(state)
+    path.write_text(changed if isinstance(changed, str) else json.dumps({"__dict__": list(changed.items())}))
+    write_manifest(folder)
+
+
+def without(name):
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+def put(name, value):
+    return lambda state: {**state, name: value}
+
+
+def rng_with(name, value):
+    """The only rank's random states with another entry `name`; None leaves it out."""
+
+    def change(state):
+        states = [pair for pair in state["rng"][0]["__dict__"] if pair[0] != name]
+        return {**state, "rng": [{"__dict__": [*states, *([] if value is None else [[name, value]])]}]}
+
+    return change
+
+
+RNG = "its entry rng has no random states of rank 0"
+STATES = [
+    (without("rng"), "its entry rng is missing"),
+    (put("rng", {"__dict__": []}), "its entry rng is a dict instead of a list"),
+    (put("rng", []), "its entry rng is empty"),
+    (put("rng", [3]), RNG),
+    (rng_with("python", None), rf"{RNG} \(KeyError: 'python'\)"),
+    (rng_with("python", {"__tuple__": [3, {"__tuple__": [1, 2]}, None]}), RNG),
+    (rng_with("numpy", None), rf"{RNG} \(KeyError: 'numpy'\)"),
+    (rng_with("numpy", {"__dict__": [["bit_generator", "MT19937"]]}), RNG),
+    (rng_with("torch", None), rf"{RNG} \(KeyError: 'torch'\)"),
+    (rng_with("torch", [1, 2]), rf"{RNG} \(TypeError"),
+    (rng_with("cuda", ["state"]), "state of a CUDA device is str, not a tensor of bytes"),
+    (without("extra"), "its entry extra is missing"),
+    (put("scheduler", 1), "its entry scheduler is a int instead of a dict"),
+    (put("optimizer", {"__dict__": [["state", {"__dict__": []}]]}), "its entry optimizer has no param_groups"),
+    (put("extra", {"__tensor__": "no such tensor"}), "KeyError: 'no such tensor'"),
+    (put("extra", {"__dict__": [], "__tuple__": []}), "ValueError: too many values"),
+    (lambda state: "[1, 2]", "it holds a list instead of a dictionary"),
+    (lambda state: "{", "JSONDecodeError"),
+    (lambda state: "[" * 100_000 + "]" * 100_000, "its JSON is nested too deeply"),
+    # The parser reads it, but it nests what it means.
+    (put("extra", json.loads('{"__dict__": [["a", ' * 250 + "1" + "]]}" * 250)), "its JSON is nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), STATES)
+def test_a_state_of_another_shape_is_refused_by_name_before_anything_changes(saved, change, message):
+    rewritten(saved, change)
+    run = make_run(seed=7)
+    before = snapshot(run)
+    with pytest.raises(ValueError, match=rf"{saved / FILES[1]} is not the state of a run: .*{message}"):
+        load_checkpoint(saved, **read(run))
+    assert snapshot(run) == before
+
+
+def draws():
+    return [random.random(), np.random.rand(), float(torch.rand(()))]
+
+
+def test_the_generators_are_a_function_of_seed_and_rank():
+    def drawn(seed, rank):
+        seed_random_states(seed, rank)
+        return draws()
+
+    numbers = [drawn(seed, rank) for seed, rank in [(0, 0), (0, 1), (1, 0), (1, 1), (42, 0)]]
+    assert len({number for row in numbers for number in row}) == 15
+    assert drawn(0, 1) == numbers[1]
 
 
 def truncate(path):
