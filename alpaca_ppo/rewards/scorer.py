@@ -23,7 +23,7 @@ from alpaca_ppo.rewards.reward_function import (
     load_reward_function,
 )
 from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward
-from alpaca_ppo.rewards.score_checks import RowScore, check_row, score_list
+from alpaca_ppo.rewards.score_checks import RowScore, check_row, check_total, score_list
 
 RewardFunc = Callable[..., Any] | str | PreTrainedModel
 
@@ -144,6 +144,10 @@ class RewardScorer:
             if row not in failures and all(source_scores[row] is None for source_scores in scores):
                 problem = "returned None; each row needs a score from at least one source"
                 self._fail(failures, row, RowFailure(", ".join(self.names), problem, batch, row))
+            try:
+                check_total(", ".join(self.names), [column[row] for column in scores], self.weights, batch, row)
+            except RowFailure as failure:
+                self._fail(failures, row, failure)
         for row in failures:
             for source_scores in scores:
                 source_scores[row] = None

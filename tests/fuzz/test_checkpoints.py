@@ -1,0 +1,210 @@
+"""Files of a checkpoint and of the run beside it: a damaged one is refused by name, before anything has changed."""
+
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.checkpoint.directory import FILES, newest_checkpoint, write_manifest
+from alpaca_ppo.trainer.preflight import check_start
+from tests.fuzz.mutations import mutated_bytes, mutated_tree, values
+from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import tiny_trainer, weights
+
+JSON_FILES = ("manifest.json", "state.json")
+SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The output folder of a run of two steps with a checkpoint of each, and a trainer that could resume it."""
+    output_dir = tmp_path_factory.mktemp("checkpoints") / "run"
+    torch.set_num_threads(1)
+    model = tiny_causal_lm("llama", **SMALL)
+    tiny_trainer(output_dir, model=model, save_steps=1).train()
+    shutil.rmtree(output_dir / "final")
+    trainer = tiny_trainer(output_dir, model=tiny_causal_lm("llama", **SMALL), save_steps=1)
+    return output_dir, trainer
+
+
+def state_of(trainer: PPOTrainer) -> str:
+    """A hash of what a load may change: weights, optimizer, schedule, progress and random states."""
+    digest = hashlib.sha256()
+    for name, tensor in weights(trainer).items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    parts = [
+        trainer.updater.optimizer.state_dict(),
+        trainer.updater.scheduler.state_dict(),
+        trainer.kl_controller.state_dict(),
+    ]
+    parts += [trainer.state.global_step, trainer.state.best_global_step, trainer.progress.step, random.getstate()]
+    digest.update(repr(parts).encode() + np.random.get_state()[1].tobytes() + torch.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load(run: Any, step: int = 1) -> Any:
+    """What loading a copy's checkpoint of `step` gives; a refusal leaves trainer and files as they were."""
+    output_dir, trainer = run
+    folder = output_dir / f"checkpoint-{step}"
+    names = ("checkpoint", "manifest.json", *FILES)
+    before = state_of(trainer)
+    with files_unchanged(output_dir):
+        # Without the records of later steps, which a successful load moves away.
+        later = [path.rename(path.with_name(f"kept-{path.name}")) for path in _later(output_dir, step)]
+        try:
+            found = outcome(lambda: trainer.checkpoints.load(folder), names=names)
+        finally:
+            for path in later:
+                path.rename(path.with_name(path.name.removeprefix("kept-")))
+    if isinstance(found, Refused):
+        assert state_of(trainer) == before, f"changed, although refused: {found}"
+    return found
+
+
+def _later(output_dir: Path, step: int) -> list[Path]:
+    return [output_dir / "checkpoint-2"] if step == 1 and (output_dir / "checkpoint-2").is_dir() else []
+
+
+class Replaced:
+    """A file with other content for the time of a block; None removes it."""
+
+    def __init__(self, path: Path, content: bytes | None, *, manifest: bool = False) -> None:
+        self.path, self.content, self.manifest = path, content, manifest
+
+    def __enter__(self) -> None:
+        self.before = self.path.read_bytes()
+        self.old_manifest = (self.path.parent / "manifest.json").read_bytes()
+        self.path.unlink()
+        if self.content is not None:
+            self.path.write_bytes(self.content)
+        if self.manifest:
+            write_manifest(self.path.parent)
+
+    def __exit__(self, *raised: Any) -> None:
+        self.path.unlink(missing_ok=True)
+        (self.path.parent / "manifest.json").write_bytes(self.old_manifest)
+        self.path.write_bytes(self.before)
+
+
+@fuzz(200, name=st.sampled_from(["manifest.json", *FILES]), data=st.data())
+def test_a_checkpoint_with_a_damaged_file_is_refused(run, name, data):
+    path = run[0] / "checkpoint-1" / name
+    other = (run[0] / "checkpoint-2" / name).read_bytes()
+    content = data.draw(mutated_bytes(path.read_bytes()) | st.sampled_from([None, b"", b"{}", other]))
+    unchanged = content == path.read_bytes()
+    same = name == "manifest.json" and not unchanged and content is not None and _same_manifest(content, path)
+    with Replaced(path, content):
+        assert isinstance(load(run), Refused) == (not unchanged and not same)
+
+
+def _same_manifest(content: bytes, path: Path) -> bool:
+    """Whether a changed manifest still says the same of the files."""
+    try:
+        read, written = (json.loads(text.decode()) for text in (content, path.read_bytes()))
+        said = [{n: (int(m["files"][n]["bytes"]), m["files"][n]["sha256"]) for n in FILES} for m in (read, written)]
+        return said[0] == said[1] and all(read[key] == written[key] for key in ("format", "version"))
+    except Exception:
+        return False
+
+
+@fuzz(200, data=st.data())
+def test_a_manifest_with_other_entries_is_refused(run, data):
+    path = run[0] / "checkpoint-1" / "manifest.json"
+    content = json.dumps(data.draw(mutated_tree(json.loads(path.read_text())))).encode()
+    same = _same_manifest(content, path)
+    with Replaced(path, content):
+        assert isinstance(load(run), Refused) == (not same)
+
+
+@fuzz(300, data=st.data())
+def test_a_state_with_other_entries_is_refused_before_anything_changes(run, data):
+    """As if another program had written it: the manifest has the hashes of the changed file."""
+    path = run[0] / "checkpoint-1" / "state.json"
+    changed = data.draw(mutated_tree(json.loads(path.read_text()), values=values, most=2))
+    with Replaced(path, json.dumps(changed).encode(), manifest=True):
+        load(run)
+
+
+@fuzz(60, name=st.sampled_from(FILES), data=st.data())
+def test_a_file_that_its_manifest_confirms_is_read_or_refused(run, name, data):
+    path = run[0] / "checkpoint-1" / name
+    other = (run[0] / "checkpoint-2" / name).read_bytes()
+    content = data.draw(mutated_bytes(path.read_bytes()) | st.sampled_from([b"", b"{}", b"null", b"\0" * 8, other]))
+    with Replaced(path, content, manifest=True):
+        load(run)
+
+
+@fuzz(100, content=mutated_bytes(b'{"step": 1, "a": 0.5}\n{"step": 2, "a": null}\n'))
+def test_mutilated_metrics_are_refused_or_kept(run, content):
+    output_dir, trainer = run
+    before = state_of(trainer)
+    with Replaced_metrics(output_dir / "metrics.jsonl", content), files_unchanged(output_dir):
+        found = outcome(lambda: trainer.checkpoints.load(output_dir / "checkpoint-2"), names=("metrics.jsonl",))
+    # Another run's lines, unless none of them is complete.
+    if content.count(b"\n"):
+        assert isinstance(found, Refused) and state_of(trainer) == before
+
+
+class Replaced_metrics:
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path, self.content = path, content
+
+    def __enter__(self) -> None:
+        self.before = self.path.read_bytes()
+        self.path.write_bytes(self.content)
+
+    def __exit__(self, *raised: Any) -> None:
+        self.path.write_bytes(self.before)
+
+
+NAMES = [
+    "checkpoint-3",
+    "checkpoint-",
+    "checkpoint--1",
+    "checkpoint-01",
+    "checkpoint-9x",
+    "checkpoint-٣",
+    "Checkpoint-9",
+]
+NAMES += ["checkpoint-99999999999999999999", ".checkpoint-9.incomplete", "checkpoint-1 copy", "checkpoint-1e3"]
+
+
+@fuzz(
+    100, name=st.sampled_from(NAMES), kind=st.sampled_from(["folder", "file", "link", "dead link", "loop", "fifo-less"])
+)
+def test_what_is_only_named_like_a_checkpoint_is_not_resumed_from(run, name, kind):
+    output_dir, trainer = run
+    path = output_dir / name
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("x")
+    else:
+        target = {"link": output_dir / "checkpoint-1", "dead link": output_dir / "gone", "loop": path}
+        path.symlink_to(target.get(kind, Path("/dev/null")))
+    try:
+        before = state_of(trainer)
+        with files_unchanged(output_dir):
+            found = outcome(lambda: check_start(trainer.args, "true"), names=("checkpoint",))
+            newest = newest_checkpoint(output_dir)
+            named = outcome(lambda: check_start(trainer.args, str(path)), names=("checkpoint", str(path)))
+        assert isinstance(named, Refused) or kind == "link"
+        assert isinstance(found, Refused) or newest in (output_dir / "checkpoint-2", path)
+        assert state_of(trainer) == before
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
