@@ -93,7 +93,7 @@ def judge(stats: Mapping[str, float], *, half_precision: bool) -> list[Finding]:
 def in_half_precision(actor_critic: ActorCritic, accelerator: Accelerator) -> bool:
     """Whether the policy has weights of less than 32 bits, or computes in less under autocast."""
     narrow = any(parameter.element_size() < 4 for parameter in actor_critic.policy.parameters())
-    return narrow or accelerator.mixed_precision not in ("no", None)
+    return narrow or accelerator.mixed_precision != "no"
 
 
 def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:

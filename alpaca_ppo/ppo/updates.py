@@ -32,6 +32,7 @@ from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
 from alpaca_ppo.ppo.metrics import StatsAccumulator
 from alpaca_ppo.ppo.minibatches import optimizer_steps, plan_micro_batches
+from alpaca_ppo.ppo.mismatch import in_half_precision
 from alpaca_ppo.types import Rollouts
 
 LossFunction = Callable[[Rollouts], Terms]
@@ -261,8 +262,7 @@ class Updater:
 
     def _warn_of_ratio(self, train_stats: Mapping[str, float]) -> None:
         # bfloat16 has 8 significant bits; float32 passes in other batches differ by rounding alone.
-        narrow = any(p.element_size() < 4 for p in self.engine.actor_critic.policy.parameters())
-        tolerance = 0.1 if narrow or self.accelerator.mixed_precision == "bf16" else 1e-3
+        tolerance = 0.1 if in_half_precision(self.engine.actor_critic, self.accelerator) else 1e-3
         error = train_stats.get("policy/first_ratio_error_max", 0.0)
         if error > tolerance and not self._ratio_warned:
             self._ratio_warned = True

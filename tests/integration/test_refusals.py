@@ -28,6 +28,16 @@ def test_all_ranks_end_with_the_cause_where_no_update_may_be_skipped(tmp_path):
     assert [line["ppo/policy/skipped_updates"] for line in metric_lines(tmp_path)] == [0, 1, 0]
 
 
+def test_all_ranks_end_before_the_first_rollout_where_the_sampler_is_not_the_policy(tmp_path):
+    outcome = on_two(tmp_path, "arch=rwkv", "dtype=float32", "generation_backend=generate")
+    assert outcome.returncode != 0
+    for rank in (0, 1):
+        cause = f"[rank{rank}]: ValueError: sampler and trainer disagree "
+        assert cause in outcome.stderr, outcome.stderr
+    assert "set rollout_per_device_batch_size: 1" in outcome.stderr
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int, otherwise: str, *settings: str) -> Iterator[tuple[str, ...]]:
     """Makes `folder` a small disk and yields `settings` of run_tiny.py; where mounting is not allowed, `otherwise`."""

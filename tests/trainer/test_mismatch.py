@@ -75,10 +75,12 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_with_the_cause
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
 
 
-def test_without_padding_a_recurrent_state_trains(tmp_path):
-    settings = {"generation_backend": "generate", "rollout_per_device_batch_size": 1, "total_episodes": 10}
-    stats = tiny_trainer(tmp_path, model=tiny_causal_lm("rwkv"), **settings).train()
-    assert stats[ABS] < 1e-5
+def test_without_padding_a_recurrent_state_is_sampled_as_it_is_trained(tmp_path):
+    settings = {"generation_backend": "generate", "rollout_per_device_batch_size": 1, "response_len": 3}
+    trainer = tiny_trainer(tmp_path, model=tiny_causal_lm("rwkv"), **settings)
+    trainer.check_sampler()
+    batch = trainer.rollout(trainer.collate(trainer.train_prompts, [0, 1, 2, 3]))
+    torch.testing.assert_close(batch["logprobs"], batch["rollout_logprobs"], rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_that_stays_on_is_found_by_a_second_pass(tmp_path):
@@ -117,9 +119,9 @@ def test_another_sampler_ends_the_run_unless_its_weights_are_corrected_or_the_us
         tiny_trainer(tmp_path / "a").train()
     (warned,) = messages_of(tiny_trainer(tmp_path / "b", mismatch_action="warn"))
     assert warned.endswith("old_policy: correct weights the loss by it")
-    (warned,) = messages_of(tiny_trainer(tmp_path / "c", old_policy="correct"))
+    (warned,) = messages_of(tiny_trainer(tmp_path / "c", old_policy="correct", total_episodes=10))
     assert warned.endswith("that reads padding")
-    assert messages_of(tiny_trainer(tmp_path / "d", mismatch_action="ignore")) == []
+    assert messages_of(tiny_trainer(tmp_path / "d", mismatch_action="ignore", total_episodes=10)) == []
 
 
 def shifted(difference, passes=0):
@@ -155,7 +157,7 @@ def test_a_mismatch_in_a_later_step_is_found_in_that_step(tmp_path):
 
 
 def test_a_difference_beyond_rounding_is_warned_of(tmp_path):
-    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.01))
+    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.01), total_episodes=10)
     with pytest.warns(UserWarning, match=rf"{ABS} is 0.01 \(bound 0.001\).*old_policy: correct weights the loss"):
         trainer.train()
 
@@ -182,8 +184,8 @@ def test_a_sampler_of_the_user_s_own_is_not_asked_for_short_responses(tmp_path):
             calls.append(len(prompts["rows"]))
             return super()._generate(prompts, sampling_params)
 
-    tiny_trainer(tmp_path, trainer_class=Own).train()
-    assert calls == [10, 10]
+    tiny_trainer(tmp_path, trainer_class=Own, total_episodes=10).train()
+    assert calls == [10]
 
 
 def luck(prompts, completions, completion_ids, **columns):
