@@ -1,7 +1,7 @@
-"""Clips the gradients of policy and critic apart under DeepSpeed, which by itself clips all parameters by one norm.
+"""Clips policy and critic under DeepSpeed by a norm of their own; by itself DeepSpeed clips all parameters by one norm,
+so that a large value loss would shrink the policy's step.
 
-A scale of the critic's loss or of the rewards would otherwise shrink the policy's step. The code follows DeepSpeed
-0.19.8.
+The code follows DeepSpeed 0.19.8.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -94,7 +94,8 @@ def resolve_auto(
     """A DeepSpeed configuration with its "auto" and missing entries set from the run's own configuration.
 
     Raises:
-        ValueError: for an entry that contradicts the run's configuration, or that defines an optimizer or a scheduler.
+        ValueError: for an entry that contradicts the run's configuration, or that defines an optimizer or a scheduler,
+            and for float32 gradients under ZeRO 1 in bf16.
     """
     for name in ("optimizer", "scheduler"):
         if name in config:
@@ -111,6 +112,13 @@ def resolve_auto(
     for name, value in ours.items():
         _check_agrees(name, config.get(name, "auto"), value)
     zero, half = dict(config.get("zero_optimization", {})), dict(config.get("bf16", {}))
+    gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
+    if bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
+        raise ValueError(
+            "the DeepSpeed configuration has data_types.grad_accum_dtype 'fp32', for which ZeRO 1 in bf16 takes an "
+            "optimizer whose gradients and checkpoints this package cannot read; remove the entry, or set "
+            "zero_optimization.stage to 2"
+        )
     _check_agrees("bf16.enabled", half.get("enabled", "auto"), bf16)
     # A run computes in bf16 or float32; there is no field for fp16.
     _check_agrees("fp16.enabled", config.get("fp16", {}).get("enabled", "auto"), False)

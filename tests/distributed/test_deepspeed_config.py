@@ -153,6 +153,16 @@ def test_half_precision_that_the_run_has_no_name_for_is_refused():
         resolve_auto({**AUTO, "fp16": {"enabled": True}}, **RUN)
 
 
+def test_the_optimizer_of_zero_1_for_float32_gradients_of_a_bf16_run_is_refused():
+    stages = {
+        stage: {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": stage}} for stage in (1, 2)
+    }
+    run = {**RUN, "bf16": True}
+    with pytest.raises(ValueError, match="grad_accum_dtype 'fp32', for which ZeRO 1 in bf16 takes an optimizer whose"):
+        resolve_auto(stages[1], **run)
+    assert resolve_auto(stages[1], **RUN)["data_types"] == resolve_auto(stages[2], **run)["data_types"]
+
+
 def test_a_file_beside_an_accelerator_of_one_s_own_is_refused(tmp_path):
     with pytest.raises(ValueError, match="deepspeed is 'zero.json', but you passed your own accelerator; either give"):
         make_accelerator(tiny_config(tmp_path, deepspeed="zero.json"), Accelerator(cpu=True))

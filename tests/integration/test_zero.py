@@ -120,13 +120,21 @@ def write_reward_adapter(folder: Path) -> None:
 def flags(folder: Path, name: str, stage: str) -> list[str]:
     settings = {"dtype": "float32", **(RUNS | HEAVY)[name]}
     if name == "clipped_offloaded" and stage != "single":
-        settings["deepspeed"] = str(ROOT / f"examples/deepspeed_configs/{stage}_offload.json")
+        settings["deepspeed"] = str(offloading(folder, stage))
     if "reward_adapter" in settings:
         settings["reward_adapter"] = str(folder / settings["reward_adapter"])
     return [
         f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1e9).splitlines()[0]}"
         for key, value in settings.items()
     ]
+
+
+def offloading(folder: Path, stage: str) -> Path:
+    """The DeepSpeed file for offloading, under stage 3 with several sub-groups to each group of the optimizer."""
+    config = json.loads((ROOT / f"examples/deepspeed_configs/{stage}_offload.json").read_text())
+    config["zero_optimization"]["sub_group_size"] = 2000
+    (folder / f"{stage}_offload.json").write_text(json.dumps(config))
+    return folder / f"{stage}_offload.json"
 
 
 def assert_same_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
