@@ -12,7 +12,7 @@ from pathlib import Path
 
 from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 2}
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 3}
 FILES = ("model.safetensors", "state.json", "state.safetensors")
 
 

@@ -119,6 +119,7 @@ class _Held:
 
     def renew(self) -> None:
         """Renews the file's time, and notices if the file is no longer this run's."""
+        # A file system that fails here will fail the next write too, which reports it.
         with suppress(OSError):
             os.utime(self.descriptor)
             # Other code of this process may have read the file and so dropped the lock.

@@ -1,8 +1,8 @@
 """The launcher that started this process: the rank it gave, and the end of the process when the launcher dies.
 
 torchrun, `accelerate launch` and deepspeed end their ranks when a rank fails or when they are told to end. They cannot
-when they are killed themselves (SIGKILL, the kernel out of memory): their ranks would then train on, unseen. So each
-rank watches its launcher. The ranks of `notebook_launcher` are children of the notebook, and end with it anyway.
+when they are killed themselves (SIGKILL, or the kernel when memory runs out): their ranks would then train on, unseen.
+So each rank watches its launcher. The ranks of `notebook_launcher` are children of the notebook and end with it anyway.
 """
 
 import os

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from alpaca_ppo.checkpoint import run_lock
-from alpaca_ppo.checkpoint.run_lock import LOCK_FILE, check_kept, check_unlocked, lock_folder, unlock_folder
+from alpaca_ppo.checkpoint.run_lock import LOCK_FILE, RunLock, check_kept, check_unlocked, lock_folder, unlock_folder
+from alpaca_ppo.distributed import collectives
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.launching import ENVIRONMENT, ROOT
 from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
@@ -119,16 +120,41 @@ def test_the_process_that_holds_the_lock_is_let_in_again_until_its_last_user_is_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_neither_holds_the_lock_nor_drops_it(tmp_path):
-    lock_folder(tmp_path)
+FORK = """
+import fcntl, os, sys, time
+from alpaca_ppo.checkpoint import run_lock
+run_lock.WAIT_SECONDS, run_lock.HEARTBEAT_SECONDS = 0.1, 0.05
+run_lock.lock_folder(sys.argv[1])
+file = run_lock._lock_path(sys.argv[1])
+
+def in_child(function):
     child = os.fork()
     if not child:
-        with pytest.raises(ValueError, match="in use by another run"):
-            lock_folder(tmp_path)
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    check_kept(tmp_path)
-    unlock_folder(tmp_path)
+        try:
+            function()
+        except (ValueError, BlockingIOError) as error:
+            print(type(error).__name__, str(error)[:10], flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    run_lock.check_kept(sys.argv[1])
+
+in_child(lambda: run_lock.lock_folder(sys.argv[1]))
+# Such as an upload of the whole folder: closing the file drops the lock, until the next heartbeat.
+os.utime(file, (0, 0))
+file.read_text()
+while not file.stat().st_mtime:
+    time.sleep(0.01)
+in_child(lambda: fcntl.lockf(open(file, "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB))
+"""
+
+
+def test_a_forked_child_does_not_hold_the_lock_and_reading_the_file_drops_it_for_one_heartbeat_only(tmp_path):
+    # In a process of its own, because it forks.
+    own = [warm_python(), "-c", FORK, str(tmp_path)]
+    done = subprocess.run(own, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    refused = [line for line in done.stdout.splitlines() if "waiting" not in line]
+    assert refused == ["ValueError output_dir", "BlockingIOError [Errno 11]"]
 
 
 def test_trainers_follow_one_another_in_one_process_and_a_finished_one_holds_nothing(tmp_path):
@@ -198,23 +224,22 @@ def test_a_run_of_another_host_is_dead_when_its_file_stays_unchanged(age, second
     unlock_folder(tmp_path)
 
 
-def test_a_heartbeat_renews_the_file_and_takes_back_a_lock_that_reading_it_has_dropped(tmp_path):
-    lock_folder(tmp_path)
-    os.utime(tmp_path / LOCK_FILE, (0, 0))
-    # Such as an upload of the whole folder: closing the file drops the lock.
-    (tmp_path / LOCK_FILE).read_text()
-    deadline = time.monotonic() + 20
-    while not (tmp_path / LOCK_FILE).stat().st_mtime:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    check_kept(tmp_path)
-    child = os.fork()
-    if not child:
-        with open(tmp_path / LOCK_FILE, "r+") as file, pytest.raises(BlockingIOError):
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    unlock_folder(tmp_path)
+def test_the_refusal_reaches_the_ranks_that_do_not_lock(tmp_path, monkeypatch):
+    class Second:
+        is_main_process, num_processes = False, 2
+
+    cause = "ValueError: output_dir (x) is in use by another run"
+    monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [cause, own])
+    with pytest.raises(
+        RuntimeError, match=r"process 0 failed, so this process stops too. ValueError: output_dir \(x\)"
+    ):
+        RunLock(Second(), tmp_path).acquire()
+    monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [None, own])
+    lock = RunLock(Second(), tmp_path)
+    with lock.until_the_end():
+        lock.acquire()
+        with lock.for_a_while():
+            assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
