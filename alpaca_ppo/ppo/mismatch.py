@@ -46,15 +46,15 @@ BOUNDS: Mapping[str, Bound] = {
 }
 """The bounds, in the units of the metrics.
 
-Rounding alone: sampler and trainer run the same weights on rows of another shape, which in float32 moves a log-prob by
-1e-7 to 1e-4 nats. bfloat16 has 8 significant bits, and a logit of 10 is rounded to 1/32: 0.01 to 0.03 nats are usual, a
-k3 of half their square (1e-4 to 1e-3), and for single unlikely tokens of a rollout a ratio of 2 or 3.
+Rounding: sampler and trainer run the same weights on rows of other shapes, which in float32 moves a log-prob by 1e-7 to
+1e-4 nats. bfloat16 has 8 significant bits, and rounds a logit of 10 by up to 1/32: 0.001 to 0.03 nats are usual, a k3
+of half their square, and for single unlikely tokens among many a ratio of 2 or 3.
 
-Meaningless: PPO's clip lets an update move a token's log-prob by about 0.2 nats (`cliprange`). If the responses come
-from a distribution that is half of that away, for the mean token, noise of the size of the whole step stands in each
-ratio (`old_policy: rollout`), or the gradient is that of another policy's responses (`recompute`): over ten tokens the
-weight of a response is wrong by a factor of e. A k3 of 0.1 nats per token is what a few tokens amount to that the
-trainer considers all but impossible. A single token's ratio stops nothing: its gradient is clipped.
+Meaningless: PPO's clip lets an update move a token's log-prob by about 0.2 nats (`cliprange`). At half of that for the
+mean token, the ratio is as much noise as signal (`old_policy: rollout`), or the gradient is computed from the responses
+of another policy (`recompute`), whose probability of ten tokens is wrong by a factor of up to e. A k3 of 0.1 nats is
+reached by a few tokens that the trainer thinks all but impossible. The ratio of a single token stops nothing: its
+gradient is clipped.
 """
 
 
@@ -124,7 +124,7 @@ class MismatchGuard:
     def check_short_responses(
         self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
     ) -> None:
-        """Samples a short response to each of a few prompts with the run's generation backend, and judges them.
+        """Samples short responses to a few prompts with the run's generation backend, and judges them.
 
         Every rank must call it, with equally many prompts. Beyond a bound, two experiments look for the cause.
 
@@ -136,8 +136,8 @@ class MismatchGuard:
         Raises:
             ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
         """
-        tokens = min(SHORT, sampling_params.max_new_tokens)
-        short = replace(sampling_params, max_new_tokens=tokens, num_return_sequences=1)
+        n = sampling_params.num_return_sequences
+        short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         samples, logprobs = self._sample(collector, prompts, short)
         stats = self._largest(mismatch_stats(logprobs, samples["rollout_logprobs"], samples["response_mask"]))
         self._short_agreed = not self._judge(stats)
@@ -145,23 +145,23 @@ class MismatchGuard:
             return
         again = self._logprobs(collector, samples, short)
         repeated = self._largest(mismatch_stats(again, logprobs, samples["response_mask"]))
-        alone, logprobs = self._sample(replace(collector, per_device_batch_size=1), prompts, short)
-        unpadded = self._largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
+        alone, logprobs = self._sample(replace(collector, per_device_batch_size=n), prompts, short)
+        one_at_a_time = self._largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
         if self._judge(repeated):
             difference = repeated["mismatch/logprob_abs_mean"]
             cause = (
                 f"two forward passes of the trainer over the same tokens differ by {difference:.3g} nats per token, as "
                 "with dropout in a custom model; switch it off"
             )
-        elif not self._judge(unpadded):
+        elif not self._judge(one_at_a_time):
             cause = (
-                "without other rows in the batch they agree, so the model reads the padding before a prompt, as a "
-                "recurrent state or learned positions do; set rollout_per_device_batch_size: "
-                f"{self._args.num_return_sequences}, which samples one prompt at a time"
+                "one prompt at a time they agree, so what the model computes for a row depends on padding or on the "
+                "other rows of its batch, as with learned positions or some recurrent states; set "
+                f"rollout_per_device_batch_size: {n} (num_return_sequences), which samples one prompt at a time"
             )
         else:
             cause = self._likely_causes()
-        self._report(stats, f"in {len(prompts['rows'])} short responses before the first rollout", cause)
+        self._report(stats, f"in {len(logprobs)} short responses before the first rollout", cause)
 
     def check_rollouts(self, rollouts: Rollouts) -> None:
         """Judges the global rollouts of a step before the update, unless the trainer has not evaluated them
@@ -170,7 +170,7 @@ class MismatchGuard:
         Raises:
             ValueError: as `check_short_responses`.
         """
-        if "entropies" in rollouts:
+        if self.active and "entropies" in rollouts:
             mask = rollouts["response_mask"]
             stats = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
             self.check({name: float(value) for name, value in stats.items()})

@@ -61,7 +61,10 @@ def never(prompts, completions, **columns):
 @pytest.mark.parametrize(
     ("arch", "cause"),
     [
-        ("rwkv", "without other rows .* reads the padding .*; set rollout_per_device_batch_size: 1, "),
+        (
+            "rwkv",
+            "one prompt at a time they agree, .* other rows of its batch.*; set rollout_per_device_batch_size: 1 ",
+        ),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state, .*; use a model without one"),
     ],
 )
@@ -75,12 +78,34 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_with_the_cause
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
 
 
-def test_without_padding_a_recurrent_state_is_sampled_as_it_is_trained(tmp_path):
-    settings = {"generation_backend": "generate", "rollout_per_device_batch_size": 1, "response_len": 3}
-    trainer = tiny_trainer(tmp_path, model=tiny_causal_lm("rwkv"), **settings)
+def one_at_a_time(folder, model, *, n, **overrides):
+    """A trainer that samples a prompt's `n` responses alone."""
+    return tiny_trainer(folder, model=model, num_return_sequences=n, rollout_per_device_batch_size=n, **overrides)
+
+
+def test_one_row_at_a_time_rwkv_is_sampled_as_it_is_trained(tmp_path):
+    settings = {"generation_backend": "generate", "response_len": 3}
+    trainer = one_at_a_time(tmp_path / "a", tiny_causal_lm("rwkv"), n=1, **settings)
     trainer.check_sampler()
     batch = trainer.rollout(trainer.collate(trainer.train_prompts, [0, 1, 2, 3]))
     torch.testing.assert_close(batch["logprobs"], batch["rollout_logprobs"], rtol=1e-5, atol=1e-5)
+    # transformers' RWKV broadcasts the state of two rows over one another.
+    with pytest.raises(ValueError, match="in 8 short responses .*RwkvForCausalLM keeps a recurrent state"):
+        one_at_a_time(tmp_path / "b", tiny_causal_lm("rwkv"), n=2, **settings).check_sampler()
+
+
+def test_positions_that_count_padding_are_found_and_are_harmless_without_it(tmp_path):
+    def counted():
+        """A GPT-2 that is not told positions, and counts every column."""
+        model = tiny_causal_lm("gpt2")
+        model.transformer.register_forward_pre_hook(
+            lambda module, inputs, keywords: (inputs, {**keywords, "position_ids": None}), with_kwargs=True
+        )
+        return model
+
+    with pytest.raises(ValueError, match="one prompt at a time they agree.*set rollout_per_device_batch_size: 2 "):
+        tiny_trainer(tmp_path / "a", model=counted(), num_return_sequences=2).check_sampler()
+    one_at_a_time(tmp_path / "b", counted(), n=2).check_sampler()
 
 
 def test_dropout_that_stays_on_is_found_by_a_second_pass(tmp_path):
