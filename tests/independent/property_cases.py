@@ -1,0 +1,260 @@
+"""Random batches for the property-based tests, and the functions of `alpaca_ppo.functional` that they are put through.
+
+A batch is a dictionary of float64 tensors: (B,) one number for each row, (B, R) one for each token, (B, R, K) several.
+What differs from batch to batch (shapes, masks with holes and empty rows, groups, ties, magnitudes) is drawn by
+Hypothesis, so that a failure is shrunk to a small one; the numbers come from a generator that it seeds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import (
+    GROUP_ESTIMATORS,
+    LOSS_AGG_MODES,
+    Loss,
+    aggregate_loss,
+    c51_loss,
+    gae,
+    group_advantages,
+    gspo_policy_loss,
+    kl_penalty,
+    masked_whiten,
+    policy_loss,
+    quantile_huber_loss,
+    quantile_midpoints,
+    reinforce_plus_plus,
+    remax,
+    rollout_correction_weights,
+    shape_rewards,
+    value_loss,
+    zero_outside,
+)
+from alpaca_ppo.registry import KL_ESTIMATORS
+
+Batch = dict[str, Tensor]
+Strategy = st.SearchStrategy[Any]
+
+PER_TOKEN = ("rewards", "values", "logprobs", "old_logprobs", "ref_logprobs", "advantages", "returns", "old_values")
+WIDTH = 3
+"""K, of logits and quantiles."""
+
+
+def examples(count: int, *, shrink: bool = True) -> Any:
+    """A decorator: `count` examples, the same in every run; none is kept on the disk. Without `shrink`, the first
+    failure is reported as it is: with slow examples, the search for a smaller one takes minutes.
+    """
+    phases = (Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else []))
+    return settings(max_examples=count, derandomize=True, deadline=None, database=None, phases=phases)
+
+
+@st.composite
+def batches(draw: Callable[[Strategy], Any], *, empty_rows: bool = True, max_rows: int = 5) -> Batch:
+    """A batch of up to `max_rows` rows and four tokens; at least one token counts, in each row unless `empty_rows`."""
+    rows, columns = draw(st.integers(1, max_rows)), draw(st.integers(1, 4))
+    bits = st.lists(st.booleans(), min_size=columns, max_size=columns)
+    bits = bits if empty_rows else bits.filter(any)
+    mask = torch.tensor(draw(st.lists(bits, min_size=rows, max_size=rows).filter(lambda m: any(map(any, m)))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    whole, scale = draw(st.booleans()), draw(st.sampled_from([1.0, 0.01, 300.0]))
+
+    def numbers(*shape: int, size: float = 1.0) -> Tensor:
+        values = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        # Whole numbers have ties, and exact zeros.
+        return size * (values.mul(1.5).round() if whole else values)
+
+    batch = {name: numbers(rows, columns) for name in PER_TOKEN}
+    batch |= {name: numbers(rows, columns, size=scale) for name in ("rewards", "values", "returns", "old_values")}
+    batch |= {name: numbers(rows, size=scale) for name in ("scores", "baseline_scores")}
+    batch["vpreds"] = batch["old_values"] + 0.3 * numbers(rows, columns, size=scale)
+    batch["weights"] = numbers(rows, columns).abs() + 0.1
+    batch |= {name: numbers(rows, columns, WIDTH) for name in ("logits", "quantiles")}
+    batch["row_lam"] = torch.rand(rows, dtype=torch.float64, generator=generator)
+    batch["group_ids"] = torch.tensor(draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)))
+    batch["mask"] = mask
+    return batch
+
+
+Estimate = Callable[[Batch], dict[str, Tensor]]
+"""From a batch to named results, (B,) or (B, R) each, zero outside the mask."""
+
+
+def _gae(gamma: float, lam: float | None, *, whiten: bool = False) -> Estimate:
+    def estimate(b: Batch) -> dict[str, Tensor]:
+        result = gae(b["rewards"], b["values"], b["mask"], gamma=gamma, lam=b["row_lam"] if lam is None else lam)
+        advantages = masked_whiten(result.advantages, b["mask"]) if whiten else result.advantages
+        return {"advantages": advantages, "returns": result.returns}
+
+    return estimate
+
+
+def _group(estimator: str) -> Estimate:
+    return lambda b: {"advantages": group_advantages(b["scores"], b["group_ids"], b["mask"], estimator=estimator)}
+
+
+def _shaping(estimator: str, scores: str) -> Estimate:
+    return lambda b: shape_rewards(
+        b[scores], b["logprobs"], b["ref_logprobs"], b["mask"], kl_coef=0.3, kl_estimator=estimator
+    )._asdict()
+
+
+def _correction(level: str, normalize: bool) -> Estimate:
+    return lambda b: {
+        "weights": rollout_correction_weights(
+            b["logprobs"], b["old_logprobs"], b["mask"], level=level, threshold=1.5, normalize=normalize
+        )
+    }
+
+
+BY_ROW: dict[str, Estimate] = {
+    "gae": _gae(0.9, 0.8),
+    "gae, undiscounted": _gae(1.0, 1.0),
+    "gae, a lam for each row": _gae(0.97, None),
+    "remax": lambda b: remax(b["rewards"], b["baseline_scores"], b["mask"])._asdict(),
+    "weights of tokens": _correction("token", normalize=False),
+    "weights of sequences": _correction("sequence", normalize=False),
+}
+"""Each row's result depends on that row alone."""
+
+SHAPING: dict[str, Estimate] = {
+    **{f"shaping, {name}": _shaping(name, "scores") for name in KL_ESTIMATORS.built_in},
+    "shaping of token scores": _shaping("k1", "rewards"),
+}
+"""By row too, and every row needs a token."""
+
+BY_GROUP: dict[str, Estimate] = {
+    name: _group(name) for name in GROUP_ESTIMATORS if name != "reinforce_plus_plus_baseline"
+}
+"""Each row's result depends on its group."""
+
+BY_BATCH: dict[str, Estimate] = {
+    "gae, whitened": _gae(0.9, 0.8, whiten=True),
+    "reinforce_plus_plus": lambda b: reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9)._asdict(),
+    "reinforce_plus_plus_baseline": _group("reinforce_plus_plus_baseline"),
+    "whitening": lambda b: {"whitened": masked_whiten(b["rewards"], b["mask"])},
+    "whitening, mean kept": lambda b: {"whitened": masked_whiten(b["rewards"], b["mask"], keep_mean=True)},
+    "weights of tokens, normalized": _correction("token", normalize=True),
+    "weights of sequences, normalized": _correction("sequence", normalize=True),
+}
+"""Each row's result depends on the whole batch."""
+
+ESTIMATES: dict[str, Estimate] = {**BY_ROW, **BY_GROUP, **BY_BATCH}
+
+LossOf = Callable[..., Loss]
+"""loss(batch, loss_agg_mode=..., denominator=None)"""
+
+
+def _clip(**options: Any) -> LossOf:
+    return lambda b, **how: policy_loss(
+        b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **options, weights=b["weights"], **how
+    )
+
+
+def _gspo(b: Batch, **how: Any) -> Loss:
+    ranges = {"cliprange_low": 0.3, "cliprange_high": 0.4}
+    return gspo_policy_loss(b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **ranges, **how)
+
+
+def _value(cliprange: float | None) -> LossOf:
+    return lambda b, **how: value_loss(
+        b["vpreds"], b["old_values"], b["returns"], b["mask"], cliprange_value=cliprange, **how
+    )
+
+
+def _kl(estimator: str) -> LossOf:
+    def loss(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> Loss:
+        mask = b["mask"]
+        kl = kl_penalty(zero_outside(b["logprobs"], mask), zero_outside(b["ref_logprobs"], mask), estimator)
+        return Loss(aggregate_loss(kl, mask, loss_agg_mode, denominator=denominator), {})
+
+    return loss
+
+
+LOSSES: dict[str, tuple[LossOf, str]] = {
+    "clip": (_clip(cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
+    "dual clip": (_clip(cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=1.5), "logprobs"),
+    "gspo": (_gspo, "logprobs"),
+    "value": (_value(None), "vpreds"),
+    "clipped value": (_value(0.2), "vpreds"),
+    "c51": (lambda b, **how: c51_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, **how), "logits"),
+    "quantile": (
+        lambda b, **how: quantile_huber_loss(
+            b["quantiles"], b["returns"], quantile_midpoints(WIDTH, dtype=torch.float64), b["mask"], **how
+        ),
+        "quantiles",
+    ),
+    **{f"kl, {name}": (_kl(name), "logprobs") for name in KL_ESTIMATORS.names_with(kink_at_zero=False)},
+}
+"""Each loss, and the input that receives its gradient."""
+
+modes = st.sampled_from(LOSS_AGG_MODES)
+
+
+def sequences_or_tokens(batch: Batch, mode: str) -> int:
+    """What `mode` divides the loss of the whole optimizer step by."""
+    mask = batch["mask"]
+    return int(mask.sum() if mode == "token-mean" else mask.any(dim=1).sum())
+
+
+def rows_of(batch: Batch, index: Tensor) -> Batch:
+    """The rows `index` of `batch`, in that order."""
+    return {name: value[index] for name, value in batch.items()}
+
+
+def columns_of(values: Tensor, index: Tensor) -> Tensor:
+    """The columns `index` of (B, R, ...) `values`, zeros where it is -1; (B,) values are unchanged."""
+    if values.dim() == 1:
+        return values
+    padded = torch.cat([values, torch.zeros_like(values[:, :1])], dim=1)
+    return padded[:, index]
+
+
+def left_aligned(values: Tensor, mask: Tensor) -> Tensor:
+    """The masked entries of each row of (B, R, ...) `values`, moved to its left end; (B,) values are unchanged."""
+    if values.dim() == 1:
+        return values
+    order = (~mask).int().argsort(dim=1, stable=True)
+    rows = torch.arange(len(mask)).unsqueeze(1)
+    moved, kept = values[rows, order], mask[rows, order]
+    return torch.where(kept.view(kept.shape + (1,) * (values.dim() - 2)), moved, torch.zeros_like(moved))
+
+
+def poisoned(batch: Batch) -> Batch:
+    """`batch` with NaN and infinities wherever its mask is False, and as the scores of rows without a token."""
+    mask = batch["mask"]
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)
+
+    def poison(name: str, values: Tensor) -> Tensor:
+        if not values.is_floating_point() or name == "row_lam":
+            return values
+        counts = mask.any(dim=1) if values.dim() == 1 else mask.view(mask.shape + (1,) * (values.dim() - 2))
+        return torch.where(counts, values, bad[torch.arange(values.numel()) % 3].view_as(values))
+
+    return {name: poison(name, values) for name, values in batch.items()}
+
+
+def gradients(results: dict[str, Tensor], batch: Batch) -> Batch:
+    """The gradients of the sum of all results, each entry with a weight of its own, by the input's name."""
+    total = torch.zeros((), dtype=torch.float64)
+    for result in results.values():
+        weights = torch.linspace(-1.3, 2.1, result.numel(), dtype=torch.float64).view_as(result)
+        total = total + (weights * result).sum()
+    leaves = {name: value for name, value in batch.items() if value.requires_grad}
+    if not total.requires_grad:
+        return {}
+    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+
+
+def assert_same(name: str, results: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-9) -> None:
+    """That all of `results` are as expected up to `tolerance`, relative to the largest of the expected numbers."""
+    for key, result in results.items():
+        size = max(1.0, float(expected[key].abs().max()))
+        message = partial("{}, {}: {}".format, name, key)
+        assert_close(result, expected[key], rtol=tolerance, atol=tolerance * size, msg=message)
