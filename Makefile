@@ -20,7 +20,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture test check
+.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture fuzz test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -31,6 +31,11 @@ memory-table: $(INSTALLED)
 # Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
 torture: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture
+
+# Ten minutes of mutated input that no test run has seen; FUZZ="--minutes 60 --seed 1" for others.
+FUZZ ?=
+fuzz: $(INSTALLED_FOR_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ)
 
 # Under DeepSpeed too.
 same-run: $(INSTALLED_FOR_TESTS)

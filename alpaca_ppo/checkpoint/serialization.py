@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -136,8 +137,7 @@ def load_checkpoint(
     """
     folder = Path(folder)
     verify_files(folder)
-    weights = safetensors.torch.load_file(folder / _WEIGHTS)
-    tensors = safetensors.torch.load_file(folder / _STATE_TENSORS)
+    weights, tensors = _read_tensors(folder / _WEIGHTS), _read_tensors(folder / _STATE_TENSORS)
     state = _read_state(folder / _STATE, tensors)
     extra: dict[str, Any] = state["extra"]
     check(extra)
@@ -204,6 +204,13 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         entries = _decode(content, tensors)
         return tuple(entries) if mark == "__tuple__" else {key: entry for key, entry in entries}
     return value
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise _unreadable(path, str(error)) from error
 
 
 def _read_state(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 from accelerate.utils import DeepSpeedPlugin, is_deepspeed_available, parse_flag_from_env
 from transformers.integrations import unset_hf_deepspeed_config
 
+from alpaca_ppo.config.fields import shown
+
 
 def wants_deepspeed(file: str | None) -> bool:
     """Whether to use DeepSpeed: the run names a configuration `file`, or `accelerate launch` was configured for it."""
@@ -38,16 +40,32 @@ def deepspeed_plugin(file: str | None) -> DeepSpeedPlugin:
     return plugin
 
 
-def read_deepspeed_file(file: str) -> Any:
+def read_deepspeed_file(file: str) -> dict[str, Any]:
     """The content of a DeepSpeed configuration file.
 
     Raises:
-        ValueError: when it is missing or not JSON.
+        ValueError: when it is missing, not JSON, or not a JSON object, or one of its sections is none.
     """
     try:
-        return json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"deepspeed is {file!r}, which is not a readable JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"deepspeed is {file!r}, which contains {shown(content)}, which is not a JSON object; write settings like "
+            "those in examples/deepspeed_configs"
+        )
+    _check_sections(content)
+    return content
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
+    for name in ("zero_optimization", "bf16", "fp16"):
+        if not isinstance(config.get(name, {}), Mapping):
+            raise ValueError(
+                f"the DeepSpeed configuration has {name} {shown(config[name])}; it must be an object, such as "
+                f"{{}} or {{{'stage: 2' if name == 'zero_optimization' else 'enabled: false'}}}"
+            )
 
 
 def check_stage(stage: Any, source: str) -> None:
@@ -58,7 +76,8 @@ def check_stage(stage: Any, source: str) -> None:
     """
     if stage not in (1, 2, 3):
         raise ValueError(
-            f"{source} has ZeRO stage {stage!r}; set zero_optimization.stage to 1, 2 or 3, or run without DeepSpeed"
+            f"{source} has ZeRO stage {shown(stage)}; set zero_optimization.stage to 1, 2 or 3, or run without "
+            "DeepSpeed"
         )
 
 
@@ -103,6 +122,7 @@ def resolve_auto(
                 f"the DeepSpeed configuration has {name!r}; remove it: learning_rate, lr_scheduler_type and the adam_* "
                 "fields of the run decide it"
             )
+    _check_sections(config)
     ours = {
         "gradient_accumulation_steps": micro_batches,
         "train_micro_batch_size_per_gpu": step_per_device_batch_size,
@@ -137,6 +157,6 @@ def resolve_auto(
 def _check_agrees(name: str, given: Any, expected: Any) -> None:
     if given not in ("auto", expected):
         raise ValueError(
-            f"the DeepSpeed configuration has {name} {given!r}, but the run's configuration makes it {expected!r}; "
-            'write "auto" there'
+            f"the DeepSpeed configuration has {name} {shown(given)}, but the run's configuration makes it "
+            f'{expected!r}; write "auto" there'
         )

@@ -72,7 +72,7 @@ def sharding_of(processes: int, stage: int, args: PPOConfig, config: Any) -> Sha
     """
     if args.deepspeed is None:
         return Sharding(processes, stage, buckets=2 if stage == 2 else 1)
-    zero = _zero_settings(_read_object(args.deepspeed), processes, args, config)
+    zero = _zero_settings(read_deepspeed_file(args.deepspeed), processes, args, config)
     file_stage = zero.get("stage", 0)
     check_stage(file_stage, f"deepspeed {args.deepspeed!r}")
     if stage not in (0, file_stage):
@@ -88,16 +88,6 @@ def sharding_of(processes: int, stage: int, args: PPOConfig, config: Any) -> Sha
         offload_optimizer=_offloads(zero, "offload_optimizer"),
         offload_weights=_offloads(zero, "offload_param"),
     )
-
-
-def _read_object(file: str) -> dict[str, Any]:
-    content = read_deepspeed_file(file)
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"deepspeed {file!r} contains {str(content)[:50]}, which is not a JSON object; write settings like those "
-            "in examples/deepspeed_configs"
-        )
-    return content
 
 
 def _zero_settings(file_content: Mapping[str, Any], processes: int, args: PPOConfig, config: Any) -> Mapping[str, Any]:

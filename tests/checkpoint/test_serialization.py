@@ -267,6 +267,17 @@ def test_a_state_of_another_shape_is_refused_by_name_before_anything_changes(sav
     assert snapshot(run) == before
 
 
+def test_tensors_that_cannot_be_read_are_refused_by_name(saved):
+    """Of a file that its manifest confirms, as a program that writes another format would leave it."""
+    for name in ("model.safetensors", "state.safetensors"):
+        before = (saved / name).read_bytes()
+        (saved / name).write_bytes(b"\0" * 8)
+        write_manifest(saved)
+        with pytest.raises(ValueError, match=f"{name} is not the state of a run: .*resume from another checkpoint"):
+            load_checkpoint(saved, **read(make_run(7)))
+        (saved / name).write_bytes(before)
+
+
 def draws():
     return [random.random(), np.random.rand(), float(torch.rand(()))]
 

@@ -85,6 +85,8 @@ def test_sizes_that_the_file_names_are_kept():
         ({"gradient_accumulation_steps": 1}, "has gradient_accumulation_steps 1, .* makes it 3"),
         ({"train_micro_batch_size_per_gpu": 8}, "has train_micro_batch_size_per_gpu 8, .* makes it 2"),
         ({"train_batch_size": 12}, "has train_batch_size 12, .* makes it 24"),
+        ({"zero_optimization": 3}, "has zero_optimization 3; it must be an object, such as {} or {stage: 2}"),
+        ({"fp16": False}, "has fp16 False; it must be an object, such as {} or {enabled: false}"),
         ({"bf16": {"enabled": True}}, r"has bf16.enabled True, .* makes it False; write \"auto\""),
     ],
 )
@@ -103,6 +105,16 @@ def test_another_stage_is_refused(stage, file):
 def test_a_plugin_of_the_named_file_loads_models_whole(file):
     plugin = deepspeed_plugin(file(json.dumps({"zero_optimization": {"stage": 2}})))
     assert isinstance(plugin, DeepSpeedPlugin) and plugin.zero_stage == 2 and not plugin.zero3_init_flag
+
+
+def test_a_file_of_another_shape_is_refused(file):
+    for text, message in (
+        ("[3]", r"zero.json', which contains \[3\], which is not a JSON object; write settings"),
+        ('{"bf16": []}', r"the DeepSpeed configuration has bf16 \[\]; it must be an object"),
+        ("[" * 9000, "zero.json', which is not a readable JSON file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deepspeed_plugin(file(text))
 
 
 @pytest.mark.parametrize("text", [None, "{", "\udcff"])

@@ -80,7 +80,7 @@ def test_a_deepspeed_file_that_is_none_is_refused(folder, tmp_path):
 
 def test_a_deepspeed_file_without_settings_is_refused(folder, tmp_path):
     (tmp_path / "list.json").write_text("[3]")
-    with pytest.raises(ValueError, match=r"deepspeed .*list.json' contains \[3\], which is not a JSON object"):
+    with pytest.raises(ValueError, match=r"deepspeed .*list.json', which contains \[3\], which is not a JSON object"):
         estimated("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "list.json"))
 
 
