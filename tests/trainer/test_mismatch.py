@@ -202,15 +202,22 @@ def test_after_short_responses_have_agreed_the_length_is_suspected(tmp_path, mon
 
 
 def test_a_sampler_of_the_user_s_own_is_not_asked_for_short_responses(tmp_path):
-    calls = []
-
-    class Own(PPOTrainer):
+    class OwnSampler(PPOTrainer):
         def _generate(self, prompts, sampling_params):
-            calls.append(len(prompts["rows"]))
-            return super()._generate(prompts, sampling_params)
+            raise AssertionError("no hook of the user's is called")
 
-    tiny_trainer(tmp_path, trainer_class=Own, total_episodes=10).train()
-    assert calls == [10]
+    class OwnRollout(PPOTrainer):
+        def rollout(self, prompt_batches):
+            raise AssertionError("no hook of the user's is called")
+
+    # The package's own sampler, which such a subclass may replace, cannot sample RWKV.
+    for trainer_class in (OwnSampler, OwnRollout):
+        trainer = tiny_trainer(
+            tmp_path / trainer_class.__name__, model=tiny_causal_lm("rwkv"), trainer_class=trainer_class
+        )
+        trainer.check_sampler()
+    with pytest.raises(ValueError, match="RwkvForCausalLM.forward takes no past_key_values"):
+        tiny_trainer(tmp_path / "a", model=tiny_causal_lm("rwkv")).check_sampler()
 
 
 def luck(prompts, completions, completion_ids, **columns):
