@@ -255,9 +255,9 @@ CASES: dict[str, Case] = {
     ),
     "constant with warm-up": case(lr_scheduler_type="constant_with_warmup", warmup_steps=5, adam_epsilon=1e-6),
     "critic first": case(critic_warmup_steps=1, weight_decay=0.4, lr_scheduler_type="linear", warmup_steps=1),
-    "stopped by the kl": case(target_kl_stop=0.01, learning_rate=0.1, ppo_epochs=3, lr_scheduler_type="linear"),
+    "stopped by the kl": case(target_kl_stop=0.22, ppo_epochs=3, lr_scheduler_type="linear"),
     "stopped by the kl, with a warm-up": case(
-        target_kl_stop=0.02, critic_warmup_steps=1, learning_rate=0.2, adv_estimator="gae", holes=True, ppo_epochs=3
+        target_kl_stop=0.27, critic_warmup_steps=1, adv_estimator="gae", holes=True, ppo_epochs=3
     ),
     "one row left over": case(rollout_batch_size=7, step_batch_size=3, step_per_device_batch_size=2, ppo_epochs=1),
     "one batch": case(
@@ -295,6 +295,8 @@ CASES: dict[str, Case] = {
         weight_decay=0.3,
         lr_scheduler_type="cosine",
     ),
+    "capped logits": case(family="gemma3", critic_layout="shared", temperature=0.8, entropy_coef=0.1, **WITH_KL_LOSS),
+    "capped logits, adapter": case(family="gemma3", critic_layout="adapter", lora=True, whiten_rewards=True),
     "mixture": case(family="mixtral", entropy_coef=0.05),
     "mixture, gspo of groups": case(
         family="mixtral", policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", adv_estimator="rloo", **PAIRS

@@ -32,6 +32,8 @@ SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "num_hidden_layers": 1},
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    # Its logits are capped: 2 tanh(logits / 2).
+    "gemma3": {**SMALL, "num_hidden_layers": 1, "layer_types": ["full_attention"], "final_logit_softcapping": 2.0},
     "mixtral": {**SMALL, "num_hidden_layers": 1, "num_local_experts": 3},
 }
 LORA: dict[str, Any] = {
@@ -46,6 +48,10 @@ def _norm_in_own_dtype(self: Any, states: Tensor) -> Tensor:
     return self.weight * states * torch.rsqrt((states**2).mean(dim=-1, keepdim=True) + self.variance_epsilon)
 
 
+def _gemma_norm_in_own_dtype(self: Any, states: Tensor) -> Tensor:
+    return (1 + self.weight) * states * torch.rsqrt((states**2).mean(dim=-1, keepdim=True) + self.eps)
+
+
 @functools.cache
 def _language_model(family: str) -> PreTrainedModel:
     """A model of `family`. Norms that round to float32 in between stay in float64: a rounding error of 1e-16 in one of
@@ -57,7 +63,8 @@ def _language_model(family: str) -> PreTrainedModel:
         model.set_experts_implementation("eager")
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = type("RMSNorm", (type(module),), {"forward": _norm_in_own_dtype})
+            forward = _gemma_norm_in_own_dtype if family == "gemma3" else _norm_in_own_dtype
+            module.__class__ = type("RMSNorm", (type(module),), {"forward": forward})
     return model
 
 
