@@ -27,6 +27,10 @@ NOT_COMPARED = {
     "init_value_with_reward": "tests/models: the second opinion takes the critic's weights at the start",
     "max_kl_to_ref": "ends the run; tests/trainer",
     "max_skipped_updates": "allows updates that are not finite; tests/trainer",
+    "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
+    "reward_retries": "calls a failing source again; tests/rewards",
+    "reward_retry_pause": "between those calls; tests/rewards",
+    "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
 }
 
 
