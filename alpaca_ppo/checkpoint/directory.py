@@ -126,8 +126,8 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     found = {key: manifest.get(key) for key in FORMAT}
     if found != FORMAT:
         raise ValueError(
-            f"{folder}/manifest.json has {shown(found)}, but this version of alpaca_ppo reads {FORMAT}; install the version "
-            "that wrote it"
+            f"{folder}/manifest.json has {shown(found)}, but this version of alpaca_ppo reads {FORMAT}; install the "
+            "version that wrote it"
         )
     for name, (size, _) in files.items():
         if not (there / name).is_file():
