@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
+from alpaca_ppo.config.fields import shown
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 3}
 FILES = ("model.safetensors", "state.json", "state.safetensors")
@@ -117,7 +118,7 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
         manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
         entries = {name: manifest["files"][name] for name in FILES}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{folder} has no readable manifest.json of alpaca_ppo, so it is damaged or not one of its checkpoints; "
             f"{_remedy(folder)}"
@@ -125,8 +126,8 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     found = {key: manifest.get(key) for key in FORMAT}
     if found != FORMAT:
         raise ValueError(
-            f"{folder}/manifest.json has {found}, but this version of alpaca_ppo reads {FORMAT}; install the version "
-            "that wrote it"
+            f"{folder}/manifest.json has {shown(found)}, but this version of alpaca_ppo reads {FORMAT}; install the "
+            "version that wrote it"
         )
     for name, (size, _) in files.items():
         if not (there / name).is_file():

@@ -282,8 +282,9 @@ def _lines_up_to(path: Path, key: str, last: int) -> list[str]:
 
 def _read_count(line: bytes, key: str, path: Path, number: int) -> int:
     try:
-        return int(json.loads(line)[key])
-    except (ValueError, KeyError, TypeError) as error:
+        # From bytes, json would read UTF-16 too.
+        return int(json.loads(line.decode())[key])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} line {number} is not a record of a run: {line[:80]!r}; move the file away to continue"
         ) from error

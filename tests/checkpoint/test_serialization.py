@@ -328,6 +328,9 @@ def damages():
     yield lambda folder: replace_with_another_run_s(folder / "manifest.json"), "is damaged"
     yield lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"
     yield lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"
+    yield lambda folder: (folder / "manifest.json").write_text("[" * 9000), "no readable manifest.json"
+    infinite = {name: {"bytes": math.inf, "sha256": ""} for name in FILES}
+    yield lambda folder: set_version(folder, files=infinite), "no readable manifest.json"
     yield lambda folder: set_version(folder, files={}), "no readable manifest.json"
     yield lambda folder: set_version(folder, version=99), "this version of alpaca_ppo reads"
     yield lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is not a folder"

@@ -102,14 +102,15 @@ def mutated_tree(draw: Any, tree: Any, *, values: st.SearchStrategy[Any] = value
     return tree
 
 
-def _places(tree: Any) -> Any:
-    """Every entry of `tree` as its list or dictionary with index or key; of a long list, the first ones."""
-    for key, entry in (
-        list(tree.items())[:50] if isinstance(tree, dict) else enumerate(tree[: 50 if len(tree) < 50 else 2])
-    ):
+def _places(tree: Any, depth: int = 0) -> Any:
+    """Every entry of `tree`, twenty levels deep, as its list or dictionary with index or key; of a long list, the
+    first ones.
+    """
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree[: 50 if len(tree) < 50 else 2])
+    for key, entry in list(entries)[:50]:
         yield tree, key
-        if isinstance(entry, dict | list):
-            yield from _places(entry)
+        if isinstance(entry, dict | list) and depth < 20:
+            yield from _places(entry, depth + 1)
 
 
 _TOKENS = (

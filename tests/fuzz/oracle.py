@@ -31,9 +31,6 @@ _SETTINGS = {
 settings.register_profile("fuzz", derandomize=True, **_SETTINGS)
 settings.register_profile("fuzz_long", derandomize=False, print_blob=True, **_SETTINGS)
 
-cases: dict[str, int] = {}
-"""How many cases each test has run."""
-
 
 def fuzz(examples: int, **strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs a test on `examples` draws of `strategies`, times the environment's factor."""

@@ -171,14 +171,14 @@ def test_a_file_of_other_content_that_its_manifest_confirms_is_refused(run, name
 def test_mutilated_metrics_are_refused_or_kept(run, content):
     output_dir, trainer = run
     before = state_of(trainer)
-    with Replaced_metrics(output_dir / "metrics.jsonl", content), files_unchanged(output_dir):
+    with ReplacedMetrics(output_dir / "metrics.jsonl", content), files_unchanged(output_dir):
         found = outcome(lambda: trainer.checkpoints.load(output_dir / "checkpoint-2"), names=("metrics.jsonl",))
     # Another run's lines, unless none of them is complete.
     if content.count(b"\n"):
         assert isinstance(found, Refused) and state_of(trainer) == before
 
 
-class Replaced_metrics:
+class ReplacedMetrics:
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self.content = path, content
 
@@ -202,9 +202,7 @@ NAMES = [
 NAMES += ["checkpoint-99999999999999999999", ".checkpoint-9.incomplete", "checkpoint-1 copy", "checkpoint-1e3"]
 
 
-@fuzz(
-    100, name=st.sampled_from(NAMES), kind=st.sampled_from(["folder", "file", "link", "dead link", "loop", "fifo-less"])
-)
+@fuzz(100, name=st.sampled_from(NAMES), kind=st.sampled_from(["folder", "file", "link", "dead link", "loop", "device"]))
 def test_what_is_only_named_like_a_checkpoint_is_not_resumed_from(run, name, kind):
     output_dir, trainer = run
     path = output_dir / name

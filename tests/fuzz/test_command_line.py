@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import math
 from typing import Any
 
 from hypothesis import strategies as st
@@ -97,7 +96,7 @@ def expected(name: str, values: list[str]) -> Any:
     alone = option.nullable and len(values) == 1 and values[0].lower() in ("null", "none")
     if alone:
         return None
-    read = [_read(value, kind, digits=str in (option.entry_kinds or ())) for value in values]
+    read = [_read(value, kind, digits={str, int} <= set(option.entry_kinds or ())) for value in values]
     return read if option.entry_kinds else read[-1]
 
 
@@ -109,7 +108,7 @@ def _read(value: str, kind: type, *, digits: bool) -> Any:
     return kind(value)
 
 
-@fuzz(500, name=st.sampled_from(FLAGS), values=st.lists(given, min_size=0, max_size=3), equals=st.booleans())
+@fuzz(400, name=st.sampled_from(FLAGS), values=st.lists(given, min_size=0, max_size=3), equals=st.booleans())
 def test_the_value_of_a_flag_is_what_was_given_or_refused_by_its_name(name, values, equals):
     arguments = [f"--{name}={values[0]}", *values[1:]] if equals and values else [f"--{name}", *values]
     found = parse([*REQUIRED, *arguments])
@@ -118,10 +117,10 @@ def test_the_value_of_a_flag_is_what_was_given_or_refused_by_its_name(name, valu
         assert name in found.text or unknown and (len(values) > 1 or any(v.startswith("-") for v in values)), found.text
     elif values:
         wanted = expected(name, values)
-        assert found[name] == wanted or math.isnan(wanted), (found[name], wanted)
+        assert found[name] == wanted, (found[name], wanted)
 
 
-@fuzz(200, name=st.sampled_from([n for n in FLAGS if float in OPTIONS[n].kinds]), number=st.floats(-1e3, 1e3))
+@fuzz(60, name=st.sampled_from([n for n in FLAGS if float in OPTIONS[n].kinds]), number=st.floats(-1e3, 1e3))
 def test_a_number_is_taken_with_every_notation_of_it(name, number):
     found = [parse([*REQUIRED, f"--{name}", form.format(number)]) for form in ("{!r}", "{:.17e}", "{:.17g}")]
     found.append(parse([*REQUIRED, f"--{name}={number!r}"]))

@@ -139,7 +139,7 @@ def cell_is(found: Any, written: str) -> bool:
     if isinstance(found, bool):
         return str(found).lower() == written.lower()
     if isinstance(found, int | float):
-        return float(written) == found or math.isnan(found)
+        return type(found)(float(written) if isinstance(found, float) else written) == found or math.isnan(found)
     return found == written
 
 

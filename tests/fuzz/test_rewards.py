@@ -109,9 +109,16 @@ def number_of(score: Any) -> Any:
         except Exception:
             return "bad"
     if isinstance(score, list | tuple):
-        parts = [part if isinstance(part, Real) else "bad" for part in score]
-        return "bad" if "bad" in parts else [float(part) for part in parts]
-    return score if score is None else float(score) if isinstance(score, Real) else "bad"
+        parts = [_float(part) for part in score]
+        return "bad" if "bad" in parts else parts
+    return score if score is None else _float(score)
+
+
+def _float(number: Any) -> Any:
+    try:
+        return float(number) if isinstance(number, Real) else "bad"
+    except OverflowError:
+        return "bad"
 
 
 @fuzz(900, result=results(), is_async=st.booleans(), drop=st.sampled_from([False, False, True]))

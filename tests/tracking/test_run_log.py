@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alpaca_ppo.tracking import run_log
-from alpaca_ppo.tracking.run_log import RunLog, markdown_table, tracker_names
+from alpaca_ppo.tracking.run_log import RunLog, markdown_table, metrics_identity, tracker_names
 
 CONFIG = {"seed": 42, "report_to": ["tensorboard"], "run_name": None, "learning_rate": 1e-06}
 
@@ -83,11 +83,17 @@ def test_rows_of_later_steps_are_removed_and_other_files_stay(tmp_path):
     assert (tmp_path / "step_000060.jsonl").exists()
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}'])
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}', '{"step": Infinity}', "[" * 9000])
 def test_an_invalid_line_in_metrics_jsonl_is_an_error_that_names_the_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record of a run"):
         make_log(tmp_path, resume_step=1)
+
+
+def test_metrics_in_another_encoding_are_an_error_that_names_the_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes('{"step": 1}\n'.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1 is not a record of a run"):
+        metrics_identity(tmp_path, 1)
 
 
 def test_rows_are_strict_json_one_per_line_whatever_the_text(tmp_path):
