@@ -127,6 +127,24 @@ def same(a: Any, b: Any) -> bool:
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
+def loaded(content: bytes) -> Any:
+    """What PyYAML reads; None if it is no YAML."""
+    try:
+        return yaml.safe_load(content.decode())
+    except Exception:
+        return None
+
+
+def says_where(text: str, file: Any, plain: Any, valid: dict[str, Any]) -> bool:
+    """Whether a refusal names an option whose value is not the valid one, or, of what is no mapping, the file."""
+    if not isinstance(plain, dict) or "cannot be read as YAML" in text:
+        return str(file) in text
+    changed = [n for n in {**plain, **valid} if n not in plain or n not in valid or not same(plain[n], valid[n])]
+    said, _, valid_keys = text.partition("; valid keys:")
+    # A key such as "" or "x" is part of any message; only the list of unknown keys shows it.
+    return any((len(str(n)) > 3 or bool(valid_keys)) and str(n) in said or repr(n) in said for n in changed)
+
+
 @fuzz(450, name=st.sampled_from(sorted(FIELDS)), scalar=st.sampled_from(sorted(SCALARS)))
 def test_every_scalar_is_read_as_yaml_defines_it_or_refused_by_the_options_name(file, name, scalar):
     lines = [f"{key}: {value}" for key, value in REQUIRED.items() if key != name]
@@ -152,14 +170,18 @@ def test_mutated_options_are_what_the_file_says_or_refused(file, settings, style
     except Exception:
         text, plain = str(settings), None
     found = parse(file, text)
-    if not isinstance(found, Refused):
+    if isinstance(found, Refused):
+        assert says_where(found.text, file, plain, VALID)
+    else:
         assert {name: found[name] for name in plain} == {name: read(name, value) for name, value in plain.items()}
 
 
 @fuzz(250, content=mutated_bytes(yaml.safe_dump(VALID, allow_unicode=True).encode()))
 def test_a_mutated_file_is_what_it_says_or_refused(file, content):
     found = parse(file, content)
-    if not isinstance(found, Refused):
+    if isinstance(found, Refused):
+        assert says_where(found.text, file, loaded(content), VALID)
+    else:
         plain = yaml.safe_load(content.decode())
         wrong = {n: (found[n], value) for n, value in plain.items() if not same(found[n], read(n, value))}
         assert not wrong
@@ -170,7 +192,9 @@ def test_a_mutated_preset_is_what_it_says_or_refused(file, preset, data):
     flags = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
     content = data.draw(mutated_bytes(preset_path(preset).read_bytes()))
     found = parse(file, content, *flags)
-    if not isinstance(found, Refused):
+    if isinstance(found, Refused):
+        assert says_where(found.text, file, loaded(content), yaml.safe_load(preset_path(preset).read_bytes()))
+    else:
         plain = {n: value for n, value in yaml.safe_load(content.decode()).items() if n not in REQUIRED}
         wrong = {n: (found[n], value) for n, value in plain.items() if not same(found[n], read(n, value))}
         assert not wrong
