@@ -1,4 +1,4 @@
-"""The optimizer of the second opinion: clipping, learning-rate schedules and AdamW (arXiv:1711.05101), written out."""
+"""The optimizer of the independent PPO: clipping, learning-rate schedules and AdamW (arXiv:1711.05101), written out."""
 
 import math
 from collections.abc import Mapping

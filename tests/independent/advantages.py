@@ -1,4 +1,4 @@
-"""Rewards and advantages of the second opinion. Sequences are lists of tensors: entry i is (C_i,), the chosen tokens
+"""Rewards and advantages of the independent PPO. Sequences are lists of tensors: entry i is (C_i,), the chosen tokens
 of row i, and nothing else, so that no formula needs a mask.
 """
 
@@ -25,7 +25,7 @@ def kl_values(difference: Tensor, estimator: str) -> Tensor:
         return d * d / 2
     if name == "k1_clamped":
         return torch.where(d > 0, d, torch.zeros_like(d))
-    assert name == "k3", f"no second opinion on KL estimator {estimator!r}"
+    assert name == "k3", f"no independent computation of KL estimator {estimator!r}"
     return (torch.exp(-d.clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(max=10)
 
 
@@ -37,7 +37,9 @@ def next_kl_coef(coef: float, kl: Rows, config: Mapping[str, Any]) -> float:
         return coef * (1 + config["k_beta"] * error)
     if config["kl_controller"] == "horizon":
         return coef * (1 + error * len(kl) / config["kl_horizon"])
-    assert config["kl_controller"] == "fixed", f"no second opinion on kl_controller {config['kl_controller']!r}"
+    assert config["kl_controller"] == "fixed", (
+        f"no independent computation of kl_controller {config['kl_controller']!r}"
+    )
     return coef
 
 

@@ -1,4 +1,4 @@
-"""The configurations in which the trainer is compared with the second opinion."""
+"""The configurations in which the trainer is compared with the independent PPO."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""The critic heads of the second opinion: predictions, the value that GAE reads, and the loss of each token.
+"""The critic heads of the independent PPO: predictions, the value that GAE reads, and the loss of each token.
 
 From arXiv:1707.06887 (c51), arXiv:1710.10044 (quantile) and arXiv:1806.06923 (iqn). All of one row's C chosen tokens.
 """
@@ -57,7 +57,7 @@ def predictions(
     outputs = states @ head["linear.weight"].T + head["linear.bias"]
     if kind == "quantile":
         return outputs, lower_tail_mean(outputs, torch.full_like(outputs, 1 / outputs.size(1)), alpha)
-    assert kind == "c51", f"no second opinion on critic {kind!r}"
+    assert kind == "c51", f"no independent computation of critic {kind!r}"
     return outputs, lower_tail_mean(atoms(config).expand_as(outputs), outputs.softmax(dim=-1), alpha)
 
 

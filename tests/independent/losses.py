@@ -1,4 +1,4 @@
-"""The policy's losses of the second opinion, of one optimizer step with all its rows at once.
+"""The policy's losses of the independent PPO, of one optimizer step with all its rows at once.
 
 Sequences are lists of tensors: entry i is (C_i,), the chosen tokens of row i.
 """
@@ -22,7 +22,7 @@ def averaged(losses: Rows, config: Mapping[str, Any]) -> Tensor:
     sums = torch.stack([row.sum() for row in losses]).sum() / len(losses)
     if mode == "seq-mean-token-sum":
         return sums
-    assert mode == "seq-mean-token-sum-norm", f"no second opinion on loss_agg_mode {mode!r}"
+    assert mode == "seq-mean-token-sum-norm", f"no independent computation of loss_agg_mode {mode!r}"
     return sums / config["response_len"]
 
 
@@ -48,7 +48,9 @@ def policy_loss(new: Rows, old: Rows, advantages: Rows, config: Mapping[str, Any
         if config["policy_loss"] == "gspo":
             ratio = torch.exp((n - o).detach().mean()) * torch.exp(n - n.detach())
         else:
-            assert config["policy_loss"] == "clip", f"no second opinion on policy_loss {config['policy_loss']!r}"
+            assert config["policy_loss"] == "clip", (
+                f"no independent computation of policy_loss {config['policy_loss']!r}"
+            )
             ratio = torch.exp(n - o)
         row = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
         if (c := config["clip_ratio_c"]) is not None:

@@ -1,4 +1,4 @@
-"""What policy, reference and critic say of one response, in plain torch: the second opinion's forward passes.
+"""What policy, reference and critic say of one response, in plain torch: the independent PPO's forward passes.
 
 Each row runs by itself, without padding, cache or micro-batches, and with the logits of all positions. Everything
 returned is about the chosen tokens only: a row with C of them gives (C,) tensors, so that no formula behind it needs a

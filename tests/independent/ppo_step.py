@@ -79,6 +79,7 @@ class IndependentPPO:
     num_updates: int = 0
     num_ppo_steps: int = 0
     early_stops: int = 0
+    """PPO steps whose updates `target_kl_stop` ended."""
 
     def __post_init__(self) -> None:
         self.kl_coef = self.config["kl_coef"]
@@ -124,7 +125,9 @@ class IndependentPPO:
         elif config["old_policy"] == "rollout":
             old = samples.rollout_logprobs
         else:
-            assert config["old_policy"] == "recompute", f"no second opinion on old_policy {config['old_policy']!r}"
+            assert config["old_policy"] == "recompute", (
+                f"no independent computation of old_policy {config['old_policy']!r}"
+            )
         if config["reference"] == "none":
             reference = old
         values = None

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -51,7 +51,11 @@ def examples(count: int, *, shrink: bool = True) -> Any:
     failure is reported as it is: with slow examples, the search for a smaller one takes minutes.
     """
     phases = (Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else []))
-    return settings(max_examples=count, derandomize=True, deadline=None, database=None, phases=phases)
+    # On a loaded machine anything is slow.
+    slow = [HealthCheck.too_slow]
+    return settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, phases=phases, suppress_health_check=slow
+    )
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The table of configurations covers every name and every option: one that is added without a second opinion fails."""
+"""The table of configurations covers every name and option: one that the independent PPO does not compute fails."""
 
 import itertools
 
@@ -21,10 +21,10 @@ GROUPS = (
 """Groups of options that decide what is learned."""
 NOT_COMPARED = {
     "generation_backend": "tests/generation compares the samplers",
-    "truncate_after": "tests/generation: the second opinion takes the sampled tokens",
+    "truncate_after": "tests/generation: the independent PPO takes the sampled tokens",
     "truncate_tokens": "tests/generation",
-    "reward_adapter": "tests/rewards: the second opinion scores by functions",
-    "init_value_with_reward": "tests/models: the second opinion takes the critic's weights at the start",
+    "reward_adapter": "tests/rewards: the independent PPO scores by functions",
+    "init_value_with_reward": "tests/models: the independent PPO takes the critic's weights at the start",
     "max_kl_to_ref": "ends the run; tests/trainer",
     "max_skipped_updates": "allows updates that are not finite; tests/trainer",
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
@@ -84,5 +84,5 @@ def test_every_option_that_decides_what_is_learned_has_cases_with_different_valu
         if option.name in NOT_COMPARED:
             continue
         values = {repr(getattr(config, option.name)) for config in configs.values()}
-        assert len(values) > 1, f"no case changes {option.name}; add one, and the second opinion on it"
+        assert len(values) > 1, f"no case changes {option.name}; add one, and compute it in the independent PPO"
         assert not option.choices or values == {repr(choice) for choice in option.choices}, option.name

@@ -1,4 +1,4 @@
-"""The trainer's weights after two PPO steps are those of the second opinion, in every configuration of the table.
+"""The trainer's weights after two PPO steps are those of the independent PPO, in every configuration of the table.
 
 Tolerance: 1e-12 of the largest change of a weight. In float64 both runs round differently, which was at most 3e-14 of
 it when the table was written; a wrong formula is off by 1e-3 and more.
@@ -24,7 +24,7 @@ COMPARED = {
     "returns": "returns",
     "loss_weights": "weights",
 }
-"""Keys of the trainer's rollouts, and what the second opinion calls them."""
+"""Keys of the trainer's rollouts, and what the independent PPO calls them."""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,11 @@ def test_an_option_of_the_table_matters_in_its_case(runs, name, options):
     run = runs(name)
     others = run.independent_with(**options)
     assert largest_difference(run.independent.weights, others.weights) > 0.01 * largest_change(run)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "target_kl_stop" in case.options])
+def test_a_case_with_a_limit_of_the_kl_stops_early(runs, name):
+    assert runs(name).independent.early_stops > 0
 
 
 def test_responses_of_the_table_are_ragged_and_some_do_not_stop(runs):

@@ -1,4 +1,4 @@
-"""The trainer under test on a tiny model in float64, and what the second opinion needs of its run.
+"""The trainer under test on a tiny model in float64, and what the independent PPO needs of its run.
 
 From the trainer come the sampled tokens, the sampler's log-probs and the weights at the start; from the package the
 rows of each optimizer step and the quantile levels of iqn. Scores are computed here, from the tokens.
@@ -101,24 +101,24 @@ class Recorder(PPOTrainer):
 
 
 class BothRuns(NamedTuple):
-    """A case that was trained twice, by the trainer and by the second opinion."""
+    """A case that was trained twice, by the trainer and by the independent PPO."""
 
     trainer: Any
     independent: IndependentPPO
     experiences: list[Any]
-    """The second opinion's, of each PPO step."""
+    """The independent PPO's, of each PPO step."""
     samples: list[Samples]
     before: Weights
     after: Weights
-    """The trainer's weights at the start and at the end, by the second opinion's names."""
+    """The trainer's weights at the start and at the end, by the independent PPO's names."""
 
     def independent_with(self, **options: Any) -> IndependentPPO:
-        """The second opinion on the same tokens with other options, at its end."""
+        """The independent PPO on the same tokens with other options, at its end."""
         return _trained(self.independent, self.before, {**self.independent.config, **options}, self.samples)[0]
 
 
 def run_both(folder: Path, case: Case) -> BothRuns:
-    """Trains the trainer for two PPO steps, and then the second opinion on the same tokens."""
+    """Trains the trainer for two PPO steps, and then the independent PPO on the same tokens."""
     trainer, networks = _trainer(folder, case)
     before = _weights(trainer)
     with warnings.catch_warnings():
@@ -176,7 +176,7 @@ def _perturb(trainer: Any) -> None:
 
 
 def _weights(trainer: Any) -> Weights:
-    """A copy of everything that is trained, by the second opinion's names."""
+    """A copy of everything that is trained, by the independent PPO's names."""
     return {_our_name(n): p.detach().clone() for n, p in trainer.actor_critic.named_parameters() if p.requires_grad}
 
 
