@@ -101,10 +101,11 @@ def evaluated(folder, metric, **overrides):
 
 
 def test_an_evaluation_s_metric_decides(tmp_path):
-    trainer = evaluated(tmp_path, "eval/kl_sum_seq", save_total_limit=1, total_episodes=50)
+    settings = {"save_total_limit": 1, "total_episodes": 50, "greater_is_better": False}
+    trainer = evaluated(tmp_path, "eval/kl_sum_seq", **settings)
     trainer.train()
     measured = {line["step"]: line["eval/kl_sum_seq"] for line in metric_lines(tmp_path) if line["step"]}
-    best = max(measured, key=measured.get)
+    best = min(measured, key=measured.get)
     assert trainer.state.best_global_step == best and trainer.state.best_metric == measured[best]
     assert best != 5 and steps(tmp_path) == [best, 5]
 

@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
+from alpaca_ppo.checkpoint.run_lock import LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
@@ -150,7 +151,13 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
     """On every rank, the run does not resume from other weights, and its folder stays as it is."""
     AcceleratorState._reset_state()
     other = made_trainer(output_dir, model_seed=1, **overrides)
-    before = sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*"))
+
+    def files() -> list[tuple[Path, int]]:
+        """All but the lock, which the main process may hold at this moment."""
+        found = (path for path in Path(output_dir).rglob("*") if path.name != LOCK_FILE)
+        return sorted((path, path.stat().st_mtime_ns) for path in found)
+
+    before = files()
     try:
         other.train(resume_from_checkpoint=resume)
     except ValueError as error:
@@ -158,7 +165,7 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
     else:
         raise AssertionError("a run resumed from the weights of another model")
     other.accelerator.wait_for_everyone()
-    assert sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*")) == before
+    assert files() == before
 
 
 def run(output_dir: str, *settings: str) -> None:

@@ -192,9 +192,9 @@ def test_after_short_responses_have_agreed_the_length_is_suspected(tmp_path, mon
     plain = trainer.collector.gather
 
     def disagreeing(rows, **how):
-        gathered = plain(rows, **how)
+        gathered, dropped = plain(rows, **how)
         gathered["rollout_logprobs"] += 0.2 * gathered["response_mask"]
-        return gathered
+        return gathered, dropped
 
     monkeypatch.setattr(type(trainer.collector), "gather", lambda self, rows, **how: disagreeing(rows, **how))
     with pytest.raises(ValueError, match=f"depends on the length .* as responses of {SHORT} tokens agreed before"):
