@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpaca_ppo.config.checks import check_combinations
-from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.config.fields import argument, check_fields, shown
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     CRITIC_HEADS,
@@ -350,7 +350,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         risk_level: Any = self.risk_level
         if isinstance(risk_level, int | float) and not isinstance(risk_level, bool):
-            object.__setattr__(self, "risk_level", str(risk_level))
+            object.__setattr__(self, "risk_level", shown(risk_level))
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
         check_fields(self)
