@@ -32,8 +32,8 @@ LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 """A lock of another host whose file has not been renewed for this long belongs to a run that is dead."""
-WAIT_SECONDS = 15.0
-"""How long a start waits for a run that is just ending, such as one that Slurm has killed and queued again."""
+WAIT_SECONDS = 20.0
+"""How long a start waits for a run that is just ending, such as one whose launcher was killed (`launcher`: 13 s)."""
 _POLL_SECONDS = 0.2
 _PROGRAM = "alpaca_ppo"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)

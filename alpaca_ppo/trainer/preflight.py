@@ -17,7 +17,7 @@ from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
 from alpaca_ppo.checkpoint.size import checkpoint_bytes
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.launcher import launched_rank
+from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.models.skeletons import trained_parameters
 from alpaca_ppo.tracking.run_log import tracker_names
 
@@ -29,6 +29,7 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
         ValueError: see `check_output_dir`; also for a folder in which another run is writing, for a checkpoint that is
             missing or incomplete, and for a run that would overwrite an older one.
     """
+    watch_launcher()
     check_output_dir(args)
     # Only the main process locks the folder. It may do so before the others have come this far.
     if launched_rank() == 0:
