@@ -34,6 +34,7 @@ from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer.preflight import DiskCheck
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.types import PromptBatch
 
@@ -45,6 +46,7 @@ class BaseTrainer(ABC):
     """
 
     args: PPOConfig
+    disk_check: DiskCheck
     accelerator: Accelerator
     processing_class: Any
     train_prompts: PromptDataset
@@ -290,8 +292,11 @@ class BaseTrainer(ABC):
             self._compare_eval_data(extra["eval_dataset"])
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
-        # Every rank has looked at the folder before one of them writes to it.
-        self.accelerator.wait_for_everyone()
+        # It also waits until every rank has looked at the folder before one of them writes to it.
+        with collectives.raise_on_all_ranks(self.accelerator):
+            # A run that has no step left only writes its final models again.
+            if not self._finished:
+                self.disk_check.check()
         self._run_log = setup.begin_run_log(
             self._run_log,
             self.accelerator,

@@ -42,7 +42,7 @@ from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.preflight import check_disk_space, check_output_dir
+from alpaca_ppo.trainer.preflight import DiskCheck, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -99,7 +99,7 @@ class PPOTrainer(BaseTrainer):
     ) -> None:
         check_output_dir(args)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
-        check_disk_space(args, model, start, peft_config, adamw=optimizers[0] is None)
+        self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
         self.args = args
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
