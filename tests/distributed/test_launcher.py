@@ -20,10 +20,10 @@ from alpaca_ppo.distributed import launcher
 launcher._POLL_SECONDS, launcher._SIGNAL_SECONDS = 0.05, 0.1
 launcher.watch_launcher()
 launcher.watch_launcher()
-if "told" in sys.argv:
+if "signalled" in sys.argv:
     launcher.end_without_launcher()
 print("started", flush=True)
-time.sleep(1.2 if "told" in sys.argv or "shell" in sys.argv else 60)
+time.sleep(1.2 if "signalled" in sys.argv or "shell" in sys.argv else 60)
 print("lived on", flush=True)
 """
 # What a launcher does that has no other work: it starts its rank and waits.
@@ -62,8 +62,8 @@ def test_a_rank_ends_soon_after_its_launcher_is_killed_and_says_why(torchrun, tm
     assert "lived on" not in said and seconds < 20
 
 
-def test_a_rank_that_was_told_to_stop_saves_and_ends_by_itself(torchrun, tmp_path):
-    assert output_of_orphan(torchrun, [RANK, "told"], tmp_path)[0] == "lived on\n"
+def test_a_rank_that_got_a_stop_signal_saves_and_ends_by_itself(torchrun, tmp_path):
+    assert output_of_orphan(torchrun, [RANK, "signalled"], tmp_path)[0] == "lived on\n"
 
 
 @pytest.mark.parametrize("start", ["nohup", "setsid"])
