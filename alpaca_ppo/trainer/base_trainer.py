@@ -30,6 +30,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
+from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
@@ -144,13 +145,18 @@ class BaseTrainer(ABC):
 
         Raises:
             ValueError: if another run is writing to `output_dir`; on the other ranks a RuntimeError with the same text.
+            SamplerMismatch: if sampler and trainer disagree (`mismatch_action`), once a checkpoint of the steps before
+                is written.
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
         """
         with record_error(), self.run_lock.until_the_end(), self.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
-                self._save_interrupted(interrupted)
+                self._save_interrupted(str(interrupted))
+                raise
+            except SamplerMismatch:
+                self._save_before_rollouts()
                 raise
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
@@ -268,7 +274,14 @@ class BaseTrainer(ABC):
             ) from error
         self.run_log.message(f"step {step}: {error}. {limit}")
 
-    def _save_interrupted(self, interrupted: Interrupted) -> None:
+    def _save_before_rollouts(self) -> None:
+        """Saves a run whose next update would be meaningless, unless nothing has been trained yet."""
+        if self.progress.is_current:
+            self.progress.discard_rollouts()
+            if not self.progress.at_start:
+                self._save_interrupted("sampler and trainer disagree")
+
+    def _save_interrupted(self, reason: str) -> None:
         folder = self.checkpoints.folder(self.state.global_step)
         # Do not overwrite the best checkpoint: its weights must be those that were evaluated. A resumed run starts from
         # it and repeats the interrupted step.
@@ -277,7 +290,7 @@ class BaseTrainer(ABC):
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
-        self.run_log.message(f"{interrupted}: run saved to {folder}; continue with resume_from_checkpoint: true")
+        self.run_log.message(f"{reason}: run saved to {folder}; continue with resume_from_checkpoint: true")
         self.run_log.finish()
         self._run_log = None
         collectives.drain_collectives(self.accelerator)

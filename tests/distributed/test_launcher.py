@@ -39,10 +39,10 @@ if "imports" in sys.argv:
 else:
     launcher.watch_launcher()
     launcher.watch_launcher()
-if "told" in sys.argv:
+if "signalled" in sys.argv:
     launcher.end_without_launcher()
 print("started", flush=True)
-time.sleep(1.2 if "told" in sys.argv or "shell" in sys.argv else 60)
+time.sleep(1.2 if "signalled" in sys.argv or "shell" in sys.argv else 60)
 print("lived on", flush=True)
 """
 # What a launcher does that has no other work: it starts its rank and waits.
@@ -99,7 +99,7 @@ def test_a_rank_watches_its_launcher_before_the_trainer_is_imported(torchrun, tm
 
 
 def test_a_rank_that_was_told_to_stop_saves_and_ends_by_itself(torchrun, tmp_path):
-    assert output_of_orphan(torchrun, [RANK, "told"], tmp_path)[0] == "lived on\n"
+    assert output_of_orphan(torchrun, [RANK, "signalled"], tmp_path)[0] == "lived on\n"
 
 
 @pytest.mark.parametrize("start", ["nohup", "setsid"])
