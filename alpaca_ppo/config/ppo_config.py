@@ -135,7 +135,10 @@ class PPOConfig:
     )
     reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
     reward_retry_pause: float = argument(
-        1.0, "Seconds before the first retry; each further pause is twice as long as the one before.", at_least=0
+        1.0,
+        "Seconds before the first retry; each further pause is twice as long as the one before, up to a day.",
+        at_least=0,
+        at_most=86400,
     )
     failed_rewards: Literal["error", "drop"] = argument(
         "error",

@@ -221,7 +221,7 @@ class PPOTrainer(BaseTrainer):
             with self.rollout_poll.rollout():
                 rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
                 local = {key: value[: count * n] for key, value in rows.items() if count}
-        rollouts, dropped = self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
+        rollouts, dropped = self.collector.gather(local, passes, samples_per_prompt=n, poll=self.rollout_poll)
         if dropped.num_dropped:
             self.dropped_rows += dropped.num_dropped
             self.run_log.message(str(dropped))
@@ -425,7 +425,7 @@ class PPOTrainer(BaseTrainer):
             "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts),
-            **self._dropped_stats("objective"),
+            **self._pop_dropped("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
@@ -439,6 +439,8 @@ class PPOTrainer(BaseTrainer):
         """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
         as `eval/*`.
 
+        If `failed_rewards: drop` leaves no response, all of them but `eval/dropped_rows` are NaN.
+
         Sampled evaluations use the same random numbers each time, so that differences come from the policy. The table
         goes to eval/step_*.jsonl.
 
@@ -447,20 +449,26 @@ class PPOTrainer(BaseTrainer):
         """
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
-        self.timers, self.dropped_rows = metrics.Timers(), 0
+        # What a training loop of one's own has dropped so far is for the step's record.
+        of_step, self.dropped_rows = self.dropped_rows, 0
+        self.timers = metrics.Timers()
         with self.run_lock.for_a_while():
             rollouts = self._rollout(
                 self.collate(self.eval_prompts, range(len(self.eval_prompts))),
                 setup.evaluation_sampling_params(self.sampling_params, self.args),
-                RolloutPasses(with_critic=False),
+                RolloutPasses(with_critic=False, may_be_empty=True),
             )
             rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
             self.run_log.log_table("eval", rows, self.state.global_step)
         stats = {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
-        return stats | self._dropped_stats("eval")
+        stats |= self._pop_dropped("eval")
+        self.dropped_rows = of_step
+        return stats
 
-    def _dropped_stats(self, prefix: str) -> dict[str, float]:
-        return {f"{prefix}/dropped_rows": float(self.dropped_rows)} if self.args.failed_rewards == "drop" else {}
+    def _pop_dropped(self, prefix: str) -> dict[str, float]:
+        """The metric of the rows dropped since the last call, if rows may be."""
+        dropped, self.dropped_rows = self.dropped_rows, 0
+        return {f"{prefix}/dropped_rows": float(dropped)} if self.args.failed_rewards == "drop" else {}
 
     def _dummy_prompts(self, count: int) -> PromptBatch:
         """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""

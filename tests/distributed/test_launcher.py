@@ -98,7 +98,7 @@ def test_a_rank_watches_its_launcher_before_the_trainer_is_imported(torchrun, tm
     assert "has died, so this rank ends too" in said and seconds < 20
 
 
-def test_a_rank_that_was_told_to_stop_saves_and_ends_by_itself(torchrun, tmp_path):
+def test_a_rank_that_got_a_signal_saves_and_ends_by_itself(torchrun, tmp_path):
     assert output_of_orphan(torchrun, [RANK, "signalled"], tmp_path)[0] == "lived on\n"
 
 
