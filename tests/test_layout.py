@@ -28,7 +28,7 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"types", "registry", "presets", "atomic_io", "remote_code"},
+    {"types", "registry", "presets", "atomic_io", "remote_code", "damaged_files"},
     {"functional", "adapters", "config"},
     {"generation", "data", "rewards", "models", "tracking"},
     {"distributed"},

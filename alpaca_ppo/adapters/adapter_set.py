@@ -35,8 +35,10 @@ from alpaca_ppo.adapters.files import (
     is_head,
     lora_config,
     read_reward_adapter,
+    weight_shapes,
     weights_file,
 )
+from alpaca_ppo.damaged_files import loading
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
 """Names of the adapters. The policy's is PEFT's default, which is saved without a sub-folder."""
@@ -224,11 +226,30 @@ def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
     A frozen copy of it becomes the reference.
 
     Raises:
-        ValueError: when the adapter does not fit the model; and whatever `from_peft_model` raises.
+        ValueError: when the adapter does not fit the model, or as `load_peft_model`; and whatever `from_peft_model`
+            raises.
     """
     check_adapter_shapes("model_name_or_path", folder, model)
-    peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=True)
-    return from_peft_model(peft, f"model_name_or_path {folder}")
+    field = f"model_name_or_path {folder}"
+    peft = load_peft_model(field, model, folder, is_trainable=True)
+    return from_peft_model(peft, field)
+
+
+def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:
+    """`model` with the adapter in `folder` (or hub id), under PEFT's default name; `field` names it in errors.
+
+    Raises:
+        ValueError: when the adapter is damaged, does not fit the model or lacks weights.
+    """
+    with loading(f"{field}: no adapter can be loaded from {folder!r}", folder, "save or download the adapter again"):
+        peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=is_trainable)
+    # PEFT only warns of these, and starts them at random.
+    if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(weight_shapes(field, folder))):
+        raise ValueError(
+            f"{field} lacks weights that its adapter_config.json asks for: {', '.join(missing[:3])}; save or download "
+            "the adapter again"
+        )
+    return peft
 
 
 def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:

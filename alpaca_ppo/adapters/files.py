@@ -1,7 +1,6 @@
 """Saved adapters, in a folder or on the hub: what kind they are, and whether they fit a base; checked before any model
 is loaded.
 
-
 Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened.
 """
 
@@ -18,6 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from alpaca_ppo.damaged_files import loading
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEADS = {"score", "classifier"}
 """Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter."""
@@ -30,6 +31,19 @@ _PLAIN_FIELDS = set(
 
 All other fields select variants of LoRA, of which some rewrite the base and some depend on the tokens.
 """
+_KINDS: dict[str, tuple[Any, str]] = {
+    "base_model_name_or_path": (str, "text"),
+    "task_type": (str, "text"),
+    "modules_to_save": (list | set, "a list of names"),
+    "target_modules": (list | set | str, "a list of names, or one pattern"),
+    "exclude_modules": (list | set | str, "a list of names, or one pattern"),
+    "r": (int, "an integer"),
+    "lora_alpha": (int | float, "a number"),
+    "lora_dropout": (int | float, "a number"),
+    "rank_pattern": (dict, "a dictionary"),
+    "alpha_pattern": (dict, "a dictionary"),
+}
+"""What an entry of an adapter's configuration must be, where PEFT does not check it, in Python and in words."""
 _LAYERS_INSTEAD = (
     "name linear layers (of the attention, in a mixture of experts) in target_modules (--lora_target_modules) instead; "
     "to start from an adapter trained that way, merge it into its base first"
@@ -104,6 +118,41 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     return config
 
 
+def read_adapter(field: str, name: str) -> PeftConfig:
+    """The configuration of the adapter `name`, a folder or a hub id, of any kind; `field` names it in errors.
+
+    Raises:
+        ValueError: when it is damaged, or an entry is not of the kind that this package reads.
+    """
+    with loading(f"{field}: no adapter can be loaded from {name!r}", name, "save or download the adapter again"):
+        config = PeftConfig.from_pretrained(name)
+    entries = vars(config)
+    for entry, (kinds, wanted) in _KINDS.items():
+        value = entries.get(entry)
+        members = value if isinstance(value, list | set) else ()
+        if value is None or (isinstance(value, kinds) and all(isinstance(member, str) for member in members)):
+            continue
+        raise ValueError(
+            f"{field} has {entry} {value!r} in its {CONFIG}, which must be {wanted}; save the adapter again"
+        )
+    return config
+
+
+def adapter_base(field: str, config: PeftConfig) -> str:
+    """The folder or hub id of the base that the adapter of this configuration belongs to.
+
+    Raises:
+        ValueError: when the configuration does not name it.
+    """
+    base = config.base_model_name_or_path
+    if not base:
+        raise ValueError(
+            f"{field} is an adapter that does not name its base (base_model_name_or_path in its {CONFIG}); write the "
+            "base's folder or hub id there"
+        )
+    return base
+
+
 def read_policy_adapter(name: str) -> LoraConfig:
     """The configuration of the adapter `name`, from which a policy starts.
 
@@ -111,18 +160,14 @@ def read_policy_adapter(name: str) -> LoraConfig:
         ValueError: as `lora_config`; for an adapter of a classifier, and for one that does not name its base.
     """
     field = f"model_name_or_path {name}"
-    config = lora_config(PeftConfig.from_pretrained(name), field)
+    config = lora_config(read_adapter(field, name), field)
     if config.task_type == "SEQ_CLS" or _HEADS & set(config.modules_to_save or ()):
         raise ValueError(
             f"{field} is an adapter of a sequence classifier (task_type {config.task_type}, modules_to_save "
             f"{config.modules_to_save}), not of a language model; pass it as reward_adapter, and start from an adapter "
             "that was trained with task_type CAUSAL_LM"
         )
-    if not config.base_model_name_or_path:
-        raise ValueError(
-            f"{field} is an adapter that does not name its base (base_model_name_or_path in its {CONFIG}); write the "
-            "base's folder or hub id there"
-        )
+    adapter_base(field, config)
     return config
 
 
@@ -137,7 +182,7 @@ def read_reward_adapter(name: str) -> LoraConfig:
             f"reward_adapter is {name!r}, which is not an adapter's folder or hub id; use one written by "
             "train_reward_model.py --use_peft, or pass a whole reward model in reward_funcs"
         )
-    config = lora_config(PeftConfig.from_pretrained(name), f"reward_adapter {name}")
+    config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
     if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
         raise ValueError(
             f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
@@ -157,7 +202,7 @@ def check_reward_adapter(name: str) -> None:
     """
     read_reward_adapter(name)
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
-    if len(heads) != 1 or next(iter(heads.values()))[0] != 1:
+    if [(len(shape), *shape[:1]) for shape in heads.values()] != [(2, 1)]:
         raise ValueError(
             f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
             "examples/train_reward_model.py --use_peft"
@@ -191,9 +236,11 @@ def weight_shapes(field: str, name: str) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of the adapter `name`, from the file's header.
 
     Raises:
-        ValueError: as `weights_file`.
+        ValueError: as `weights_file`; when the file is damaged.
     """
-    with safe_open(weights_file(field, name), "pt") as file:
+    path = weights_file(field, name)
+    problem = f"{field} {name}: no weights can be read from {path}"
+    with loading(problem, name, "save the adapter again"), safe_open(path, "pt") as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
 
 
@@ -213,6 +260,10 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
     for key, shape in weight_shapes(field, name).items():
         place, _, part = key.removeprefix("base_model.model.").partition(".lora_")
         sizes = _sizes(layers.get(place))
+        if len(shape) != 2 and (is_head(key) or (sizes is not None and part in ("A.weight", "B.weight"))):
+            raise ValueError(
+                f"{field} {name} has {key} of shape {shape}, which must be a matrix; save the adapter again"
+            )
         if is_head(key):
             fits, here = shape[-1] == hidden, (shape[0], hidden)
         elif sizes is not None and part in ("A.weight", "B.weight"):

@@ -7,7 +7,9 @@ from peft import LoraConfig, PeftConfig
 from transformers import AutoConfig
 
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
+from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.distributed.accelerator import check_four_bit
 from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_file, resolve_auto
 from alpaca_ppo.estimate_memory.phases import micro_batches_of
@@ -22,14 +24,10 @@ def read_config(field: str, name: str, trust_remote_code: bool) -> Any:
     Raises:
         ValueError: when there is none, or it comes with code that it may not run.
     """
-    with remote_code(name, trust=trust_remote_code):
-        try:
-            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{field}: no configuration can be read from {name!r} ({error}); use an existing folder with "
-                "config.json, or a hub id that is reachable or cached"
-            ) from error
+    problem = f"{field}: no configuration can be read from {name!r}"
+    remedy = "use an existing folder with config.json, or a hub id that is reachable or cached"
+    with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy):
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def read_policy(name: str, trust_remote_code: bool) -> tuple[Any, LoraConfig | None]:
@@ -55,13 +53,8 @@ def read_reference(name: str, trust_remote_code: bool) -> tuple[Any, PeftConfig 
     """
     if not is_adapter(name):
         return read_config("reference", name, trust_remote_code), None
-    adapter = PeftConfig.from_pretrained(name)
-    if not adapter.base_model_name_or_path:
-        raise ValueError(
-            f"reference {name!r} is an adapter that does not name its base (base_model_name_or_path in its "
-            "adapter_config.json); write the base's folder or hub id there"
-        )
-    return read_config("reference", adapter.base_model_name_or_path, trust_remote_code), adapter
+    adapter = read_adapter(f"reference {name!r}", name)
+    return read_config("reference", adapter_base(f"reference {name!r}", adapter), trust_remote_code), adapter
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig, config: Any) -> Sharding:

@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, TaskType
+from peft import TaskType
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from alpaca_ppo.adapters.adapter_set import AdapterSet, adapter_tensors
-from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.adapters.adapter_set import AdapterSet, adapter_tensors, load_peft_model
+from alpaca_ppo.adapters.files import adapter_base, is_adapter, lora_config, read_adapter
+from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.critic_heads import CriticHead, build_head
+from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.registry import CRITIC_HEADS
-from alpaca_ppo.remote_code import has_remote_code, remote_code
+from alpaca_ppo.remote_code import has_remote_code
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
+_REMEDY = "copy the folder again from the run that saved it (final/value)"
 
 
 def is_critic_folder(name: str) -> bool:
@@ -76,8 +79,8 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ValueError: when `folder` does not hold a critic of this form, when its kind is not registered, when it comes
-            with code that it may not run, and for a risk level of a critic that has none.
+        ValueError: when `folder` does not hold a critic of this form or is damaged, when its kind is not registered,
+            when it comes with code that it may not run, and for a risk level of a critic that has none.
     """
     if not is_critic_folder(folder):
         raise ValueError(
@@ -92,31 +95,34 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
         )
     head.risk_level = risk_level
     if is_adapter(folder):
-        base_name = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
-        base = _load(AutoModelForCausalLM, base_name, trust_remote_code)
-        backbone: Any = PeftModel.from_pretrained(base, folder).merge_and_unload().base_model
+        field = f"the critic {folder}"
+        base_name = adapter_base(field, lora_config(read_adapter(field, folder), field))
+        base = load_complete(AutoModelForCausalLM, base_name, trust_remote_code=trust_remote_code)
+        backbone: Any = load_peft_model(field, base, folder).merge_and_unload().base_model
     else:
-        backbone = _load(AutoModel, folder, trust_remote_code)
+        backbone = load_complete(AutoModel, folder, trust_remote_code=trust_remote_code)
     disable_dropout(backbone)
     return Critic(head, backbone)
 
 
 def _read_head(folder: str) -> CriticHead:
-    settings = json.loads((Path(folder) / HEAD_SETTINGS).read_text(encoding="utf-8"))
+    path = Path(folder) / HEAD_SETTINGS
+    with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
+        settings = dict(json.loads(path.read_text(encoding="utf-8")))
+    if missing := sorted({"kind", "hidden_size"} - settings.keys()):
+        raise ValueError(f"{path} has no {' and no '.join(missing)}; {_REMEDY}")
     kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
-    if kind not in CRITIC_HEADS.names:
+    if type(hidden_size) is not int or hidden_size < 1:
+        raise ValueError(f"{path} has hidden_size {hidden_size!r}, which must be an integer of 1 or more; {_REMEDY}")
+    if not isinstance(kind, str) or kind not in CRITIC_HEADS.names:
         raise ValueError(
             f"{folder} holds a critic of the kind {kind!r}, which is not registered ({', '.join(CRITIC_HEADS.names)} "
             "are); name the file that registers it in import_modules, or import it before"
         )
     head_class: type[CriticHead] = CRITIC_HEADS.get(kind)
-    head = build_head(partial(head_class.from_settings, settings), hidden_size, torch.float32)
-    head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
+    with loading(f"{path} has settings that a critic of the kind {kind!r} cannot have", folder, _REMEDY):
+        head = build_head(partial(head_class.from_settings, settings), hidden_size, torch.float32)
+    weights = Path(folder) / HEAD_WEIGHTS
+    with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
+        head.load_state_dict(load_file(weights))
     return head
-
-
-def _load(auto_class: Any, name: str, trust_remote_code: bool) -> Any:
-    with remote_code(name, trust=trust_remote_code):
-        return auto_class.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-        )

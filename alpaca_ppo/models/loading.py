@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
+from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.policy import Policy, disable_dropout
@@ -42,13 +43,13 @@ def load_causal_lm(
         load_in_4bit: quantize the weights, if the model is loaded (NF4, arXiv:2305.14314).
 
     Raises:
-        ValueError: if the model does not exist or its folder lacks weights, such as the language-model head; for 4 bits
-            without a CUDA device or bitsandbytes.
+        ValueError: if the model does not exist, its folder is damaged or lacks weights, such as the language-model
+            head; for 4 bits without a CUDA device or bitsandbytes.
     """
     if isinstance(model, str):
         # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
         quantization = {"quantization_config": _four_bit()} if load_in_4bit else {}
-        model = _load_complete(
+        model = load_complete(
             AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **quantization
         )
     disable_dropout(model)
@@ -70,12 +71,12 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     """Returns the sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32.
 
     Raises:
-        ValueError: if it does not exist or its folder lacks weights, it does not have exactly one label, or its head is
-            not a linear layer named `score`.
+        ValueError: if it does not exist, its folder is damaged or lacks weights, it does not have exactly one label, or
+            its head is not a linear layer named `score`.
     """
     classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
-        classifier = _load_complete(AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code)
+        classifier = load_complete(AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code)
     if classifier.config.num_labels != 1:
         raise ValueError(
             f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels "
@@ -90,7 +91,7 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     return classifier
 
 
-def _load_complete(
+def load_complete(
     auto_class: Any,
     name: str,
     *,
@@ -98,23 +99,26 @@ def _load_complete(
     dtype: torch.dtype = torch.float32,
     **quantization: BitsAndBytesConfig,
 ) -> PreTrainedModel:
-    """Loads the model `name`, and refuses one with missing weights, which transformers would initialize at random."""
-    try:
-        with remote_code(name, trust=trust_remote_code):
-            model, info = auto_class.from_pretrained(
-                name,
-                trust_remote_code=trust_remote_code,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                **quantization,
-            )
-    except OSError as error:
-        raise ValueError(
-            f"no model can be loaded from {name!r} ({error}); check model_name_or_path, reference and "
-            "value_model_name_or_path: each is an existing folder with safetensors weights, or a hub id that can be "
-            "downloaded"
-        ) from error
+    """The model `name`, from safetensors; `quantization` may be a `quantization_config`.
+
+    Raises:
+        ValueError: if it does not exist, its folder is damaged, or weights are missing, which transformers would
+            initialize at random.
+    """
+    problem = f"no model can be loaded from {name!r}"
+    remedy = (
+        "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
+        "weights, or a hub id that can be downloaded"
+    )
+    with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy):
+        model, info = auto_class.from_pretrained(
+            name,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **quantization,
+        )
     if info["missing_keys"]:
         raise ValueError(
             f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}, which "
@@ -213,7 +217,7 @@ def load_processing_class(
         field: the option that names the model, for the error.
 
     Raises:
-        ValueError: if a model in memory has no `name_or_path`, or there is no tokenizer.
+        ValueError: if a model in memory has no `name_or_path`, or there is no tokenizer, or a damaged one.
     """
     if isinstance(model, ActorCritic):
         model = model.policy.model
@@ -223,11 +227,7 @@ def load_processing_class(
             "processing_class is None and the model has no name_or_path to load a tokenizer from; pass "
             "processing_class=tokenizer"
         )
-    with remote_code(name, trust=trust_remote_code):
-        try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"no tokenizer can be loaded from {name!r} ({error}); check {field}: an existing folder with the "
-                "tokenizer's files, or a hub id that can be downloaded"
-            ) from error
+    problem = f"no tokenizer can be loaded from {name!r}"
+    remedy = f"check {field}: an existing folder with the tokenizer's files, or a hub id that can be downloaded"
+    with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)

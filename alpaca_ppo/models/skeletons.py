@@ -10,17 +10,21 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.remote_code import remote_code
 
 
 def skeleton(name: str, args: PPOConfig, auto_class: Any = AutoModelForCausalLM) -> Any:
-    """The model `name` on the meta device; None if there is no such model; loading it later reports the error."""
+    """The model `name` on the meta device; None if there is none, or a damaged one.
+
+    Loading it later reports the error.
+    """
     try:
-        with remote_code(name, trust=args.trust_remote_code):
+        with remote_code(name, trust=args.trust_remote_code), loading(name, name, "check the folder"):
             config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
             return _on_meta(auto_class, config, args)
-    except (OSError, ValueError):
+    except ValueError:
         return None
 
 

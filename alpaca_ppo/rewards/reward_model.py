@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.remote_code import remote_code
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 
@@ -131,8 +132,9 @@ def build_model_reward(
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ValueError: if the model does not exist, is an adapter, does not have exactly one label or lacks weights (a
-            language model has no trained score head), comes with code that it may not run, or if there is no tokenizer.
+        ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label or
+            lacks weights (a language model has no trained score head), comes with code that it may not run, or if
+            there is no tokenizer.
     """
     origin = source if isinstance(source, str) else source.config.name_or_path or ""
     name = Path(origin).name or type(source).__name__
@@ -144,23 +146,26 @@ def build_model_reward(
 
 
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    try:
-        if find_adapter_config_file(origin) is not None:
-            raise ValueError(
-                f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full "
-                "model; pass it as reward_adapter, which puts it on the policy's base, or merge it into its base model "
-                "and save that"
-            )
-        _check_one_label(AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code), origin)
+    problem = f"cannot load a reward model from {origin!r}"
+    remedy = (
+        "an entry of reward_funcs is module:function, file.py:function or a model, and a model "
+        "(reward_model_name_or_path) is an existing folder with safetensors weights or a hub id that can be downloaded"
+    )
+    with loading(problem, origin, remedy):
+        adapter = find_adapter_config_file(origin)
+    if adapter is not None:
+        raise ValueError(
+            f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full model; "
+            "pass it as reward_adapter, which puts it on the policy's base, or merge it into its base model and save "
+            "that"
+        )
+    with loading(problem, origin, remedy):
+        config = AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code)
+    _check_one_label(config, origin)
+    with loading(problem, origin, remedy):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
         )
-    except OSError as error:
-        raise ValueError(
-            f"cannot load a reward model from {origin!r} ({error}); an entry of reward_funcs is module:function, "
-            "file.py:function or a model, and a model (reward_model_name_or_path) is an existing folder with "
-            "safetensors weights or a hub id that can be downloaded"
-        ) from error
     if report["missing_keys"]:
         raise ValueError(
             f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be initialized "
@@ -174,12 +179,9 @@ def _load_tokenizer(origin: str, name: str, trust_remote_code: bool) -> PreTrain
         raise ValueError(
             f"reward model {name!r} was built in memory and has no tokenizer; pass one in reward_processing_classes"
         )
-    try:
+    problem = f"reward model {origin!r} has no tokenizer in its folder"
+    with loading(problem, origin, "pass one in reward_processing_classes"):
         return AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"reward model {origin!r} has no tokenizer in its folder ({error}); pass one in reward_processing_classes"
-        ) from error
 
 
 def _check_one_label(config: Any, name: str) -> None:

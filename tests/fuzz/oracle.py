@@ -50,11 +50,18 @@ class Refused:
         return f"Refused({type(self.error).__name__}: {self.text[:300]})"
 
 
-def outcome(call: Callable[[], Any], *, names: tuple[str, ...] = (), accept: tuple[type, ...] = (ValueError,)) -> Any:
+def outcome(
+    call: Callable[[], Any],
+    *,
+    names: tuple[str, ...] = (),
+    accept: tuple[type, ...] = (ValueError,),
+    may_warn: bool = False,
+) -> Any:
     """What `call` returns, or `Refused`.
 
     A refusal is one of `accept`, raised by a line of this package or of the examples, whose text is not empty and holds
-    one of `names`. A warning that a library attributes to anything else than this package fails the test.
+    one of `names`. A warning that a library attributes to anything else than this package fails the test,
+    unless libraries `may_warn`.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -68,7 +75,7 @@ def outcome(call: Callable[[], Any], *, names: tuple[str, ...] = (), accept: tup
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} is not a refusal: {str(error)[:300]}") from error
     leaked = [f"{w.category.__name__} at {w.filename}: {w.message}" for w in caught if not _is_ours(w.filename)]
-    assert not leaked, leaked
+    assert may_warn or not leaked, leaked
     return result
 
 
