@@ -6,6 +6,7 @@ Checkpoints to resume from are in `serialization`, the README of each folder in 
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,7 @@ def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = 
     """A sequence classifier with one label for the architecture of `backbone`, on the meta device.
 
     None if neither transformers nor, with `trust_remote_code`, the code of `backbone` has one that consists of exactly
-    `backbone` and a linear head `score` without bias.
+    `backbone` and a linear head `score` without bias. A warning tells why the code's own classifier cannot be built.
     """
     config = copy.deepcopy(backbone.config)
     config.num_labels = 1
@@ -166,9 +167,16 @@ def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = 
             classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(
                 config, dtype=backbone.dtype, trust_remote_code=trust_remote_code
             )
-    except (ValueError, OSError):
+    except (ValueError, OSError) as error:
         # ValueError: transformers raises it for an architecture without a sequence classifier, and for one whose code
         # is not trusted; there is no other way to tell. OSError: the folder of that code is gone.
+        own_classes = vars(config).get("auto_map") or {}
+        if trust_remote_code and AutoModelForSequenceClassification.__name__ in own_classes:
+            warnings.warn(
+                f"the sequence classifier of {config.name_or_path!r} cannot be built ({type(error).__name__}: "
+                f"{error}); the critic is saved in the form that models.load_critic loads",
+                stacklevel=2,
+            )
         return None
     needed = {f"{classifier.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
     return classifier if needed == set(classifier.state_dict()) else None

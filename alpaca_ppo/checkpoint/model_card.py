@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCardData, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers.utils import CONFIG_NAME
 
 from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
@@ -29,15 +31,20 @@ def write_model_card(
         folder: of the policy.
         metrics: metrics by name; timings (`time/`) are left out.
         config: plain values. A local path is shortened to its last part.
-        base_model: hub id or folder that training started from. Only a hub id is named, which the hub can link.
+        base_model: hub id or folder that training started from. It is named only if the hub's cache shows that it was
+            downloaded: a relative folder that has been removed since looks like a hub id.
         own_code: whether the model, or an adapter's base, runs code of its own.
     """
     adapter = (Path(folder) / "adapter_config.json").exists()
-    shown = {name: Path(value).name if _is_local_path(name, value) else value for name, value in config.items()}
+    shown = yaml.safe_dump(
+        {name: _without_folders(name, value) for name, value in config.items()}, sort_keys=False, allow_unicode=True
+    ).strip()
+    # A code block ends at the first fence of at least its own length.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
     front = ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        base_model=base_model if base_model and _is_hub_id(base_model) else None,
+        base_model=base_model if base_model and _is_downloaded(base_model) else None,
         tags=["alpaca_ppo", "ppo", "rlhf"],
     )
     rows = [f"| `{name}` | {metrics[name]:.4g} |" for name in sorted(metrics) if not name.startswith("time/")]
@@ -47,13 +54,31 @@ def write_model_card(
         package="peft" if adapter else "transformers",
         loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
         trust=_TRUST if own_code else "",
-        config=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip(),
+        config=shown,
+        fence=fence,
     )
     write_text_atomically(Path(folder) / "README.md", text)
 
 
 def _is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
+
+
+def _is_downloaded(name: str) -> bool:
+    try:
+        return _is_hub_id(name) and isinstance(try_to_load_from_cache(name, CONFIG_NAME), str)
+    except HFValidationError:
+        return False
+
+
+def _without_folders(option: str, value: Any) -> Any:
+    """`value` of `option` with each path of this machine in it shortened to its last part."""
+    if isinstance(value, Mapping):
+        return {key: _without_folders(option, entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_folders(option, entry) for entry in value]
+    # abspath, because "." has no last part. Neither has "/", which names nothing.
+    return os.path.basename(os.path.abspath(value)) or value if _is_local_path(option, value) else value
 
 
 def _is_local_path(option: str, value: Any) -> bool:
@@ -118,9 +143,9 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
 
 ## Configuration
 
-```yaml
+{fence}yaml
 {config}
-```
+{fence}
 """
 
 

@@ -32,8 +32,8 @@ LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 """A lock of another host whose file has not been renewed for this long belongs to a run that is dead."""
-WAIT_SECONDS = 15.0
-"""How long a start waits for a run that is just ending, such as one that Slurm has killed and queued again."""
+WAIT_SECONDS = 20.0
+"""How long a start waits for a run that is just ending, such as one whose launcher was killed (`launcher`: 13 s)."""
 _POLL_SECONDS = 0.2
 _PROGRAM = "alpaca_ppo"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -47,11 +47,12 @@ class RunLock:
 
     Args:
         accelerator: of the run.
-        folder: the run's output folder; created when the lock is acquired.
+        folder: the run's output folder; created when the lock is acquired. A relative path, and links on it, are
+            followed now, so that a reward function may change the current folder.
     """
 
     def __init__(self, accelerator: Accelerator, folder: StrPath) -> None:
-        self._accelerator, self._folder, self._held = accelerator, Path(folder), False
+        self._accelerator, self._folder, self._held = accelerator, Path(os.path.realpath(folder)), False
 
     def acquire(self) -> None:
         """Holds the lock from now on, until `release` or the end of the process.
@@ -60,13 +61,12 @@ class RunLock:
             ValueError: if another process holds the lock, or has taken it from this one; the other ranks get a
                 RuntimeError with the same text.
         """
-        if self._held:
-            if self._accelerator.is_main_process:
-                check_kept(self._folder)
-            return
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:
-                lock_folder(self._folder)
+                if self._held:
+                    check_kept(self._folder)
+                else:
+                    lock_folder(self._folder)
         self._held = True
 
     def release(self) -> None:
@@ -140,6 +140,8 @@ class _Held:
 
 
 _HELD: dict[Path, _Held] = {}
+_FOUND_DEAD: set[tuple[int, int, int]] = set()
+"""The `_Look.beat` of each lock that this process has watched until its holder was dead: it does not watch it twice."""
 _GUARD = threading.Lock()
 # A forked child does not hold the locks of its parent.
 os.register_at_fork(after_in_child=_HELD.clear)
@@ -181,12 +183,16 @@ def lock_folder(folder: StrPath) -> None:
 
 
 def unlock_folder(folder: StrPath) -> None:
-    """Takes back one `lock_folder`; after the last one the file is removed."""
+    """Takes back one `lock_folder`; after the last one the file is removed.
+
+    Does nothing in a process that does not hold the lock, such as a forked child of the run that leaves its `train`.
+    """
     with _GUARD:
         path = _lock_path(folder)
-        _HELD[path].users -= 1
-        if not _HELD[path].users:
-            _HELD.pop(path).close()
+        if path in _HELD:
+            _HELD[path].users -= 1
+            if not _HELD[path].users:
+                _HELD.pop(path).close()
 
 
 def check_unlocked(folder: StrPath) -> None:
@@ -206,9 +212,14 @@ def check_kept(folder: StrPath) -> None:
 
     Raises:
         ValueError: if the file was removed or another run has taken it over, which happens after this process was
-            suspended for longer than `STALE_SECONDS`.
+            suspended for longer than `STALE_SECONDS`; also if this process never took the lock.
     """
-    held = _HELD[_lock_path(folder)]
+    held = _HELD.get(_lock_path(folder))
+    if held is None:
+        raise ValueError(
+            f"process {os.getpid()} does not hold the lock on output_dir ({folder}); only the process that started the "
+            "run may write there, not one that it has forked: return results to it instead"
+        )
     held.renew()
     if held.lost:
         raise ValueError(
@@ -235,13 +246,14 @@ def _take(path: Path, flags: int) -> int | None:
             return None
         with _closed_on_error(descriptor):
             seen = _look(descriptor, path)
-        if seen is not None and seen.is_free:
+        if seen is not None and (seen.is_free or (seen.locked is not False and seen.beat in _FOUND_DEAD)):
             return descriptor
         if seen is not None:
             first, waited = first or seen, time.monotonic() - begun
             # This process got the lock, so the file system may not pass on the lock of a run on another host.
             watched = seen.locked is not False and seen.beat == first.beat
             if watched and waited >= first.patience:
+                _FOUND_DEAD.add(seen.beat)
                 return descriptor
             if not watched and waited >= WAIT_SECONDS:
                 os.close(descriptor)
@@ -263,13 +275,13 @@ class _Look:
     Args:
         locked: whether it got the lock; None where the file system has no locks.
         owner: what the file says of its holder; None while it says nothing.
-        beat: when the file was last renewed, in seconds since the epoch.
+        beat: which file it is (device and inode) and when it was last renewed, in nanoseconds since the epoch.
         patience: seconds without a heartbeat from now on after which the holder is dead.
     """
 
     locked: bool | None
     owner: dict[str, Any] | None
-    beat: float
+    beat: tuple[int, int, int]
     patience: float
 
     @property
@@ -292,9 +304,10 @@ def _look(descriptor: int, path: Path) -> _Look | None:
     locked = _try_lock(descriptor)
     if not _is_at(descriptor, path):
         return None
-    beat = os.fstat(descriptor).st_mtime
+    status = os.fstat(descriptor)
     # The two hosts' clocks may differ, so even an old file is watched for three heartbeats.
-    patience = min(STALE_SECONDS, max(3 * HEARTBEAT_SECONDS, STALE_SECONDS - (time.time() - beat)))
+    patience = min(STALE_SECONDS, max(3 * HEARTBEAT_SECONDS, STALE_SECONDS - (time.time() - status.st_mtime)))
+    beat = (status.st_dev, status.st_ino, status.st_mtime_ns)
     return _Look(locked, _owner(path, _read(descriptor)), beat, patience)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpaca_ppo.config.checks import check_combinations
-from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.config.fields import argument, check_fields, shown
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     CRITIC_HEADS,
@@ -135,7 +135,10 @@ class PPOConfig:
     )
     reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
     reward_retry_pause: float = argument(
-        1.0, "Seconds before the first retry; each further pause is twice as long as the one before.", at_least=0
+        1.0,
+        "Seconds before the first retry; each further pause is twice as long as the one before, up to a day.",
+        at_least=0,
+        at_most=86400,
     )
     failed_rewards: Literal["error", "drop"] = argument(
         "error",
@@ -350,7 +353,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         risk_level: Any = self.risk_level
         if isinstance(risk_level, int | float) and not isinstance(risk_level, bool):
-            object.__setattr__(self, "risk_level", str(risk_level))
+            object.__setattr__(self, "risk_level", shown(risk_level))
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
         check_fields(self)

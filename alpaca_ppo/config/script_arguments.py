@@ -41,7 +41,8 @@ class ScriptArguments:
         None, "Split to evaluate on; null = no evaluation, or the only split of eval_dataset_name."
     )
     resume_from_checkpoint: str | None = argument(
-        None, "Checkpoint folder to resume from, or true for the newest in output_dir; false or null = a new run."
+        None,
+        "Checkpoint folder to resume from, or true for the newest in output_dir; false, no, none or null = a new run.",
     )
     import_modules: list[str] | None = argument(
         None,
@@ -50,9 +51,9 @@ class ScriptArguments:
     )
 
     def __post_init__(self) -> None:
-        # YAML reads true and false as booleans, the command line as text.
+        # YAML reads true, false and null as such, the command line and quotes as text.
         resume = str(self.resume_from_checkpoint).lower()
-        if resume in ("true", "false"):
+        if resume in ("true", "false", "no", "none", "null"):
             object.__setattr__(self, "resume_from_checkpoint", resume if resume == "true" else None)
         check_fields(self)
         for name in ("model_name_or_path", "dataset_name"):

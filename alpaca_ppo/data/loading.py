@@ -39,7 +39,7 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
         if path.suffix not in _BUILDERS:
             raise ValueError(f"dataset_name {dataset_name!r} has an unknown suffix; use one of {', '.join(_BUILDERS)}")
         with _named(dataset_name):
-            splits = DatasetDict({"train": _read_files([path])})
+            splits = _checked(DatasetDict({"train": _read_files([path])}))
         return _select_split(splits, split, dataset_name)
     if not is_dir and (path.suffix in _BUILDERS or path.is_absolute() or dataset_name.startswith((".", "~"))):
         raise ValueError(
@@ -47,7 +47,10 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
         )
     try:
         with _named(dataset_name):
-            splits = _load_folder(path, config_name) if is_dir else datasets.load_dataset(dataset_name, config_name)
+            if is_dir:
+                splits = _checked(_load_folder(path, config_name))
+            else:
+                splits = datasets.load_dataset(dataset_name, config_name)
     # Raised for a folder without data files, an id that is not on the hub, and without a connection.
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(
@@ -55,6 +58,13 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
             "check the name, or the connection"
         ) from error
     return _select_split(splits, split, dataset_name)
+
+
+def _checked(splits: DatasetDict) -> DatasetDict:
+    """Reads every value once: pyarrow would find text that is not UTF-8 only when the row is used."""
+    for rows in splits.values():
+        rows.data.validate(full=True)
+    return splits
 
 
 def _load_folder(path: Path, config_name: str | None) -> DatasetDict:

@@ -2,10 +2,13 @@
 
 torchrun, `accelerate launch` and deepspeed end their ranks when a rank fails or when they are told to end. They cannot
 when they are killed themselves (SIGKILL, or the kernel when memory runs out): their ranks would then train on, unseen.
-So each rank watches its launcher. The ranks of `notebook_launcher` are children of the notebook and end with it anyway.
+So each rank watches its launcher, from the import of `alpaca_ppo.trainer` on; a launcher that has died before is not
+noticed, because a rank cannot tell then that it had one. The ranks of `notebook_launcher` are children of the notebook
+and end with it anyway.
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -29,18 +32,35 @@ _SCRIPTS = ("torchrun", "accelerate", "accelerate-launch")
 _POLL_SECONDS = 1.0
 _SIGNAL_SECONDS = 2.0
 """Ctrl-C and Slurm signal the launcher and its ranks together; a rank may get the signal after its launcher ended."""
+_SAVE_SECONDS = 10.0
+"""How long a rank may save its state; a run that is started meanwhile waits for it (`run_lock.WAIT_SECONDS`)."""
 
 _watched: int | None = None
 _stopping = False
 
 
 def launched_rank() -> int:
-    """The rank that the launcher gave this process, before there is an Accelerator; 0 without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK if name in os.environ), 0)
+    """The rank that the launcher gave this process, before there is an Accelerator; 0 without a launcher.
+
+    Raises:
+        ValueError: when the variable that should hold it does not hold a number.
+    """
+    name = next((name for name in _RANK if name in os.environ), None)
+    if name is None:
+        return 0
+    try:
+        return int(os.environ[name])
+    except ValueError as error:
+        raise ValueError(
+            f"the environment variable {name} is {os.environ[name]!r}, which is no rank; unset it, or start the run "
+            "with a launcher, which sets it"
+        ) from error
 
 
 def watch_launcher() -> None:
-    """Ends this process within seconds of its launcher's death, if a launcher started it; may be called repeatedly.
+    """Ends this process soon after its launcher's death, if a launcher started it; may be called repeatedly.
+
+    The process first gets SIGTERM, on which a trainer that is training saves a checkpoint.
 
     The environment variables of a launcher are not enough, because a user may have exported them in a shell: the
     parent must also run a launcher's command. A run that a shell started lives on when the shell ends.
@@ -70,15 +90,22 @@ def _command(pid: int) -> list[str]:
 
 
 def _is_launcher(command: Sequence[str]) -> bool:
-    """Whether `command` is `python -m <launcher> ...` or `python .../torchrun ...`."""
-    arguments = list(command[1:])
-    for i, word in enumerate(arguments):
-        if word == "-m":
-            return not set(arguments[i + 1 : i + 2]).isdisjoint(_MODULES)
-        if word == "-c":
-            return False
+    """Whether `command` is `python -m <launcher> ...` or `python .../torchrun ...`, after any options of Python."""
+    words = iter(command[1:])
+    for word in words:
         if not word.startswith("-"):
             return Path(word).name in _SCRIPTS or any(word.endswith(f"{m.replace('.', '/')}.py") for m in _MODULES)
+        if word == "--check-hash-based-pycs":
+            next(words, None)
+        elif not word.startswith("--"):
+            # Several letters may be joined, as in -um; the first that takes a value has the rest or the next word.
+            place = next((i for i, letter in enumerate(word) if letter in "cmWX"), None)
+            if place is not None:
+                value = word[place + 1 :] or next(words, "")
+                if word[place] in "cm":
+                    return word[place] == "m" and value in _MODULES
+            elif word == "-":
+                return False
     return False
 
 
@@ -95,5 +122,10 @@ def _end_with(launcher: int) -> None:
             "everything saved is intact: continue with resume_from_checkpoint: true\n"
         )
         os.write(2, message.encode())
+    # To the main thread, which it wakes from a call that waits. Without a handler it ends the process.
+    main = threading.main_thread().ident
+    assert main is not None, "the main thread has started"
+    signal.pthread_kill(main, signal.SIGTERM)
+    time.sleep(_SAVE_SECONDS)
     # Not sys.exit, which waits for collectives that other ranks will never join.
     os._exit(1)

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -75,36 +75,59 @@ def resolve_turn_end(processing_class: PreTrainedTokenizerBase) -> int | None:
     """Returns the token with which the tokenizer's chat template ends a turn of the assistant, or None.
 
     That is the first special or added token after a rendered answer: Phi-3's `<|end|>`, before the eos that follows
-    it. If the template writes none there, it is the token that starts the next turn, unless that is the bos. None for
-    a template that cannot render an answer, changes its text, or ends turns with plain text.
+    it. If the conversation ends with such tokens, the eos among them, it is the first of these, so that a section
+    between the answer and the end of the turn does not count. The pad token counts only if no other follows. If the
+    template writes none there, it is the token that starts the next turn, unless that is the bos. None for a template
+    that cannot render an answer, changes its text, or ends turns with plain text.
+
+    A section that a template without an eos writes after every answer cannot be told from the end of the turn.
     """
-    user, answer = {"role": "user", "content": "Question"}, {"role": "assistant", "content": _ANSWER}
-    for messages in ([user, answer], [user, answer, user]):
-        try:
-            text = str(processing_class.apply_chat_template(messages, tokenize=False))
-        except TemplateError:
-            return None
-        # A template may change the case of a message.
-        rendered = list(re.finditer(_ANSWER, text, re.IGNORECASE))
-        if not rendered:
-            return None
-        token = _first_added_token(processing_class, text[rendered[-1].end() :])
-        if token is not None:
-            starts_text = token == processing_class.bos_token_id != processing_class.eos_token_id
-            return None if starts_text else token
+    # Templates of multimodal models take a list of parts, and some render nothing for a string.
+    for content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
+        user = {"role": "user", "content": content("Question")}
+        answer = {"role": "assistant", "content": content(_ANSWER)}
+        rest = _text_after_answer(processing_class, [user, answer])
+        if rest is None:
+            continue
+        token = _end_of_turn(processing_class, rest)
+        if token is None:
+            longer = _text_after_answer(processing_class, [user, answer, user])
+            token = None if longer is None else _end_of_turn(processing_class, longer)
+        starts_text = token == processing_class.bos_token_id != processing_class.eos_token_id
+        return None if starts_text else token
     return None
 
 
-def _first_added_token(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The id of the first special or added token in `text`, blanks aside; None if there is none.
+def _text_after_answer(processing_class: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str | None:
+    """What the chat template writes after `_ANSWER` in `messages`; None if it cannot render them."""
+    try:
+        text = str(processing_class.apply_chat_template(messages, tokenize=False))
+    except Exception:
+        # A template runs methods and operators of Python on the messages, and raises what these raise. Prompts, which
+        # may have no answer, are rendered elsewhere, and their errors reported.
+        return None
+    # A template may change the case of a message.
+    rendered = list(re.finditer(_ANSWER, text, re.IGNORECASE))
+    return text[rendered[-1].end() :] if rendered else None
+
+
+def _end_of_turn(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
+    """The special or added token of `text`, which follows an answer, that ends the turn; None if there is none.
 
     Not every end of a turn is marked as special: some fine-tunes add `<|im_end|>` as an ordinary token.
     """
     names = dict(zip(processing_class.all_special_ids, processing_class.all_special_tokens, strict=True))
     names |= {i: token.content for i, token in processing_class.added_tokens_decoder.items()}
-    ids = processing_class(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = processing_class(text, add_special_tokens=False)["input_ids"]
     # Gemma's tokenizer has runs of blanks as added tokens. The unknown token is no part of the text that it stands for.
-    return next((int(i) for i in ids if names.get(i, "").strip() and names[i] in text), None)
+    added = [names.get(i, "").strip() != "" and names[i] in text for i in ids]
+    words = [n for n, i in enumerate(ids) if not added[n] and str(processing_class.decode([i])).strip()]
+    found = [i for i, is_added in zip(ids, added, strict=True) if is_added]
+    last = [i for n, i in enumerate(ids) if added[n] and n > max(words, default=-1)]
+    # Words after the last token may be the start of the next answer, which Llama 3's first template always writes.
+    candidates = last if processing_class.eos_token_id in last else found
+    padding = {processing_class.pad_token_id} - {processing_class.eos_token_id}
+    return next((i for i in candidates if i not in padding), next(iter(candidates), None))
 
 
 def resolve_truncate_tokens(

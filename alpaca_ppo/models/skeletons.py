@@ -40,7 +40,7 @@ def trained_parameters(model: Any, value_start: Any, peft_config: Any, args: PPO
         args: the configuration.
     """
     if isinstance(model, ActorCritic):
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return _trainable(model)
     base, adapters = model, peft_config
     if isinstance(model, PeftModel):
         base, adapters = model.get_base_model(), model.peft_config[model.active_adapter]
@@ -49,34 +49,52 @@ def trained_parameters(model: Any, value_start: Any, peft_config: Any, args: PPO
         base = str(adapters.base_model_name_or_path)
     # The critic's backbone, before adapters are added to the policy.
     policy = skeleton(base, args) if isinstance(base, str) else base
+    if policy is not None and adapters is not None and not isinstance(base, str):
+        # A base in memory may be frozen, and have adapters in it already; a critic that is copied from it is trained.
+        policy = _rebuilt(policy, args)
+    separate = args.uses_critic and args.critic_layout == "separate"
     critic: list[Tensor] = []
-    if args.uses_critic and args.critic_layout == "separate" and policy is not None:
-        critic = _backbone(policy if value_start is None else value_start, args)
+    if separate and policy is not None:
+        critic = _trainable(policy.base_model) if value_start is None else _backbone(value_start, args)
     if policy is None or adapters is None:
-        return critic + ([] if policy is None else list(policy.parameters()))
-    trained = _adapter_parameters(policy, adapters, args)
+        return critic + ([] if policy is None else _trainable(policy))
+    trained = _adapter_parameters(policy, adapters)
     return critic + trained * (2 if args.uses_critic and args.critic_layout == "adapter" else 1)
 
 
-def _backbone(model: str | PreTrainedModel, args: PPOConfig) -> list[Tensor]:
-    found = skeleton(model, args, AutoModel) if isinstance(model, str) else model.base_model
+def _backbone(value_start: str | PreTrainedModel | PeftModel, args: PPOConfig) -> list[Tensor]:
+    """All parameters: a critic that starts from a model of its own trains the whole backbone, frozen or not."""
+    if isinstance(value_start, PeftModel):
+        return []
+    found = skeleton(value_start, args, AutoModel) if isinstance(value_start, str) else value_start.base_model
     return [] if found is None else list(found.parameters())
 
 
-def _adapter_parameters(policy: PreTrainedModel, config: Any, args: PPOConfig) -> list[Tensor]:
+def _trainable(model: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _rebuilt(model: PreTrainedModel, args: PPOConfig) -> Any:
+    try:
+        with remote_code(str(model.config.name_or_path), trust=args.trust_remote_code):
+            return _on_meta(AutoModelForCausalLM, model.config, args)
+    except ValueError:
+        return None
+
+
+def _adapter_parameters(policy: nn.Module, config: Any) -> list[Tensor]:
     if not isinstance(config, LoraConfig):
         return []
     config = copy.deepcopy(config)
     # Shapes are the same however the weights start, and some ways need the base's weights.
     config.init_lora_weights, config.inference_mode, config.use_dora = False, False, False
+    policy.requires_grad_(False)
     try:
-        with remote_code(str(policy.config.name_or_path), trust=args.trust_remote_code):
-            frozen = _on_meta(AutoModelForCausalLM, policy.config, args).requires_grad_(False)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            inject_adapter_in_model(config, frozen)
+            inject_adapter_in_model(config, policy)
     except ValueError:
         return []
-    return [parameter for parameter in frozen.parameters() if parameter.requires_grad]
+    return _trainable(policy)
 
 
 def _on_meta(auto_class: Any, config: Any, args: PPOConfig) -> nn.Module:

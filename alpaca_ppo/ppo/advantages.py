@@ -29,6 +29,7 @@ def rollout_passes(args: PPOConfig) -> RolloutPasses:
         with_policy=args.old_policy != "rollout",
         with_critic=args.uses_critic,
         greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
+        compares_group=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_group"),
     )
 
 

@@ -1,11 +1,12 @@
-"""Responses that are left out of a step because their reward failed (`failed_rewards: drop`).
+"""Responses that are left out of a step because their reward failed (`failed_rewards: drop`), or because that left
+them without another response to compare with.
 
 A rank scores and evaluates them like all others, so that ranks stay in lockstep. They are taken out of the global
 rollouts, on every rank alike.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -23,15 +24,22 @@ class DroppedRows(NamedTuple):
     num_dropped: int = 0
     num_sampled: int = 0
     errors: Sequence[str] = ()
-    """Of some of them."""
+    """Of some of those whose reward failed."""
+    num_alone: int = 0
+    """How many of the dropped responses have a reward, but no other response to their prompt to be compared with."""
 
     def __str__(self) -> str:
         shown = "\n".join(f"- {error}" for error in self.errors[:_MAX_SHOWN])
-        more = self.num_dropped - min(len(self.errors), _MAX_SHOWN)
+        num_failed = self.num_dropped - self.num_alone
+        more = num_failed - min(len(self.errors), _MAX_SHOWN)
         rest = f"\nand {more} more" if more else ""
-        return (
-            f"{self.num_dropped} of {self.num_sampled} responses dropped, because their reward failed:\n{shown}{rest}"
-        )
+        why = "because their reward failed"
+        if self.num_alone:
+            why = (
+                f"{num_failed} because their reward failed and {self.num_alone} because no other response to their "
+                "prompt was left to compare them with"
+            )
+        return f"{self.num_dropped} of {self.num_sampled} responses dropped, {why}:\n{shown}{rest}"
 
 
 def add_baseline(rows: dict[str, Tensor], greedy: dict[str, Tensor], baseline_scores: Tensor) -> None:
@@ -45,7 +53,8 @@ def add_baseline(rows: dict[str, Tensor], greedy: dict[str, Tensor], baseline_sc
     n = rows["responses"].size(0) // len(baseline_scores)
     rows["baseline_scores"] = baseline_scores.repeat_interleave(n)
     if "dropped" in rows:
-        rows["dropped"] = rows["dropped"] | greedy["dropped"].repeat_interleave(n)
+        own = rows["dropped"]
+        rows["dropped"] = torch.where(own > 0, own, greedy["dropped"].repeat_interleave(n))
 
 
 def gather_kept_rows(
@@ -54,38 +63,67 @@ def gather_kept_rows(
     accelerator: Accelerator,
     *,
     samples_per_prompt: int,
+    compares_group: bool = False,
+    may_be_empty: bool = False,
 ) -> tuple[dict[str, Tensor] | None, DroppedRows]:
     """The rows of all ranks that are not `dropped`, as `gather_rows` returns them, and what was left out.
 
     Args:
-        rows: as for `gather_rows`, with `dropped` (B_rank,) bool if any may be.
-        failures: the errors of this rank's dropped rows.
+        rows: as for `gather_rows`, with `dropped` (B_rank,) int64 if any may be: 0 for a row to keep, k > 0 for one
+            whose error is `failures[k - 1]`.
+        failures: errors of this rank, those of dummies among them.
         accelerator: of the run.
         samples_per_prompt: rows per prompt, before any is dropped.
+        compares_group: also leave out a row of several to a prompt (`prompt_ids`) if all others with a token
+            (`response_mask`) were dropped. Its advantage would be its bare score.
+        may_be_empty: return rows of length 0, rather than raise, if all are dropped.
 
     Raises:
-        ValueError: on every rank, when all rows are dropped: a rank's first failure, or the text of another rank's.
+        ValueError: on every rank, when all rows are dropped, unless they may be: the first failure of a rank's rows, or
+            the text of other ranks' if it has none.
     """
     size = next(iter(rows.values())).size(0) if rows else 0
     # Absent if a subclass has a `_score` of its own.
-    dropped = (rows or {}).get("dropped", torch.zeros(size, dtype=torch.bool))
-    count = int(dropped.sum())
-    report: Any = None if rows is None else (count, len(dropped), [str(error) for error in failures[:_MAX_SHOWN]])
+    dropped = (rows or {}).get("dropped", torch.zeros(size, dtype=torch.int64))
+    count = int((dropped > 0).sum())
+    # All samples of a prompt may have the error of its greedy response.
+    own = [failures[number - 1] for number in dict.fromkeys(dropped.tolist()) if number]
+    report: Any = None if rows is None else (count, size, [str(error) for error in own[:_MAX_SHOWN]])
     reports = gather_list(report, accelerator)
     if any(part is None for part in reports):
         return gather_rows(rows, accelerator, samples_per_prompt=samples_per_prompt), DroppedRows()
     everywhere = DroppedRows(
         num_dropped=sum(part[0] for part in reports),
         num_sampled=sum(part[1] for part in reports),
-        errors=[error for part in reports if part[0] for error in part[2]],
+        errors=[error for part in reports for error in part[2]],
     )
-    if everywhere.num_sampled and everywhere.num_dropped == everywhere.num_sampled:
-        if failures:
-            raise failures[0]
-        raise ValueError(str(everywhere))
+    all_failed = everywhere.num_sampled > 0 and everywhere.num_dropped == everywhere.num_sampled
+    if all_failed and not may_be_empty:
+        _raise_failure(own, everywhere)
     # The rewards of a rank without any other row may differ in shape from those of ranks where a source scored tokens.
-    given = {} if count == size else {**(rows or {}), "dropped": dropped}
-    gathered = gather_rows(given, accelerator, samples_per_prompt=samples_per_prompt)
+    given = {} if count == size and not all_failed else {**(rows or {}), "dropped": dropped}
+    gathered = gather_rows(given if size else {}, accelerator, samples_per_prompt=samples_per_prompt)
     assert gathered is not None, "no rank was interrupted"
-    kept = ~gathered.pop("dropped")
+    kept = gathered.pop("dropped") == 0
+    if compares_group and samples_per_prompt > 1:
+        alone = _left_alone(gathered["prompt_ids"], gathered["response_mask"].any(dim=1), kept)
+        kept &= ~alone
+        num_alone = int(alone.sum())
+        everywhere = everywhere._replace(num_dropped=everywhere.num_dropped + num_alone, num_alone=num_alone)
+        if num_alone and not bool(kept.any()):
+            _raise_failure(own, everywhere)
     return {key: value[kept] for key, value in gathered.items()}, everywhere
+
+
+def _left_alone(prompt_ids: Tensor, has_tokens: Tensor, kept: Tensor) -> Tensor:
+    """(B,) bool: the kept rows with tokens whose prompt has no other such row, and has rows that are not kept."""
+    _, group = torch.unique(prompt_ids, return_inverse=True)
+    member = kept & has_tokens
+    members, missing = (torch.bincount(group[rows], minlength=len(group))[group] for rows in (member, ~kept))
+    return member & (members == 1) & (missing > 0)
+
+
+def _raise_failure(own: Sequence[RowFailure], everywhere: DroppedRows) -> NoReturn:
+    if own:
+        raise own[0]
+    raise ValueError(str(everywhere))

@@ -5,6 +5,7 @@ computed per micro-batch; `StatsAccumulator` combines them over micro-batches an
 over sequences, never over padding. Writing the metrics is in `tracking.run_log`.
 """
 
+import math
 import resource
 import sys
 import time
@@ -117,7 +118,11 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def standard_deviation(values: Tensor) -> float:
-    """Returns the standard deviation of `values` (B,), without Bessel's correction; exactly 0 if all are equal."""
+    """Returns the standard deviation of `values` (B,), without Bessel's correction: exactly 0 if all are equal, NaN if
+    there are none.
+    """
+    if not len(values):
+        return math.nan
     return float(masked_var(values, torch.ones_like(values, dtype=torch.bool), unbiased=False).sqrt())
 
 

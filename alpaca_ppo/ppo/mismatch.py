@@ -17,6 +17,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.metrics import mismatch_stats
@@ -25,6 +26,8 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
 """The most tokens of a response in the check before the first rollout."""
+OUTLIER = 0.5
+"""The most nats by which a token can count towards ending a run in that check: a fifth of the tokens must differ so."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ mean token, the ratio is as much noise as signal (`old_policy: rollout`), or the
 of another policy (`recompute`), whose probability of ten tokens is wrong by a factor of up to e. A k3 of 0.1 nats is
 reached by a few tokens that the trainer thinks all but impossible. The ratio of a single token stops nothing: its
 gradient is clipped.
+
+The bounds are made for the thousands of tokens of a step. Among the few of the check before the first rollout, one
+token that bfloat16 sent to another expert of a mixture would exceed them, so that check ends a run only if the mean
+absolute difference exceeds `stop` with each token's difference clipped to `OUTLIER`: many tokens disagree then.
 """
 
 
@@ -73,17 +80,26 @@ class Finding:
         return f"{self.metric} is {self.value:.3g} (bound {self.bound:g})"
 
 
-def judge(stats: Mapping[str, float], *, half_precision: bool) -> list[Finding]:
+class SamplerMismatch(ValueError):
+    """A step's responses on which an update would be meaningless. Every rank raises it, before the update."""
+
+
+def judge(stats: Mapping[str, float], *, half_precision: bool, temperature: float = 1.0) -> list[Finding]:
     """Returns the metrics of `stats` that exceed a bound, in the order of `BOUNDS`.
+
+    A NaN exceeds none. It never reaches an update: log-probs that are not finite are refused when a rollout is made
+    (`hook_checks`), and a loss that is not finite skips the optimizer step.
 
     Args:
         stats: `mismatch/*`; other names are ignored, and missing ones are not judged.
         half_precision: whether the policy computes in bfloat16 or float16.
+        temperature: of the samples. Logits are divided by it, and so is their rounding: below 1, `warn_half` grows, at
+            most to `stop`.
     """
     findings = []
     for metric, bound in BOUNDS.items():
         value = stats.get(metric, 0.0)
-        warn = bound.warn_half if half_precision else bound.warn
+        warn = min(bound.warn_half / min(temperature, 1.0), bound.stop) if half_precision else bound.warn
         if value > warn:
             meaningless = value > bound.stop
             findings.append(Finding(metric, value, bound.stop if meaningless else warn, meaningless))
@@ -94,6 +110,17 @@ def in_half_precision(actor_critic: ActorCritic, accelerator: Accelerator) -> bo
     """Whether the policy has weights of less than 32 bits, or computes in less under autocast."""
     narrow = any(parameter.element_size() < 4 for parameter in actor_critic.policy.parameters())
     return narrow or accelerator.mixed_precision != "no"
+
+
+def clipped_difference(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> float:
+    """Returns the mean absolute difference in nats per token, of which a token counts at most `OUTLIER`.
+
+    Args:
+        logprobs: (B, R), from the trainer's forward pass.
+        rollout_logprobs: (B, R), from the sampler.
+        mask: (B, R) bool, True = a token that the policy chose.
+    """
+    return float(masked_mean((logprobs - rollout_logprobs).abs().clamp(max=OUTLIER), mask))
 
 
 def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:
@@ -127,6 +154,7 @@ class MismatchGuard:
         """Samples short responses to a few prompts with the run's generation backend, and judges them.
 
         Every rank must call it, with equally many prompts. Beyond a bound, two experiments look for the cause.
+        The run ends only if many tokens disagree (`clipped_difference`), not for a single one among so few.
 
         Args:
             collector: samples and evaluates.
@@ -139,12 +167,15 @@ class MismatchGuard:
         n = sampling_params.num_return_sequences
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         samples, logprobs = self._sample(collector, prompts, short)
-        stats = self._largest(mismatch_stats(logprobs, samples["rollout_logprobs"], samples["response_mask"]))
+        rollout_logprobs, mask = samples["rollout_logprobs"], samples["response_mask"]
+        stats = self._largest(mismatch_stats(logprobs, rollout_logprobs, mask))
+        clipped = clipped_difference(logprobs, rollout_logprobs, mask)
+        clipped = max_over_ranks({"clipped": clipped}, self._accelerator)["clipped"]
         self._short_agreed = not self._judge(stats)
         if self._short_agreed:
             return
         again = self._logprobs(collector, samples, short)
-        repeated = self._largest(mismatch_stats(again, logprobs, samples["response_mask"]))
+        repeated = self._largest(mismatch_stats(again, logprobs, mask))
         alone, logprobs = self._sample(replace(collector, per_device_batch_size=n), prompts, short)
         one_at_a_time = self._largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
         if self._judge(repeated):
@@ -161,32 +192,37 @@ class MismatchGuard:
             )
         else:
             cause = self._likely_causes()
-        self._report(stats, f"in {len(logprobs)} short responses before the first rollout", cause)
+        where = f"in {len(logprobs)} short responses before the first rollout"
+        fault = self._report(stats, where, cause, may_stop=clipped > BOUNDS["mismatch/logprob_abs_mean"].stop)
+        if fault is not None:
+            raise ValueError(fault)
 
     def check_rollouts(self, rollouts: Rollouts) -> None:
         """Judges the global rollouts of a step before the update, unless the trainer has not evaluated them
-        (`old_policy: rollout`).
+        (`old_policy: rollout`). Every rank must call it.
 
         Raises:
-            ValueError: as `check_short_responses`.
+            SamplerMismatch: as `check`.
         """
         if self.active and "entropies" in rollouts:
             mask = rollouts["response_mask"]
             stats = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
-            self.check({name: float(value) for name, value in stats.items()})
+            self.check(self._largest(stats))
 
     def check(self, stats: Mapping[str, float]) -> None:
         """Judges `mismatch/*` of all ranks' responses in one step.
 
         Raises:
-            ValueError: as `check_short_responses`.
+            SamplerMismatch: on every rank, if an update would be meaningless and `mismatch_action` is stop.
         """
         if self.active and self._judge(stats):
-            self._report(stats, "in the responses of this step", self._likely_causes())
+            fault = self._report(stats, "in the responses of this step", self._likely_causes(), may_stop=True)
+            if fault is not None:
+                raise SamplerMismatch(fault)
 
     def _judge(self, stats: Mapping[str, float]) -> list[Finding]:
         half = in_half_precision(self._engine.actor_critic, self._accelerator)
-        return judge(stats, half_precision=half)
+        return judge(stats, half_precision=half, temperature=self._args.temperature)
 
     def _sample(
         self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
@@ -228,18 +264,24 @@ class MismatchGuard:
             f"or an attention implementation (here {model.config._attn_implementation}) that reads padding"
         )
 
-    def _report(self, stats: Mapping[str, float], where: str, cause: str) -> None:
+    def _report(self, stats: Mapping[str, float], where: str, cause: str, *, may_stop: bool) -> str | None:
+        """Returns the message with which the run has to end; else warns once, and returns None."""
         findings, args = self._judge(stats), self._args
         corrected = args.old_policy == "correct"
         what = ", ".join(map(str, findings))
         text = (
             f"sampler and trainer disagree on the log-probs of the same tokens {where}: {what}. Likely cause: {cause}"
         )
-        if args.mismatch_action == "stop" and not corrected and any(finding.meaningless for finding in findings):
-            raise ValueError(
-                f"{text}. The update would be meaningless: remove the cause, or set old_policy: correct, which weights "
-                "the loss by the ratio of the two, or mismatch_action: warn, which trains all the same"
+        may_stop = may_stop and args.mismatch_action == "stop" and not corrected
+        if may_stop and any(finding.meaningless for finding in findings):
+            # A resumed run may change mismatch_action, but not old_policy.
+            return (
+                f"{text}. The update would be meaningless: remove the cause, or set mismatch_action: warn, which "
+                "trains all the same, or, in a new run, old_policy: correct, which weights the loss by the ratio of "
+                "the two"
             )
         if not self._warned and self._accelerator.is_main_process:
             self._warned = True
-            warnings.warn(text if corrected else f"{text}. old_policy: correct weights the loss by it", stacklevel=4)
+            more = "" if corrected else ". In a new run, old_policy: correct weights the loss by it"
+            warnings.warn(text + more, stacklevel=4)
+        return None

@@ -27,7 +27,7 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 
 @dataclass(frozen=True)
 class RolloutPasses:
-    """Which passes a rollout makes besides sampling and scoring."""
+    """Which passes a rollout makes besides sampling and scoring, and which responses `failed_rewards: drop` leaves."""
 
     with_policy: bool = True
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
@@ -35,6 +35,10 @@ class RolloutPasses:
     """The critic's values."""
     greedy_baseline: bool = False
     """The score of each prompt's greedy response, as `baseline_scores`."""
+    compares_group: bool = False
+    """Whether a response is dropped that was left alone in its group, because the estimator compares within groups."""
+    may_be_empty: bool = False
+    """Whether all responses may be dropped; otherwise that is an error."""
 
 
 @dataclass(frozen=True)
@@ -204,23 +208,29 @@ class RolloutCollector:
         return merge_prompt_batches(batches) if batches else None
 
     def gather(
-        self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll
+        self, rows: dict[str, Tensor] | None, passes: RolloutPasses, *, samples_per_prompt: int, poll: RolloutPoll
     ) -> tuple[Rollouts, DroppedRows]:
         """The rows of all ranks, on the CPU, in the prompts' order, and what was left out because its reward failed.
 
         Args:
             rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout.
+            passes: of the rollout.
             samples_per_prompt: rows of each prompt.
             poll: of the rollout; if any rank was stopped, all of them raise here.
 
         Raises:
-            ValueError: on every rank, when the rewards of all rows failed.
+            ValueError: on every rank, when all rows are dropped, unless `passes.may_be_empty`.
         """
         gathered: Any
         failures, dropped = self.scorer.pop_failures(), DroppedRows()
         if self.scorer.policy.drop:
             gathered, dropped = gather_kept_rows(
-                rows, failures, self.accelerator, samples_per_prompt=samples_per_prompt
+                rows,
+                failures,
+                self.accelerator,
+                samples_per_prompt=samples_per_prompt,
+                compares_group=passes.compares_group,
+                may_be_empty=passes.may_be_empty,
             )
         else:
             gathered = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)

@@ -43,13 +43,13 @@ class RewardBatch:
             **self.columns,
         }
 
-    def copy(self) -> "RewardBatch":
-        """Returns a batch that shares nothing mutable with this one (see `copied`)."""
+    def copy_without_columns(self) -> "RewardBatch":
+        """Returns a batch that has no columns and shares nothing mutable with this one (see `copied`)."""
         return RewardBatch(
             copied("prompts", self.prompts),
             copied("completions", self.completions),
             copied("completion_ids", self.completion_ids),
-            {name: copied(name, values) for name, values in self.columns.items()},
+            {},
         )
 
 
@@ -89,7 +89,9 @@ def copied(name: str, values: list[Any]) -> list[Any]:
         kinds = sorted({type(value).__name__ for value in values})
         raise ValueError(
             f"the dataset column {name!r} ({', '.join(kinds)}) cannot be copied for a reward source "
-            f"({type(error).__name__}: {error}); store plain values in it: text, numbers, lists and dictionaries"
+            f"({type(error).__name__}: {error}); store plain values in it (text, numbers, lists and dictionaries), "
+            "remove it from the dataset, or name the arguments of a function that does not need it instead of taking "
+            "**kwargs"
         ) from error
 
 

@@ -17,6 +17,9 @@ from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 from alpaca_ppo.rewards.score_checks import score_list
 
+MAX_PAUSE = 86400.0
+"""Seconds of the longest pause before a retry: a day."""
+
 
 class FunctionReward:
     """A Python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`.
@@ -57,7 +60,7 @@ class FailurePolicy:
     retries: int = 0
     """Times that it is called again."""
     pause: float = 1.0
-    """Seconds before the first of these calls; each further pause is twice as long as the one before."""
+    """Seconds before the first of these calls; each further pause is twice as long as the one before, up to a day."""
     drop: bool = False
     """After the last retry: True drops the rows that fail when scored one by one, False ends the run."""
 
@@ -83,37 +86,53 @@ def call_functions(
         RewardError: chained to the function's own exception, unless `policy` drops rows; names the first row that
             raises. Also if a call for a single row does not return one score.
     """
-    outcomes = _call_all([_call(source, batch) for source in sources])
-    for attempt in range(policy.retries):
-        failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
-        if not failed:
-            break
-        time.sleep(policy.pause * 2**attempt)
-        again = _call_all([_call(sources[i], batch) for i in failed])
-        for i, outcome in zip(failed, again, strict=True):
-            outcomes[i] = outcome
-    return [
-        _row_by_row(source, batch, outcome, policy)
-        if isinstance(outcome, BaseException)
-        else FunctionScores(outcome, {})
-        for source, outcome in zip(sources, outcomes, strict=True)
-    ]
+    with _EventLoop() as loop:
+        outcomes = _call_all([_call(source, batch) for source in sources], loop)
+        first = list(outcomes)
+        for attempt in range(policy.retries):
+            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+            if not failed:
+                break
+            time.sleep(_pause_before(attempt, policy))
+            again = _call_all([_call(sources[i], batch) for i in failed], loop)
+            for i, outcome in zip(failed, again, strict=True):
+                outcomes[i] = outcome
+        return [
+            _row_by_row(source, batch, (earliest, outcome), policy, loop)
+            if isinstance(outcome, BaseException)
+            else FunctionScores(outcome, {})
+            for source, earliest, outcome in zip(sources, first, outcomes, strict=True)
+        ]
+
+
+def _pause_before(attempt: int, policy: FailurePolicy) -> float:
+    # The exponent is limited because a large power overflows.
+    return min(policy.pause * 2.0 ** min(attempt, 64), MAX_PAUSE)
 
 
 def _row_by_row(
-    source: FunctionReward, batch: RewardBatch, raised: BaseException, policy: FailurePolicy
+    source: FunctionReward,
+    batch: RewardBatch,
+    raised: tuple[BaseException, BaseException],
+    policy: FailurePolicy,
+    loop: "_EventLoop",
 ) -> FunctionScores:
-    """Calls `source`, which `raised` on the whole batch, on each row."""
-    by_row = _call_all([_call(source, batch.row(i)) for i in range(len(batch))])
-    attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
+    """Calls `source` on each row, after the first and the last call with the whole batch have `raised`."""
+    by_row = _call_all([_call(source, batch.row(i)) for i in range(len(batch))], loop)
+    first, last = raised
     if not policy.drop:
         row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
-        raise RewardError(source.name, f"raised {_described(raised)}{attempts}", batch, row) from raised
+        attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
+        if _described(first) != _described(last):
+            attempts = f" in the last of {policy.retries + 1} attempts and {_described(first)} in the first"
+        raise RewardError(source.name, f"raised {_described(last)}{attempts}", batch, row) from last
     scores: list[Any] = []
     failures: dict[int, RowFailure] = {}
     for i, result in enumerate(by_row):
         if isinstance(result, BaseException):
-            failures[i] = RowFailure(source.name, f"raised {_described(result)}", batch, i)
+            # The text of an error may differ from call to call; another type is likely to be a consequence.
+            earlier = f", after {_described(first)} on the whole batch" if type(first) is not type(result) else ""
+            failures[i] = RowFailure(source.name, f"raised {_described(result)}{earlier}", batch, i)
             failures[i].__cause__ = result
             scores.append(None)
         else:
@@ -158,7 +177,7 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
-def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def _call_all(calls: Sequence[Callable[[], Any]], loop: "_EventLoop") -> list[Any]:
     """Returns each call's result, or the exception that it raised. All awaitables are awaited, even if a call fails."""
     outcomes: list[Any] = []
     for call in calls:
@@ -168,7 +187,7 @@ def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             outcomes.append(error)
     pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if pending:
-        for i, result in zip(pending, _run([outcomes[i] for i in pending]), strict=True):
+        for i, result in zip(pending, loop.run([outcomes[i] for i in pending]), strict=True):
             outcomes[i] = result
     return outcomes
 
@@ -177,11 +196,37 @@ async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
-def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+class _EventLoop:
+    """One event loop for all calls of a batch, so that what a function keeps between its attempts (a client, a lock)
+    still belongs to a running loop. The thread is free between the calls, and a signal can interrupt a pause.
+    """
+
+    def __enter__(self) -> "_EventLoop":
+        self._runner = asyncio.Runner()
+        self._pool: ThreadPoolExecutor | None = None
+        return self
+
+    def run(self, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+        """Returns each result, or the exception that was raised."""
+        if self._pool is None and _runs_a_loop():
+            self._pool = ThreadPoolExecutor(max_workers=1)
+        return self._here(lambda: self._runner.run(_gather(awaitables)))
+
+    def _here(self, call: Callable[[], Any]) -> Any:
+        # In a notebook, this thread already runs an event loop, and a thread can run only one.
+        return call() if self._pool is None else self._pool.submit(call).result()
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._here(self._runner.close)
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+
+
+def _runs_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(_gather(awaitables))
-    # In a notebook, this thread already runs an event loop, and a thread can run only one.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(lambda: asyncio.run(_gather(awaitables))).result()
+        return False
+    return True

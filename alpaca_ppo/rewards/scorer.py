@@ -44,7 +44,7 @@ class RewardResult(NamedTuple):
 class RewardScorer:
     """Calls reward sources and adds up their weighted scores; `build_reward` makes one from user arguments.
 
-    Every source gets copies of its own, which it may change.
+    Every source gets copies of its own, which it may change; models get no columns.
 
     Args:
         sources: functions and models.
@@ -113,7 +113,9 @@ class RewardScorer:
         with self.interruptible_call():
             returned = iter(call_functions(functions, batch, self.policy))
         results = [
-            next(returned) if isinstance(source, FunctionReward) else FunctionScores(source(batch.copy()), {})
+            next(returned)
+            if isinstance(source, FunctionReward)
+            else FunctionScores(source(batch.copy_without_columns()), {})
             for source in self.sources
         ]
         scores, failures = self._checked(results, batch)

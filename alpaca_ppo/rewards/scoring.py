@@ -37,7 +37,8 @@ def score_responses(
     Returns:
         scores (B,) float32, summed over the sources, before the penalty; rewards (B,) float32, or (B, R) if a source
         scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
-        None. If the scorer's policy drops rows, also dropped (B,) bool, True for a row to leave out.
+        None. If the scorer's policy drops rows, also dropped (B,) int64: 0 for a row to keep, k > 0 for one to leave
+        out, whose error is `scorer.failures[k - 1]`.
 
     Raises:
         RewardError: as `RewardScorer`.
@@ -53,7 +54,10 @@ def score_responses(
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
     if scorer.policy.drop:
-        scored["dropped"] = torch.tensor([row in result.failures for row in range(len(rows))])
+        dropped = sorted(result.failures)
+        last = len(scorer.failures)
+        scored["dropped"] = torch.zeros(len(rows), dtype=torch.int64)
+        scored["dropped"][dropped] = torch.arange(last - len(dropped), last) + 1
     return scored
 
 

@@ -30,10 +30,12 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
+from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer.preflight import DiskCheck
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.types import PromptBatch
 
@@ -45,6 +47,7 @@ class BaseTrainer(ABC):
     """
 
     args: PPOConfig
+    disk_check: DiskCheck
     accelerator: Accelerator
     processing_class: Any
     train_prompts: PromptDataset
@@ -54,6 +57,8 @@ class BaseTrainer(ABC):
     updater: Updater
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
+    has_own_schedule: bool
+    """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
@@ -142,13 +147,18 @@ class BaseTrainer(ABC):
 
         Raises:
             ValueError: if another run is writing to `output_dir`; on the other ranks a RuntimeError with the same text.
+            SamplerMismatch: if sampler and trainer disagree (`mismatch_action`), once a checkpoint of the steps before
+                is written.
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
         """
         with record_error(), self.run_lock.until_the_end(), self.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
-                self._save_interrupted(interrupted)
+                self._save_interrupted(str(interrupted))
+                raise
+            except SamplerMismatch:
+                self._save_before_rollouts()
                 raise
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
@@ -266,7 +276,14 @@ class BaseTrainer(ABC):
             ) from error
         self.run_log.message(f"step {step}: {error}. {limit}")
 
-    def _save_interrupted(self, interrupted: Interrupted) -> None:
+    def _save_before_rollouts(self) -> None:
+        """Saves a run whose next update would be meaningless, unless nothing has been trained yet."""
+        if self.progress.is_current:
+            self.progress.discard_rollouts()
+            if not self.progress.at_start:
+                self._save_interrupted("sampler and trainer disagree")
+
+    def _save_interrupted(self, reason: str) -> None:
         folder = self.checkpoints.folder(self.state.global_step)
         # Do not overwrite the best checkpoint: its weights must be those that were evaluated. A resumed run starts from
         # it and repeats the interrupted step.
@@ -275,7 +292,7 @@ class BaseTrainer(ABC):
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
-        self.run_log.message(f"{interrupted}: run saved to {folder}; continue with resume_from_checkpoint: true")
+        self.run_log.message(f"{reason}: run saved to {folder}; continue with resume_from_checkpoint: true")
         self.run_log.finish()
         self._run_log = None
         collectives.drain_collectives(self.accelerator)
@@ -283,15 +300,20 @@ class BaseTrainer(ABC):
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
         folder = self.checkpoints.find(resume_from_checkpoint)
         seed_random_states(self.args.seed, self.accelerator.process_index)
+        lines = None
         if folder is None:
             self.progress.advance()
         else:
             extra = self.checkpoints.load(folder)
+            lines = extra["metrics"]["lines"]
             self._compare_eval_data(extra["eval_dataset"])
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
-        # Every rank has looked at the folder before one of them writes to it.
-        self.accelerator.wait_for_everyone()
+        # It also waits until every rank has looked at the folder before one of them writes to it.
+        with collectives.raise_on_all_ranks(self.accelerator):
+            # A run that has no step left only writes its final models again.
+            if not self._finished:
+                self.disk_check.check()
         self._run_log = setup.begin_run_log(
             self._run_log,
             self.accelerator,
@@ -299,6 +321,7 @@ class BaseTrainer(ABC):
             resume_step=-1 if self.progress.at_start else self.progress.step,
             step_ended=self.progress.step_ended,
             resume_skipped=self.progress.skipped_updates,
+            resume_lines=lines,
         )
         self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
@@ -326,7 +349,7 @@ class BaseTrainer(ABC):
             self.processing_class,
             self.actor_critic,
             start=self.start_identity,
-            optimizer_steps=self.optimizer_steps,
+            optimizer_steps=None if self.has_own_schedule else self.optimizer_steps,
         )
 
     def _saved_identity(self) -> dict[str, Any]:
@@ -338,7 +361,10 @@ class BaseTrainer(ABC):
         }
 
     def _check_saved(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it."""
+        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it.
+
+        Called on the main process only, whose identity was saved and which alone writes records.
+        """
         check_identity(folder, extra, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
 

@@ -42,7 +42,7 @@ from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.preflight import check_disk_space, check_output_dir
+from alpaca_ppo.trainer.preflight import DiskCheck, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -99,7 +99,7 @@ class PPOTrainer(BaseTrainer):
     ) -> None:
         check_output_dir(args)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
-        check_disk_space(args, model, start, peft_config, adamw=optimizers[0] is None)
+        self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
         self.args = args
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
@@ -123,6 +123,7 @@ class PPOTrainer(BaseTrainer):
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
+        self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         self.kl_controller = setup.make_kl_controller(args)
@@ -221,7 +222,7 @@ class PPOTrainer(BaseTrainer):
             with self.rollout_poll.rollout():
                 rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
                 local = {key: value[: count * n] for key, value in rows.items() if count}
-        rollouts, dropped = self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
+        rollouts, dropped = self.collector.gather(local, passes, samples_per_prompt=n, poll=self.rollout_poll)
         if dropped.num_dropped:
             self.dropped_rows += dropped.num_dropped
             self.run_log.message(str(dropped))
@@ -425,7 +426,7 @@ class PPOTrainer(BaseTrainer):
             "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts),
-            **self._dropped_stats("objective"),
+            **self._pop_dropped("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
@@ -439,28 +440,37 @@ class PPOTrainer(BaseTrainer):
         """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
         as `eval/*`.
 
+        If `failed_rewards: drop` leaves no response, all of them but `eval/dropped_rows` are NaN.
+
         Sampled evaluations use the same random numbers each time, so that differences come from the policy. The table
-        goes to eval/step_*.jsonl.
+        goes to eval/step_*.jsonl; called before `train`, it does not replace one that a run with checkpoints has left
+        there.
 
         Raises:
             ValueError: when the trainer has no eval dataset.
         """
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
-        self.timers, self.dropped_rows = metrics.Timers(), 0
+        # What a training loop of one's own has dropped so far is for the step's record.
+        of_step, self.dropped_rows = self.dropped_rows, 0
+        self.timers = metrics.Timers()
         with self.run_lock.for_a_while():
             rollouts = self._rollout(
                 self.collate(self.eval_prompts, range(len(self.eval_prompts))),
                 setup.evaluation_sampling_params(self.sampling_params, self.args),
-                RolloutPasses(with_critic=False),
+                RolloutPasses(with_critic=False, may_be_empty=True),
             )
             rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
             self.run_log.log_table("eval", rows, self.state.global_step)
         stats = {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
-        return stats | self._dropped_stats("eval")
+        stats |= self._pop_dropped("eval")
+        self.dropped_rows = of_step
+        return stats
 
-    def _dropped_stats(self, prefix: str) -> dict[str, float]:
-        return {f"{prefix}/dropped_rows": float(self.dropped_rows)} if self.args.failed_rewards == "drop" else {}
+    def _pop_dropped(self, prefix: str) -> dict[str, float]:
+        """The metric of the rows dropped since the last call, if rows may be."""
+        dropped, self.dropped_rows = self.dropped_rows, 0
+        return {f"{prefix}/dropped_rows": float(dropped)} if self.args.failed_rewards == "drop" else {}
 
     def _dummy_prompts(self, count: int) -> PromptBatch:
         """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""

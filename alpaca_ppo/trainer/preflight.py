@@ -17,7 +17,7 @@ from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
 from alpaca_ppo.checkpoint.size import checkpoint_bytes
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.launcher import launched_rank
+from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.models.skeletons import trained_parameters
 from alpaca_ppo.tracking.run_log import tracker_names
 
@@ -29,6 +29,7 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
         ValueError: see `check_output_dir`; also for a folder in which another run is writing, for a checkpoint that is
             missing or incomplete, and for a run that would overwrite an older one.
     """
+    watch_launcher()
     check_output_dir(args)
     # Only the main process locks the folder. It may do so before the others have come this far.
     if launched_rank() == 0:
@@ -62,9 +63,13 @@ def check_output_dir(args: PPOConfig) -> None:
         _check_writable(existing, args)
 
 
-def check_disk_space(args: PPOConfig, model: Any, value_start: Any, peft_config: Any, *, adamw: bool) -> None:
-    """Checks, before models are loaded, that the disk has room for the first checkpoint, or for the final models of a
-    run that saves no checkpoints. The size is a lower bound, from the models' configurations.
+class DiskCheck:
+    """Whether the disk has room for one checkpoint, or for the final models of a run that saves no checkpoints.
+
+    The size is a lower bound, taken before models are loaded. `train` checks it before its first step. The constructor
+    checks it already when `model` is a path, since loading may take long, unless `output_dir` holds a finished run,
+    which `train` may have nothing to add to. It cannot know whether `train` will be called: to only evaluate on a disk
+    with less room, pass a loaded model.
 
     Args:
         args: the configuration.
@@ -74,25 +79,47 @@ def check_disk_space(args: PPOConfig, model: Any, value_start: Any, peft_config:
         adamw: whether the run's optimizer is AdamW.
 
     Raises:
-        ValueError: when it has not; names both numbers and the remedy.
+        ValueError: see `check`.
     """
-    if launched_rank():
-        return
-    trained = trained_parameters(model, value_start, peft_config, args)
-    needed = checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
-    free = shutil.disk_usage(_existing_folder(args)).free
-    if free < needed:
-        what = "one checkpoint (weights and the state of the optimizer)" if args.save_steps else "the final models"
+
+    def __init__(self, args: PPOConfig, model: Any, value_start: Any, peft_config: Any, *, adamw: bool) -> None:
+        self._args = args
+        # Other ranks write nothing.
+        self._needed = 0
+        if launched_rank() == 0:
+            trained = trained_parameters(model, value_start, peft_config, args)
+            self._needed = checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
+            if isinstance(model, str) and not committed_path(Path(args.output_dir) / "final").exists():
+                self.check()
+
+    def check(self) -> None:
+        """Checks the room that there is now.
+
+        Raises:
+            ValueError: when there is too little; names both numbers and the remedy.
+        """
+        usage = shutil.disk_usage(_existing_folder(self._args))
+        # Some file systems, such as those in user space, do not say how large they are.
+        if usage.total == 0 or usage.free >= self._needed:
+            return
+        save_steps, folder = self._args.save_steps, self._args.output_dir
+        what = "one checkpoint (weights and the state of the optimizer)" if save_steps else "the final models"
         raise ValueError(
-            f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the "
-            f"disk has {free} left; free some space, choose an output_dir on another disk, or train fewer weights "
-            "(--use_peft)"
+            f"output_dir ({folder}) has too little room: {what} will have more than {self._needed} bytes, and the "
+            f"disk has {usage.free} left; free some space, choose an output_dir on another disk, or train fewer "
+            "weights (--use_peft)"
         )
 
 
 def _existing_folder(args: PPOConfig) -> Path:
     path = Path(args.output_dir).absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    try:
+        return next(place for place in (path, *path.parents) if place.exists())
+    except PermissionError as error:
+        raise ValueError(
+            f"output_dir is {args.output_dir!r}, but this user may not look into a folder on its path ({error}); "
+            "choose another folder, or have the permission to search it granted"
+        ) from error
 
 
 def _check_hub_id(name: str) -> None:

@@ -119,6 +119,8 @@ class TrainProgress:
         self._num_updates = 0
         self._resumed = False
         self._random = random_states()
+        # `saved` and the random states before the rollouts of `update`; None if this process did not make them.
+        self._before_rollouts: tuple[bool, Any] | None = None
 
     def advance(
         self,
@@ -135,7 +137,18 @@ class TrainProgress:
             self.step_ended = step_ended
         if update is not _UNCHANGED:
             self.update = update
+            self._before_rollouts = (self.saved, self._random)
         self.saved, self._random = False, random_states()
+
+    def discard_rollouts(self) -> None:
+        """Goes back to before the rollouts of an update that has taken no optimizer step, so that a resumed run makes
+        new ones.
+        """
+        if self.update is not None and not self.update.optimizer_steps:
+            self.skipped_updates -= self.update.skipped
+            self.update = None
+            # Rollouts that came from a checkpoint are still in it.
+            self.saved, self._random = self._before_rollouts or (False, self._random)
 
     @property
     def is_current(self) -> bool:
@@ -197,4 +210,4 @@ class TrainProgress:
         rank, num_ranks = self._accelerator.process_index, self._accelerator.num_processes
         update = UpdateProgress.from_state(state["update"], rank=rank, num_ranks=num_ranks) if state["update"] else None
         self.advance(stats=state["stats"], step_ended=state["step_ended"], update=update)
-        self._resumed = True
+        self._before_rollouts, self._resumed = None, True

@@ -83,9 +83,11 @@ def make_sampling_params(
     extra = () if turn_end is None or turn_end in truncate else (turn_end,)
     stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
     for token in set(extra) - configured_stop_tokens(processing_class, policy.generation_config):
+        name = processing_class.convert_ids_to_tokens(token)
         accelerator.print(
-            f"the chat template ends a turn with {processing_class.convert_ids_to_tokens(token)!r} (id {token}), which "
-            "is neither the tokenizer's eos nor in the model's generation_config: it ends responses too"
+            f"the chat template ends a turn with {name!r} (id {token}), which is neither the tokenizer's eos nor in "
+            "the model's generation_config: it ends responses too. To let responses go on after it, set "
+            f"truncate_tokens: [{token}] and truncate_after: {args.response_len} (response_len)"
         )
     pad = processing_class.pad_token_id
     return SamplingParams(
@@ -163,7 +165,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
 def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
     """The run's log on disk and in the trackers.
 
-    `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended` and `resume_skipped`.
+    `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended`, `resume_skipped` and `resume_lines`.
     """
     return RunLog(
         accelerator,

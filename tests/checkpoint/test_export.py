@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -198,7 +199,18 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_the_card_has_front_matter_metrics_and_configuration(tmp_path):
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The hub's cache, which holds one model."""
+    snapshot = tmp_path / "hub/models--someone--some-model/snapshots/123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("123abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache):
     write_model_card(tmp_path, metrics=METRICS, config=CONFIG, base_model="someone/some-model")
     assert front_matter(tmp_path) == {
         "library_name": "transformers",
@@ -213,8 +225,12 @@ def test_the_card_has_front_matter_metrics_and_configuration(tmp_path):
     assert "from transformers import AutoModelForCausalLM" in text
 
 
-@pytest.mark.parametrize("base_model", [None, "", "here", "/some/absolute/folder", "outputs/a/b"])
-def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model):
+@pytest.mark.parametrize(
+    # The fifth and sixth have been removed; the last two are no valid hub ids.
+    "base_model",
+    [None, "", "here", "/some/absolute/folder", "sft/old-run", "outputs/a/b", "a--b", ".."],
+)
+def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model, hub_cache):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     write_model_card(tmp_path, metrics={}, config={}, base_model=base_model)
@@ -249,6 +265,44 @@ def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch
     for word in ("auto", "someone/some-model"):
         write_model_card(tmp_path, metrics={}, config={"reference": word}, base_model=None)
         assert f"\nreference: {word}\n" in (tmp_path / "README.md").read_text()
+
+
+def test_the_card_shortens_paths_inside_options_and_names_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "data/run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "data/run")
+    path = str(tmp_path / "data")
+    config = {"output_dir": ".", "own": [path, {"file": path, "names": ["/no_think", 1]}], "pair": (path, 2.5)}
+    write_model_card(tmp_path, metrics={}, config=config, base_model=None)
+    text = (tmp_path / "README.md").read_text()
+    assert str(tmp_path) not in text
+    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == {
+        "output_dir": "run",
+        "own": ["data", {"file": "data", "names": ["/no_think", 1]}],
+        "pair": ["data", 2.5],
+    }
+
+
+def test_backticks_in_an_option_do_not_end_the_configuration_s_code_block(tmp_path):
+    config = {"prompt_template": "```\n{prompt}\n````\n", "seed": 1}
+    write_model_card(tmp_path, metrics={}, config=config, base_model=None)
+    text = (tmp_path / "README.md").read_text()
+    # Longer than the four of the template.
+    assert yaml.safe_load(text.split("\n`````yaml\n")[1].split("\n`````\n")[0]) == config
+
+
+@pytest.mark.parametrize("broken", [ValueError("bad head"), OSError("no folder")])
+def test_a_warning_tells_why_a_model_s_own_classifier_cannot_be_built(broken, monkeypatch):
+    def from_config(*args, **kwargs):
+        raise broken
+
+    monkeypatch.setattr(export.AutoModelForSequenceClassification, "from_config", from_config)
+    backbone = tiny_causal_lm("llama").base_model
+    # Without a classifier of its own, that is how transformers says so.
+    assert matching_classifier(backbone, trust_remote_code=True) is None
+    backbone.config.auto_map = {"AutoModelForSequenceClassification": "modeling.Classifier"}
+    assert matching_classifier(backbone) is None
+    with pytest.warns(UserWarning, match=rf"cannot be built \({type(broken).__name__}: {broken}\); the critic is"):
+        assert matching_classifier(backbone, trust_remote_code=True) is None
 
 
 def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from transformers import TrainerCallback
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.checkpoint import serialization
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
 NAME = "objective/scripted"
@@ -62,6 +63,16 @@ def test_without_a_metric_none_is_the_best(tmp_path):
     assert trainer.state.best_metric is None and trainer.state.best_model_checkpoint is None
 
 
+@pytest.mark.parametrize("entry", ["components", "best"])
+def test_a_state_without_an_entry_is_an_error_that_names_its_file(entry, tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path, total_episodes=10)
+    extra = {"components": {}, "best": {}}
+    extra.pop(entry)
+    monkeypatch.setattr(serialization, "load_checkpoint", lambda folder, *, check, **how: check(extra))
+    with pytest.raises(ValueError, match=f"checkpoint-1/state.json has no entry {entry}, which every checkpoint has; "):
+        trainer.checkpoints.load(tmp_path / "checkpoint-1")
+
+
 def test_the_best_survives_a_resumed_run(tmp_path):
     values = [1, 3, 2, 2, 2]
     run(tmp_path, values, total=30)
@@ -101,10 +112,11 @@ def evaluated(folder, metric, **overrides):
 
 
 def test_an_evaluation_s_metric_decides(tmp_path):
-    trainer = evaluated(tmp_path, "eval/kl_sum_seq", save_total_limit=1, total_episodes=50)
+    settings = {"save_total_limit": 1, "total_episodes": 50, "greater_is_better": False}
+    trainer = evaluated(tmp_path, "eval/kl_sum_seq", **settings)
     trainer.train()
     measured = {line["step"]: line["eval/kl_sum_seq"] for line in metric_lines(tmp_path) if line["step"]}
-    best = max(measured, key=measured.get)
+    best = min(measured, key=measured.get)
     assert trainer.state.best_global_step == best and trainer.state.best_metric == measured[best]
     assert best != 5 and steps(tmp_path) == [best, 5]
 

@@ -236,6 +236,14 @@ def test_the_refusal_reaches_the_ranks_that_do_not_lock(tmp_path, monkeypatch):
         RunLock(Second(), tmp_path).acquire()
     monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [None, own])
     lock = RunLock(Second(), tmp_path)
+    lock.acquire()
+    # The main process has lost its lock meanwhile.
+    lost = "ValueError: this run has lost its lock"
+    monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [lost, own])
+    with pytest.raises(RuntimeError, match="process 0 failed, so this process stops too. ValueError: this run has los"):
+        lock.acquire()
+    monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [None, own])
+    lock.release()
     with lock.until_the_end():
         lock.acquire()
         with lock.for_a_while():
@@ -254,6 +262,52 @@ def test_a_run_that_has_lost_its_lock_writes_no_more_checkpoints(taken_over, tmp
     trainer.run_lock.release()
     # The other run's file stays.
     assert (tmp_path / LOCK_FILE).exists() == taken_over
+
+
+def test_a_dead_run_of_another_host_is_waited_for_once(tmp_path, capsys):
+    (tmp_path / LOCK_FILE).write_text(json.dumps(OTHER_HOST))
+    check_unlocked(tmp_path)
+    assert "waiting up to" in capsys.readouterr().out
+    begun = time.monotonic()
+    lock_folder(tmp_path)
+    assert capsys.readouterr().out == "" and time.monotonic() - begun < 0.3
+    unlock_folder(tmp_path)
+    # Another file, and one that has been renewed, are watched again.
+    for _ in range(2):
+        (tmp_path / LOCK_FILE).write_text(json.dumps(OTHER_HOST))
+        check_unlocked(tmp_path)
+        assert "waiting up to" in capsys.readouterr().out
+
+
+def test_a_run_keeps_its_lock_when_the_current_folder_or_a_link_on_the_path_changes(tmp_path, monkeypatch):
+    class Alone:
+        is_main_process, num_processes = True, 1
+
+    for name in ("first", "second"):
+        (tmp_path / name / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "first")
+    (tmp_path / "link").symlink_to("first")
+    for folder in ("run", tmp_path / "link/run"):
+        lock = RunLock(Alone(), folder)
+        with pytest.raises(OSError, match="the real cause"), lock.until_the_end():
+            os.chdir(tmp_path / "second")
+            (tmp_path / "link").unlink()
+            (tmp_path / "link").symlink_to("second")
+            lock.acquire()
+            assert (tmp_path / "first/run" / LOCK_FILE).exists()
+            raise OSError("the real cause")
+        assert not (tmp_path / "first/run" / LOCK_FILE).exists()
+        os.chdir(tmp_path / "first")
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("first")
+    assert list((tmp_path / "second/run").iterdir()) == []
+
+
+def test_a_process_without_the_lock_is_told_so_and_has_none_to_give_back(tmp_path):
+    """Such as a forked child of the run: it has the parent's trainer, but not the lock."""
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} does not hold the lock on output_dir"):
+        check_kept(tmp_path)
+    unlock_folder(tmp_path)
 
 
 def test_a_file_system_without_locks_is_watched_like_another_host(tmp_path, monkeypatch):

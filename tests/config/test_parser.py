@@ -50,7 +50,15 @@ def test_a_config_file_that_is_missing_malformed_or_unknown_is_refused(tmp_path)
 
 @pytest.mark.parametrize(
     ("text", "resumes_from"),
-    [("true", "true"), ("True", "true"), ("false", None), ("null", None), ("run/checkpoint-2", "run/checkpoint-2")],
+    [
+        ("true", "true"),
+        ("True", "true"),
+        ("false", None),
+        ("null", None),
+        ("None", None),
+        ("no", None),
+        ("run/checkpoint-2", "run/checkpoint-2"),
+    ],
 )
 def test_the_file_resumes_as_the_flag_does(tmp_path, text, resumes_from):
     path = tmp_path / "run.yaml"
@@ -61,6 +69,8 @@ def test_the_file_resumes_as_the_flag_does(tmp_path, text, resumes_from):
     # The flag wins, both ways.
     (script,) = parse_args([ScriptArguments], [*REQUIRED, "--config", str(path), "--resume_from_checkpoint", "false"])
     assert script.resume_from_checkpoint is None
+    path.write_text("resume_from_checkpoint: 'null'\n")
+    assert parse_args([ScriptArguments], [*REQUIRED, "--config", str(path)])[0].resume_from_checkpoint is None
     path.write_text("resume_from_checkpoint: 2\n")
     with pytest.raises(ValueError, match=r"resume_from_checkpoint is 2 \(int\); it must be str or null, in quotes"):
         parse_args([ScriptArguments], [*REQUIRED, "--config", str(path)])

@@ -231,3 +231,8 @@ def test_without_a_reference_nothing_may_need_its_kl():
     with pytest.raises(ValueError, match="use_kl_loss is True; set both to false, or keep a reference"):
         PPOConfig(reference="none", use_kl_in_reward=False, use_kl_loss=True)
     assert PPOConfig(reference="none", kl_coef=0.0).reference == "none"
+
+
+def test_a_risk_level_of_many_digits_is_refused_in_words():
+    with pytest.raises(ValueError, match="risk_level is 'a number of 20001 bits'; it must be neutral, or a number"):
+        PPOConfig(risk_level=2**20000)

@@ -181,6 +181,15 @@ def test_a_damaged_table_is_refused_by_name(tmp_path, text, suffix, reason):
         load_rows(tmp_path, text, suffix)
 
 
+def test_a_parquet_file_with_text_that_is_not_utf8_is_refused_by_name(tmp_path):
+    name = write(tmp_path / "rows.parquet", [{"prompt": "unlikely words"}])
+    content = (tmp_path / "rows.parquet").read_bytes()
+    assert b"unlikely" in content
+    (tmp_path / "rows.parquet").write_bytes(content.replace(b"unlikely", b"\xffnlikely"))
+    with pytest.raises(ValueError, match=f"^dataset_name '{name}' cannot be read: ArrowInvalid: .*UTF8"):
+        load_prompt_dataset(name)
+
+
 def test_the_files_of_a_folder_are_read_as_single_ones(tmp_path):
     (tmp_path / "files").mkdir()
     for number, row in enumerate(({"prompt": "a", "answer": "2020-01-01"}, {"prompt": "b", "answer": 3})):

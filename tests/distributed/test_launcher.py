@@ -12,18 +12,37 @@ import pytest
 from alpaca_ppo.distributed import launcher
 from alpaca_ppo.distributed.launcher import launched_rank
 from alpaca_ppo.distributed.preemption import PreemptionHandler
+from alpaca_ppo.trainer import preflight
 from tests.integration.launching import ENVIRONMENT, ROOT
+from tests.tiny_runs import tiny_config
 
 RANK = """
-import sys, time
+import signal, sys, time
 from alpaca_ppo.distributed import launcher
 launcher._POLL_SECONDS, launcher._SIGNAL_SECONDS = 0.05, 0.1
-launcher.watch_launcher()
-launcher.watch_launcher()
-if "told" in sys.argv:
+launcher._SAVE_SECONDS = 0.5 if "deaf" in sys.argv else 30.0
+def save(*_):
+    launcher.end_without_launcher()
+    print("saved", flush=True)
+    sys.exit(143)
+if "saves" in sys.argv:
+    signal.signal(signal.SIGTERM, save)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+if "imports" in sys.argv:
+    # Only what comes before the slow imports counts.
+    sys.modules["alpaca_ppo.trainer.ppo_trainer"] = None
+    try:
+        import alpaca_ppo.trainer
+    except ImportError:
+        pass
+else:
+    launcher.watch_launcher()
+    launcher.watch_launcher()
+if "signalled" in sys.argv:
     launcher.end_without_launcher()
 print("started", flush=True)
-time.sleep(1.2 if "told" in sys.argv or "shell" in sys.argv else 60)
+time.sleep(1.2 if "signalled" in sys.argv or "shell" in sys.argv else 60)
 print("lived on", flush=True)
 """
 # What a launcher does that has no other work: it starts its rank and waits.
@@ -62,8 +81,25 @@ def test_a_rank_ends_soon_after_its_launcher_is_killed_and_says_why(torchrun, tm
     assert "lived on" not in said and seconds < 20
 
 
-def test_a_rank_that_was_told_to_stop_saves_and_ends_by_itself(torchrun, tmp_path):
-    assert output_of_orphan(torchrun, [RANK, "told"], tmp_path)[0] == "lived on\n"
+def test_a_rank_whose_launcher_is_killed_saves_first_if_it_can(torchrun, tmp_path):
+    said, seconds = output_of_orphan(torchrun, [RANK, "saves"], tmp_path)
+    assert "has died, so this rank ends too" in said and said.endswith("saved\n")
+    assert seconds < 20
+
+
+def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_ended(torchrun, tmp_path):
+    said, seconds = output_of_orphan(torchrun, [RANK, "deaf"], tmp_path)
+    assert said.endswith("asked\n")
+    assert seconds < 20
+
+
+def test_a_rank_watches_its_launcher_before_the_trainer_is_imported(torchrun, tmp_path):
+    said, seconds = output_of_orphan(torchrun, [RANK, "imports"], tmp_path)
+    assert "has died, so this rank ends too" in said and seconds < 20
+
+
+def test_a_rank_that_got_a_signal_saves_and_ends_by_itself(torchrun, tmp_path):
+    assert output_of_orphan(torchrun, [RANK, "signalled"], tmp_path)[0] == "lived on\n"
 
 
 @pytest.mark.parametrize("start", ["nohup", "setsid"])
@@ -83,6 +119,13 @@ def test_a_run_lives_on_when_its_shell_ends_even_with_a_launchers_variables(star
         ("/venv/bin/python /venv/bin/accelerate launch train.py", True),
         ("/venv/bin/python /venv/bin/torchrun train.py", True),
         ("python /venv/lib/accelerate/commands/launch.py train.py", True),
+        ("python -X faulthandler -m torch.distributed.run train.py", True),
+        ("python -W ignore -Wdefault -Xdev /venv/bin/torchrun train.py", True),
+        ("python --check-hash-based-pycs never -um torch.distributed.run train.py", True),
+        ("python -mtorch.distributed.run train.py", True),
+        ("python -X torchrun train.py", False),
+        ("python -Ic pass torchrun", False),
+        ("python - torchrun", False),
         ("python -m ipykernel_launcher -f kernel.json", False),
         ("python -m pytest torchrun", False),
         ("python supervise.py torchrun -m torch.distributed.run", False),
@@ -112,6 +155,17 @@ def test_the_rank_is_the_one_that_accelerate_will_take(monkeypatch):
     assert launched_rank() == 5
     monkeypatch.setenv("RANK", "3")
     assert launched_rank() == 3
+    for text in ("", "one"):
+        monkeypatch.setenv("RANK", text)
+        with pytest.raises(ValueError, match=f"environment variable RANK is '{text}', which is no rank; unset it, or"):
+            launched_rank()
+
+
+def test_a_script_watches_its_launcher_from_its_first_check_on(monkeypatch, tmp_path):
+    watched = []
+    monkeypatch.setattr(preflight, "watch_launcher", lambda: watched.append(True))
+    preflight.check_start(tiny_config(tmp_path), None)
+    assert watched == [True]
 
 
 def test_a_signal_is_noted_by_the_watch(monkeypatch):

@@ -79,11 +79,12 @@ def mutated_tree(draw: Any, tree: Any, *, values: st.SearchStrategy[Any] = value
     for _ in range(draw(st.integers(1, most))):
         places = list(_places(tree))
         if not places:
-            return draw(values)
-        parent, key = draw(st.sampled_from(places))
+            return copy.deepcopy(draw(values))
+        # By index: sampled_from would keep and show entries that are changed below.
+        parent, key = places[draw(st.integers(0, len(places) - 1))]
         kind = draw(st.sampled_from(["replace", "replace", "delete", "nest", "duplicate", "swap", "negate"]))
         if kind == "replace":
-            parent[key] = draw(values)
+            parent[key] = copy.deepcopy(draw(values))
         elif kind == "delete":
             del parent[key]
         elif kind == "nest":
@@ -93,7 +94,7 @@ def mutated_tree(draw: Any, tree: Any, *, values: st.SearchStrategy[Any] = value
         elif kind == "duplicate":
             parent[draw(texts)] = copy.deepcopy(parent[key])
         elif kind == "swap":
-            other, place = draw(st.sampled_from(places))
+            other, place = places[draw(st.integers(0, len(places) - 1))]
             value = copy.deepcopy(other[place])
             other[place] = copy.deepcopy(parent[key])
             parent[key] = value

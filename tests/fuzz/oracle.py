@@ -65,6 +65,8 @@ def outcome(
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # pandas and pyarrow leave the file of a failed read to the garbage collector, which runs at any time.
+        warnings.simplefilter("ignore", ResourceWarning)
         try:
             result = call()
         except accept as error:

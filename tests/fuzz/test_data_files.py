@@ -64,7 +64,8 @@ def strict(value: Any) -> Any:
     if isinstance(value, bool | None):
         return repr(value)
     # A column of integers and numbers holds all of them as numbers.
-    return ("number", repr(float(value)) if abs(value) < 2**53 else value) if isinstance(value, int | float) else value
+    exact = isinstance(value, int) and abs(value) >= 2**53
+    return ("number", value if exact else repr(float(value))) if isinstance(value, int | float) else value
 
 
 def full(rows: list[dict[str, Any]]) -> Any:
@@ -175,7 +176,8 @@ def parquet_bytes() -> bytes:
 def test_a_mutated_parquet_file_is_read_or_refused(folder, content):
     found = load(folder, "rows.parquet", content)
     if not isinstance(found, Refused):
-        assert len(found) == len(ROWS) and list(found[0]) == list(ROWS[0])
+        # Parquet has no checksum: a flipped bit may be another letter.
+        assert len(found) == len(ROWS)
 
 
 @fuzz(

@@ -106,6 +106,26 @@ TURNS = {
     "the next text": (MISTRAL.replace("<eos>", "").replace("[INST]", "<bos>[INST]"), {"special": ["[INST]"]}, None),
     "words alone": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", {}, None),
     "an answer left out": ("{% for m in messages if m.role == 'user' %}{{ m.content }}<eos>{% endfor %}", {}, None),
+    "what templates raise themselves": (CHATML + "{{ messages[1].get('tool_calls') + [] }}", {"special": []}, None),
+    "content searched": ("{{ messages[1].content.index('<think>') }}", {"special": []}, None),
+    "content in parts": (
+        CHATML.replace("{{ m.content }}", "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"),
+        {"special": ["<|im_start|>", "<|im_end|>"]},
+        5,
+    ),
+    "a section before the eos": (
+        MISTRAL.replace("<eos>", "<tool> none <end><eos>"),
+        {"special": ["<tool>", "<end>"]},
+        5,
+    ),
+    # Llama 3's first template wrote the start of an answer after every conversation.
+    "words after the end of a turn": (
+        MISTRAL.replace("<eos>", "<end><start> assistant <tail>"),
+        {"special": ["<end>", "<start>", "<tail>"]},
+        4,
+    ),
+    "padding before the end": (MISTRAL.replace("<eos>", "<pad><end>"), {"special": ["<end>"]}, 4),
+    "padding is the end": (MISTRAL.replace("<eos>", "<pad>"), {"special": []}, 0),
     "an answer refused": ("{{ raise_exception('no answers') if messages[1] else '<eos>' }}", {}, None),
 }
 

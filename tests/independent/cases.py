@@ -67,8 +67,11 @@ class Case:
     mismatch: float = 0.0
 
     def settings(self) -> dict[str, Any]:
-        """All fields of PPOConfig that are set. Two of the run's three steps are trained, which the schedule sees."""
-        merged = {**BASE, **self.options}
+        """All fields of PPOConfig that are set. Two of the run's three steps are trained, which the schedule sees.
+
+        A case with holes or a mismatch changes what was sampled, so the sampler's log-probs are not the policy's.
+        """
+        merged = {**BASE, "mismatch_action": "ignore", **self.options}
         return {"total_episodes": 3 * merged["rollout_batch_size"], **merged}
 
 

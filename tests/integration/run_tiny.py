@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
+from alpaca_ppo.checkpoint.run_lock import LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
@@ -44,7 +46,7 @@ class StopAfter(TrainerCallback):
         return control
 
 
-def noisy_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+def noisy_reward(completion_ids: list[list[int]], device: str, **columns: Any) -> list[float]:
     """`count_even` with a little of each random number generator of this process: a judge that is not sure."""
     scores = count_even([], [], completion_ids)
     return [score + random.random() + numpy.random.rand() + float(torch.rand(())) for score in scores]
@@ -103,7 +105,8 @@ def made_trainer(
     elif "reward_adapter" in overrides:
         arguments["reward_funcs"] = [count_even]
     if noisy:
-        arguments["reward_funcs"] = noisy_reward
+        # As a judge on the GPU of its rank.
+        arguments["reward_funcs"] = partial(noisy_reward, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     if flaky:
         arguments["reward_funcs"] = [count_even, flaky_reward]
     if eval_prompts:
@@ -150,15 +153,22 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
     """On every rank, the run does not resume from other weights, and its folder stays as it is."""
     AcceleratorState._reset_state()
     other = made_trainer(output_dir, model_seed=1, **overrides)
-    before = sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*"))
+
+    def files() -> list[tuple[Path, int]]:
+        """All but the lock, which the main process may hold at this moment."""
+        found = (path for path in Path(output_dir).rglob("*") if path.name != LOCK_FILE)
+        return sorted((path, path.stat().st_mtime_ns) for path in found)
+
+    before = files()
+    refused = ValueError if other.accelerator.is_main_process else RuntimeError
     try:
         other.train(resume_from_checkpoint=resume)
-    except ValueError as error:
-        assert "the starting policy is weights" in str(error) and "the reference is" in str(error), error
+    except refused as error:
+        assert "the reference is weights" in str(error) and "starting policy" in str(error), error
     else:
         raise AssertionError("a run resumed from the weights of another model")
     other.accelerator.wait_for_everyone()
-    assert sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*")) == before
+    assert files() == before
 
 
 def run(output_dir: str, *settings: str) -> None:

@@ -39,8 +39,11 @@ async def destroy_later(prompts, completions, completion_ids, facts, level):
 
 
 class DestructiveModel(ModelReward):
+    """A model gets no columns."""
+
     def __call__(self, batch):
-        return destroy(batch.prompts, batch.completions, batch.completion_ids, **batch.columns)
+        assert batch.columns == {}
+        return destroy(batch.prompts, batch.completions, batch.completion_ids, [{**copy.deepcopy(FACTS)}], [3])
 
 
 def destructive_model():
@@ -61,7 +64,7 @@ def test_what_a_source_does_to_its_arguments_is_unknown_to_the_next_source_and_t
 
     class Model(ModelReward):
         def __call__(self, batch):
-            return witness(**vars(batch) | batch.columns)
+            return witness(**vars(batch))
 
     model = Model(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="witness", batch_size=2)
     source = first() if first is destructive_model else FunctionReward(first)
@@ -73,8 +76,10 @@ def test_what_a_source_does_to_its_arguments_is_unknown_to_the_next_source_and_t
         assert keywords["completion_ids"] == [[5, 6, 2], [7, 2]]
         assert keywords["prompts"] == [QUESTION, QUESTION]
         assert [answer[0]["content"] for answer in keywords["completions"]] == ["one two", "la"]
-        assert keywords["level"] == [3, 3]
-        assert str(keywords["facts"]) == str([FACTS, FACTS])
+        if keywords.get("columns") != {}:
+            assert keywords["level"] == [3, 3]
+            assert str(keywords["facts"]) == str([FACTS, FACTS])
+    assert [keywords.get("columns") for keywords in seen].count({}) == 1
     assert str(given) == str(arguments())
 
 
@@ -92,8 +97,15 @@ def test_rows_that_share_an_object_are_separate_for_a_source():
 
 def test_a_column_that_cannot_be_copied_is_named():
     row = {"prompt": "hi", "stream": (number for number in range(3))}
-    with pytest.raises(ValueError, match=r"column 'stream' \(generator\) cannot be copied .*store plain values"):
-        build_reward(lambda **columns: [0.0])(["hi"], ["la"], [[1]], [row])
+    given = ["hi"], ["la"], [[1]], [row]
+    with pytest.raises(
+        ValueError, match=r"column 'stream' \(generator\) cannot be copied .*store plain .*name the arg"
+    ):
+        build_reward(lambda **columns: [0.0])(*given)
+    # It is no obstacle to sources that do not read it.
+    model = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
+    scored = RewardScorer([model, FunctionReward(lambda completions: [1.0])], [0.0, 1.0])(*given)
+    assert scored.rewards.tolist() == [1.0] and bool(scored.by_source["model"].isfinite())
 
 
 def test_a_source_that_pops_the_stop_token_moves_no_number_of_a_run(tmp_path):

@@ -77,6 +77,57 @@ def test_after_the_last_retry_the_error_names_the_row_and_the_attempts(pauses):
     assert [call[:-1] for call in service.calls] == [["A", "B", "C"]] * 3 + [["A"], ["B"], ["C"]]
 
 
+def test_all_attempts_of_an_async_function_run_in_one_event_loop(pauses):
+    """What it keeps between them may belong to the loop, as a lock or a client does."""
+    loops = []
+
+    async def judge(completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        if not kept:
+            kept.append(asyncio.get_running_loop().create_future())
+            kept[0].set_result(2.0)
+            raise TimeoutError("no answer")
+        if len(completions) > 1:
+            raise TimeoutError("no answer again")
+        return [await kept[0]]
+
+    kept = []
+    policy = FailurePolicy(retries=1, drop=True)
+    assert score(judge, policy=policy).rewards.tolist() == [2.0] * 3
+    assert len(loops) == 5 and len(set(map(id, loops))) == 1 and loops[0].is_closed()
+
+    async def notebook():
+        return score(judge, policy=policy)
+
+    kept, loops = [], []
+    assert asyncio.run(notebook()).rewards.tolist() == [2.0] * 3
+    assert len(loops) == 5 and len(set(map(id, loops))) == 1 and loops[0].is_closed()
+
+
+def test_the_error_tells_the_first_problem_besides_the_last(pauses):
+    def judge(completions, **columns):
+        calls.append(completions)
+        if len(calls) == 1:
+            raise TimeoutError("no answer")
+        raise RuntimeError("the connection is closed")
+
+    calls = []
+    last = r"raised RuntimeError: the connection is closed"
+    with pytest.raises(RewardError, match=last + " in the last of 3 attempts and TimeoutError: no answer in the first"):
+        score(judge, policy=FailurePolicy(retries=2))
+    calls = []
+    with_drop = build_reward([judge, lengths], policy=FailurePolicy(retries=1, drop=True))
+    failures = with_drop(PROMPTS, COMPLETIONS, IDS, ROWS).failures
+    assert "the connection is closed, after TimeoutError: no answer on the whole batch, on row 2" in str(failures[2])
+
+
+def test_a_pause_is_never_longer_than_a_day(pauses):
+    policy = FailurePolicy(retries=1100, pause=40000.0)
+    with pytest.raises(RewardError, match="in each of 1101 attempts"):
+        score(Service(bad="A"), policy=policy)
+    assert pauses == [40000.0, 80000.0] + [86400.0] * 1098
+
+
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_program_is_not_retried(ending, pauses):
     calls = []

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from alpaca_ppo.models import build_actor_critic
-from alpaca_ppo.trainer.preflight import check_disk_space
+from alpaca_ppo.trainer.preflight import DiskCheck
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
-from tests.tiny_runs import count_even, tiny_config, tiny_trainer
+from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
 
 LORA = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -50,8 +50,24 @@ CASES = {
         {"model": get_peft_model(tiny_causal_lm("llama"), LoraConfig(**LORA))},
         {"critic_layout": "adapter"},
     ),
+    "adapter in memory, separate": lambda folder: (
+        {"model": get_peft_model(tiny_causal_lm("llama"), LoraConfig(**LORA))},
+        {},
+    ),
+    "frozen in memory": lambda folder: ({"model": mostly_frozen()}, {}),
+    "frozen classifier": lambda folder: (
+        {"model": mostly_frozen(), "value_model": tiny_sequence_classifier("llama").requires_grad_(False)},
+        {},
+    ),
+    "LoRA on a frozen model": lambda folder: ({"model": mostly_frozen(), **lora()}, {}),
     "SGD": lambda folder: (sgd(), {}),
 }
+
+
+def mostly_frozen():
+    model = tiny_causal_lm("llama").requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    return model
 
 
 def sgd():
@@ -62,13 +78,22 @@ def sgd():
 @pytest.fixture
 def free(monkeypatch):
     """Sets the free bytes of every disk."""
-    return lambda free: monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+    def set_free(free, total=10**12):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=free))
+
+    return set_free
 
 
 def start(case, folder, output_dir, **settings):
     arguments, own = CASES[case](folder)
     settings = {"total_episodes": 4, "rollout_batch_size": 4, **own, **settings}
     return tiny_trainer(output_dir, trainer_arguments={"model": str(folder / "policy"), **arguments}, **settings)
+
+
+def check(case, folder, output_dir, **settings):
+    """What the constructor, or else `train`, refuses."""
+    start(case, folder, output_dir, **settings).disk_check.check()
 
 
 def written(folder):
@@ -88,13 +113,13 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_and_one_with_room_is_
     size = written(trainer.save_checkpoint())
     trainer.run_lock.release()
     free(size)
-    start(case, folder, tmp_path / "another", save_steps=1)
+    check(case, folder, tmp_path / "another", save_steps=1)
     free(size * 3 // 4)
     with pytest.raises(ValueError, match=REFUSED.format("one checkpoint .*", size * 3 // 4)):
-        start(case, folder, tmp_path / "another", save_steps=1)
+        check(case, folder, tmp_path / "another", save_steps=1)
     if case != "SGD":
         # The final models need no moments, two thirds of a checkpoint.
-        start(case, folder, tmp_path / "another", save_steps=0)
+        check(case, folder, tmp_path / "another", save_steps=0)
 
 
 @pytest.mark.parametrize("case", ["separate", "no critic", "LoRA, adapter"])
@@ -102,10 +127,33 @@ def test_a_disk_without_room_for_the_final_models_is_refused(case, folder, tmp_p
     start(case, folder, tmp_path / "whole").train()
     size = written(tmp_path / "whole/final")
     free(size)
-    start(case, folder, tmp_path / "another")
+    check(case, folder, tmp_path / "another")
     free(size // 2)
     with pytest.raises(ValueError, match=REFUSED.format("the final models", size // 2)):
-        start(case, folder, tmp_path / "another")
+        check(case, folder, tmp_path / "another")
+
+
+def test_a_loaded_model_may_be_evaluated_on_a_full_disk_but_not_trained_and_nothing_is_written(
+    folder, tmp_path, free, monkeypatch
+):
+    free(1000)
+    trainer = tiny_trainer(tmp_path / "run", trainer_arguments={"eval_dataset": prompts(3)})
+    assert "eval/scores" in trainer.evaluate()
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    with pytest.raises(ValueError, match="has too little room: the final models will have"):
+        trainer.train()
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+    # Of a file system whose size is not known nothing is asked.
+    free(0, total=0)
+    start("separate", folder, tmp_path / "unknown").train()
+
+
+def test_a_finished_run_that_is_resumed_with_nothing_left_to_do_needs_no_room_for_a_checkpoint(folder, tmp_path, free):
+    start("separate", folder, tmp_path, save_steps=1).train()
+    free(1000)
+    start("separate", folder, tmp_path, save_steps=1).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="has too little room: one checkpoint"):
+        start("separate", folder, tmp_path, save_steps=1, total_episodes=8).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("case", ["separate", "wide critic", "LoRA, adapter", "trained adapter"])
@@ -122,7 +170,7 @@ def test_no_model_is_loaded_before_the_disk_is_known_to_be_too_small(case, folde
     assert torch.equal(torch.get_rng_state(), state)
     # The main process alone writes.
     monkeypatch.setenv("RANK", "1")
-    check_disk_space(tiny_config(tmp_path), str(folder / "policy"), None, None, adamw=True)
+    DiskCheck(tiny_config(tmp_path), str(folder / "policy"), None, None, adamw=True).check()
 
 
 def test_what_cannot_be_counted_is_left_to_the_check_that_knows_its_name(folder, tmp_path, free):
@@ -134,6 +182,19 @@ def test_what_cannot_be_counted_is_left_to_the_check_that_knows_its_name(folder,
         (policy, None, nowhere),
         (policy, None, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
         (policy, str(tmp_path / "none"), LoraConfig(**{**LORA, "target_modules": ["nowhere"]})),
+        (policy, get_peft_model(tiny_causal_lm("llama"), LoraConfig(**LORA)), nowhere),
+        (unknown_to_transformers(), None, lora()["peft_config"]),
     ):
         args = tiny_config(tmp_path, critic_layout="shared" if value_start is None else "separate")
-        check_disk_space(args, model, value_start, peft_config, adamw=True)
+        DiskCheck(args, model, value_start, peft_config, adamw=True).check()
+
+
+def unknown_to_transformers():
+    """A model whose configuration `AutoModelForCausalLM` cannot build one from."""
+
+    class OwnConfig(LlamaConfig):
+        model_type = "own"
+
+    model = tiny_causal_lm("llama")
+    model.config = OwnConfig(**model.config.to_dict())
+    return model

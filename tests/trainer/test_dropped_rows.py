@@ -60,6 +60,11 @@ def test_the_rollouts_are_those_of_the_other_responses(tmp_path, capsys):
     assert said.count("'judge' raised TimeoutError: no answer, on row") == failed.sum()
 
 
+def test_a_pause_before_a_retry_is_a_day_at_most(tmp_path):
+    with pytest.raises(ValueError, match="reward_retry_pause"):
+        trainer_of(tmp_path, reward_retry_pause=1e12)
+
+
 def test_only_some_of_many_dropped_rows_are_named(capsys):
     errors = [f"error {i}" for i in range(11)]
     text = str(dropped_rows.DroppedRows(12, 20, errors))
@@ -97,10 +102,8 @@ def test_without_the_option_the_run_ends_with_the_error_and_counts_nothing(tmp_p
     assert not any("dropped" in name for line in metric_lines(tmp_path / "none") for name in line)
 
 
-def test_groups_are_compared_without_the_dropped_responses(tmp_path):
-    """rloo: 3 samples with the scores 4, _, 1 are 4 - 1 = 3 and 1 - 4 = -3; a sample that is left alone keeps its score
-    (baseline 0).
-    """
+def test_groups_are_compared_without_the_dropped_responses(tmp_path, capsys):
+    """rloo: 3 samples with the scores 4, _, 1 are 4 - 1 = 3 and 1 - 4 = -3; of _, _, 5 nothing is left to compare."""
 
     def fixed(completions, prompts, **columns):
         if len(completions) > 1:
@@ -112,10 +115,28 @@ def test_groups_are_compared_without_the_dropped_responses(tmp_path):
     trainer = trainer_of(
         tmp_path, fixed, num_return_sequences=3, rollout_batch_size=2, adv_estimator="rloo", kl_coef=0.0, **DROP
     )
+    capsys.readouterr()
     rollouts = trainer._rollouts_with_advantages(trainer.prompt_batches(0))
-    assert rollouts["sample_ids"].tolist() == [0, 2, 2]
-    assert rollouts["scores"].tolist() == [4.0, 1.0, 5.0]
-    assert_close(rollouts["advantages"][:, 0], torch.tensor([3.0, -3.0, 5.0]))
+    assert rollouts["sample_ids"].tolist() == [0, 2]
+    assert rollouts["scores"].tolist() == [4.0, 1.0]
+    assert_close(rollouts["advantages"][:, 0], torch.tensor([3.0, -3.0]))
+    said = capsys.readouterr().out
+    assert "4 of 6 responses dropped, 3 because their reward failed and 1 because no other response to their" in said
+    assert said.count("returned None") == 3 and "more" not in said
+    assert trainer.record_step_stats({}, rollouts, 1)["objective/dropped_rows"] == 4.0
+
+
+@pytest.mark.parametrize("answers", [[4.0, None, None, 1.0], [None] * 4])
+def test_if_nobody_is_left_to_compare_the_run_ends_with_the_first_error(answers, tmp_path):
+    def fixed(completions, prompts, **columns):
+        if len(completions) > 1:
+            raise TimeoutError
+        return [left.pop(0)]
+
+    left = [*answers]
+    settings = {"num_return_sequences": 2, "rollout_batch_size": 2, "adv_estimator": "grpo", "total_episodes": 2}
+    with pytest.raises(RewardError, match=f"returned None.*, on row {answers.index(None)}"):
+        trainer_of(tmp_path, fixed, **settings, **DROP).train()
 
 
 def test_responses_whose_greedy_baseline_failed_are_dropped(tmp_path):
@@ -164,6 +185,57 @@ def test_if_every_response_fails_the_run_ends_with_the_first_error(tmp_path):
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
+def test_an_outage_in_an_evaluation_leaves_its_metrics_empty_and_the_run_goes_on(tmp_path, capsys):
+    def down_while_evaluating(completions, completion_ids, prompts):
+        if trainer.state.global_step == 1 and evaluating(prompts):
+            raise TimeoutError("the judge is down")
+        return count_even(prompts, completions, completion_ids)
+
+    def evaluating(asked):
+        return set(asked) <= set(prompts(3)["prompt"])
+
+    settings = {"eval_steps": 1, "metric_for_best_model": "eval/scores", "save_steps": 1, **DROP}
+    trainer = trainer_of(tmp_path, down_while_evaluating, trainer_arguments={"eval_dataset": prompts(3)}, **settings)
+    trainer.train()
+    assert "3 of 3 responses dropped" in capsys.readouterr().out
+    start, first, second = metric_lines(tmp_path)
+    assert [line["eval/dropped_rows"] for line in (start, first, second)] == [0.0, 3.0, 0.0]
+    rest = {name for name in start if name.startswith("eval/")} - {"eval/dropped_rows"}
+    assert {first[name] for name in rest} == {None} and None not in {second[name] for name in rest}
+    assert first["objective/dropped_rows"] == 0.0 and (tmp_path / "checkpoint-1").is_dir()
+    assert (tmp_path / "eval/step_000001.jsonl").read_text() == ""
+    assert trainer.state.best_global_step == 2
+
+
+def test_a_loop_of_ones_own_counts_each_step_s_rows_once(tmp_path):
+    """A step of two rollouts with an evaluation in between, as a subclass may write it."""
+
+    def fails_for_one_word(prompts, **columns):
+        if any(" " not in prompt for prompt in prompts):
+            raise TimeoutError
+        return [0.0] * len(prompts)
+
+    class Parts(PPOTrainer):
+        def rollout(self, prompt_batches):
+            first, second = super().rollout(prompt_batches), super().rollout(prompt_batches)
+            return {key: torch.cat([first[key], second[key]]) for key in first}
+
+    arguments = {"eval_dataset": prompts(5)}
+    trainer = trainer_of(tmp_path, fails_for_one_word, trainer_class=Parts, trainer_arguments=arguments, **DROP)
+    counts = []
+    for step in range(2):
+        batches = trainer.prompt_batches(step)
+        failing = sum(" " not in row["prompt"] for batch in batches for row in batch["rows"])
+        rollouts = trainer._rollouts_with_advantages(batches)
+        # Prompts 0 and 4 of the five have one word.
+        assert trainer.evaluate()["eval/dropped_rows"] == 2.0
+        stats = trainer.step_with_rollouts(rollouts)
+        trainer.mark_step_done(step)
+        counts.append((trainer.record_step_stats(stats, rollouts, step + 1)["objective/dropped_rows"], 2 * failing))
+    assert counts[0][1] > 0 and counts[1][1] > 0
+    assert [counted for counted, _ in counts] == [failed for _, failed in counts]
+
+
 def test_a_hook_that_scores_by_itself_drops_nothing(tmp_path):
     class Constant(PPOTrainer):
         def _score(self, samples, rows):
@@ -208,7 +280,8 @@ def test_a_signal_in_the_pause_before_a_retry_ends_the_run_at_once(tmp_path):
     assert caught.value.code == 128 + signal.SIGTERM and time.monotonic() - start < 50
     assert (tmp_path / "checkpoint-0").is_dir()
     # The judge is back.
-    trainer_of(tmp_path, count_even, total_episodes=10).train(resume_from_checkpoint=True)
+    resumed = trainer_of(tmp_path, count_even, total_episodes=10, ignore_reward_change=True)
+    resumed.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(tmp_path)] == [1]
 
 
@@ -216,12 +289,58 @@ def rank_rows(dropped, rewards):
     return {"rewards": torch.tensor(rewards), "dropped": torch.tensor(dropped)}
 
 
+def test_the_rows_of_dummies_are_neither_counted_nor_named():
+    """The errors 1 and 4 are of dummies: 4 of a greedy response, whose sample comes before error 3."""
+    failures = [failure(f"raised {i}") for i in (1, 2, 3, 4)]
+    own, greedy = torch.tensor([0, 2, 1]), torch.tensor([3, 0, 4])
+    rows = {"responses": torch.zeros(3, 1), "dropped": own}
+    dropped_rows.add_baseline(rows, {"dropped": greedy}, torch.zeros(3))
+    assert rows["dropped"].tolist() == [3, 2, 1]
+    # The last row is the dummy's. The first two are of prompts; below, a third prompt's response is kept.
+    real = {"rewards": torch.zeros(2), "dropped": rows["dropped"][:2]}
+    _, dropped = gather_one(
+        {"rewards": torch.zeros(3), "dropped": torch.cat([rows["dropped"][:2], torch.tensor([0])])}, failures
+    )
+    assert (dropped.num_dropped, dropped.num_sampled) == (2, 3)
+    assert ["raised 3" in dropped.errors[0], "raised 2" in dropped.errors[1], len(dropped.errors)] == [True, True, 2]
+    with pytest.raises(RowFailure, match="raised 3"):
+        gather_one(real, failures)
+
+
+def gather_one(rows, failures):
+    accelerator = types.SimpleNamespace(process_index=0, num_processes=1)
+    return gather_kept_rows(rows, failures, accelerator, samples_per_prompt=1)
+
+
+def test_a_rank_drops_what_another_s_failures_left_alone_and_an_empty_response_is_no_company(monkeypatch):
+    """Two samples each of prompt 7 (rank 0) and 8 (rank 1): one of 7 failed. Prompt 9 (rank 0): a failure, a sample
+    without tokens, which counts in no group, and a third. Nothing failed of prompt 8, one of whose samples is empty."""
+    mask = torch.tensor([[True], [True], [True], [True], [False], [True]])
+    first = {
+        "prompt_ids": torch.tensor([7, 7, 7, 9, 9, 9]),
+        "response_mask": mask,
+        "dropped": torch.tensor([1, 0, 2, 3, 0, 0]),
+    }
+    second = {
+        "prompt_ids": torch.tensor([8, 8, 8]),
+        "response_mask": torch.tensor([[False], [True], [False]]),
+        "dropped": torch.tensor([0, 0, 0]),
+    }
+    failures = [[failure("raised A"), failure("raised B"), failure("raised C")], []]
+    for rows, dropped in gathered(monkeypatch, [first, second], failures, samples_per_prompt=3, compares_group=True):
+        # Of 7 the second and of 9 the third are alone.
+        assert rows["prompt_ids"].tolist() == [8, 8, 8, 9] and rows["response_mask"].sum() == 1
+        assert (dropped.num_dropped, dropped.num_alone, dropped.num_sampled) == (5, 2, 9)
+    for rows, dropped in gathered(monkeypatch, [first, second], failures, samples_per_prompt=3):
+        assert rows["prompt_ids"].tolist() == [7, 8, 8, 8, 9, 9] and dropped.num_alone == 0
+
+
 def failure(text):
     batch = make_reward_batch(["p"], ["c"], [[1]], [{"prompt": "p"}])
     return RowFailure("judge", text, batch, 0)
 
 
-def gathered(monkeypatch, given, failures):
+def gathered(monkeypatch, given, failures, samples_per_prompt=1, **options):
     """What each of the ranks gets from `gather_kept_rows`; the ranks run as threads that meet in `gather_list`."""
     meeting, items = threading.Barrier(len(given)), {}
 
@@ -239,7 +358,9 @@ def gathered(monkeypatch, given, failures):
     def rank(index):
         accelerator = types.SimpleNamespace(process_index=index, num_processes=len(given))
         try:
-            results[index] = gather_kept_rows(given[index], failures[index], accelerator, samples_per_prompt=1)
+            results[index] = gather_kept_rows(
+                given[index], failures[index], accelerator, samples_per_prompt=samples_per_prompt, **options
+            )
         except ValueError as error:
             results[index] = error
 
@@ -254,9 +375,9 @@ def gathered(monkeypatch, given, failures):
 def test_a_rank_all_of_whose_rows_were_dropped_takes_the_rows_of_the_others(monkeypatch):
     # Prompts 0 and 3 on rank 0, 1 and 4 on rank 1, 2 on rank 2. Nobody scored tokens on rank 1: nothing was scored.
     given = [
-        rank_rows([False, False], [[0.0, 0.5], [3.0, 3.5]]),
-        rank_rows([True, True], [0.0, 0.0]),
-        rank_rows([False], [[2.0, 2.5]]),
+        rank_rows([0, 0], [[0.0, 0.5], [3.0, 3.5]]),
+        rank_rows([1, 2], [0.0, 0.0]),
+        rank_rows([0], [[2.0, 2.5]]),
     ]
     failures = [[], [failure("raised A"), failure("raised B")], []]
     for rows, dropped in gathered(monkeypatch, given, failures):
@@ -267,13 +388,13 @@ def test_a_rank_all_of_whose_rows_were_dropped_takes_the_rows_of_the_others(monk
 
 def test_if_all_rows_of_all_ranks_are_dropped_every_rank_raises(monkeypatch):
     own = failure("raised A")
-    first, second = gathered(monkeypatch, [rank_rows([True], [0.0]), {}], [[own], []])
+    first, second = gathered(monkeypatch, [rank_rows([1], [0.0]), {}], [[own], []])
     assert first is own
     assert isinstance(second, ValueError) and "1 of 1 responses dropped" in str(second) and "raised A" in str(second)
 
 
 def test_a_rank_that_was_interrupted_ends_the_gathering_on_all(monkeypatch):
     assert (
-        gathered(monkeypatch, [rank_rows([True], [0.0]), None], [[failure("raised A")], []])
+        gathered(monkeypatch, [rank_rows([1], [0.0]), None], [[failure("raised A")], []])
         == [(None, dropped_rows.DroppedRows())] * 2
     )

@@ -14,7 +14,7 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.ppo import rollouts
-from alpaca_ppo.ppo.mismatch import SHORT, judge, spread_by_length
+from alpaca_ppo.ppo.mismatch import SHORT, SamplerMismatch, clipped_difference, judge, spread_by_length
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
@@ -53,6 +53,51 @@ def test_prompts_of_the_check_range_from_the_shortest_to_the_longest():
     assert spread_by_length([5, 1], count=4) == [1, 0]
 
 
+def test_no_token_of_the_short_responses_counts_for_more_than_half_a_nat():
+    logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -9.0], [-1.0, -9.0]])
+    sampled = torch.tensor([[-1.0, -1.25], [-4.0, -0.5], [-0.75, math.nan], [math.nan, math.nan]])
+    mask = torch.tensor([[True, True], [True, True], [True, False], [False, False]])
+    # Differences of 0, 0.25, 3 (0.5 counts), 0.5 and 0.25.
+    assert clipped_difference(logprobs, sampled, mask) == pytest.approx(1.5 / 5)
+    assert clipped_difference(logprobs, sampled, torch.zeros_like(mask)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "value", "bounds"),
+    # 0.05 / 0.8 = 0.0625; at 0.25 it would be 0.2, above what makes an update meaningless.
+    [(0.8, 0.06, []), (0.8, 0.07, [0.0625]), (0.25, 0.09, []), (0.25, 0.11, [0.1]), (2.0, 0.06, [0.05])],
+)
+def test_rounding_in_half_precision_counts_more_at_a_low_temperature(temperature, value, bounds):
+    found = judge({ABS: value}, half_precision=True, temperature=temperature)
+    assert [finding.bound for finding in found] == pytest.approx(bounds)
+    # float32 rounds far below its bounds at any temperature.
+    assert [finding.bound for finding in judge({ABS: 0.002}, half_precision=False, temperature=temperature)] == [1e-3]
+
+
+@pytest.mark.parametrize(("rows", "stops"), [([0], False), ([0, 1, 2, 3], True)])
+def test_short_responses_end_a_run_only_if_many_tokens_disagree(rows, stops, tmp_path, monkeypatch):
+    """One token of 2.5 nats among 20: 2.5 / 20 = 0.125 nats per token, and a k3 of (e^2.5 - 1 - 2.5) / 20 = 0.43.
+
+    At most 0.5 of a token counts: one makes 0.5 / 20 = 0.025, four of them 0.1, and more if a response is shorter.
+    """
+    trainer = tiny_trainer(tmp_path)
+    plain = rollouts.generate
+
+    def flipped(*inputs, **how):
+        samples = plain(*inputs, **how)
+        for row in range(len(samples.logprobs)):
+            samples.logprobs[row, 0] += 2.5 * (row in rows)
+        return samples
+
+    monkeypatch.setattr(rollouts, "generate", flipped)
+    if stops:
+        with pytest.raises(ValueError, match="in 4 short responses"):
+            trainer.check_sampler()
+    else:
+        with pytest.warns(UserWarning, match=rf"in 4 .*: {ABS} is .* \(bound 0.1\), {K3} is .* \(bound 0.1\)"):
+            trainer.check_sampler()
+
+
 def never(prompts, completions, **columns):
     raise AssertionError("no reward is computed before sampler and trainer agree")
 
@@ -73,7 +118,7 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_with_the_cause
     trainer = tiny_trainer(tmp_path, model=tiny_causal_lm(arch), trainer_arguments={"reward_funcs": never}, **settings)
     before = weights(trainer)
     message = rf"disagree .* in 4 short responses before the first rollout: {ABS} is .* \(bound 0.1\).*{cause}"
-    with pytest.raises(ValueError, match=message + ".*old_policy: correct.*mismatch_action: warn"):
+    with pytest.raises(ValueError, match=message + ".*mismatch_action: warn.*in a new run, old_policy: correct"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
 
@@ -98,6 +143,8 @@ def test_positions_that_count_padding_are_found_and_are_harmless_without_it(tmp_
     def counted():
         """A GPT-2 that is not told positions, and counts every column."""
         model = tiny_causal_lm("gpt2")
+        # Positions that matter.
+        model.transformer.wpe.weight.data *= 4
         model.transformer.register_forward_pre_hook(
             lambda module, inputs, keywords: (inputs, {**keywords, "position_ids": None}), with_kwargs=True
         )
@@ -181,6 +228,73 @@ def test_a_mismatch_in_a_later_step_is_found_in_that_step(tmp_path):
     assert [line["step"] for line in metric_lines(tmp_path)] == [1]
 
 
+def stopped_in_step_2(folder, **settings):
+    """Settings of a run that was stopped in its second of two steps, saved only because of that."""
+    random.seed(0)
+    torch.manual_seed(0)
+    how = {"trainer_arguments": {"reward_funcs": luck}, **settings}
+    trainer = tiny_trainer(folder, trainer_class=shifted(0.11, passes=1), **how)
+    with pytest.raises(SamplerMismatch, match="mismatch_action: warn, .* or, in a new run, old_policy: correct"):
+        trainer.train()
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    random.seed(9)
+    return how
+
+
+def in_one_go(folder, trainer_class, **how):
+    random.seed(0)
+    torch.manual_seed(0)
+    trainer = tiny_trainer(folder, trainer_class=trainer_class, **how)
+    trainer.train()
+    return metric_lines(folder), weights(trainer)
+
+
+@pytest.mark.parametrize("old_policy", ["recompute", "rollout"])
+def test_a_run_that_was_stopped_in_a_later_step_continues_before_its_rollouts(old_policy, tmp_path, capsys):
+    how = stopped_in_step_2(tmp_path / "a", old_policy=old_policy)
+    assert "sampler and trainer disagree: run saved to" in capsys.readouterr().out
+    # The same sampler is refused again, and what was saved remains.
+    with pytest.raises(SamplerMismatch):
+        tiny_trainer(tmp_path / "a", trainer_class=shifted(0.11), **how).train(resume_from_checkpoint=True)
+    repaired = tiny_trainer(tmp_path / "a", **how)
+    repaired.train(resume_from_checkpoint=True)
+    lines, trained = in_one_go(tmp_path / "b", PPOTrainer, **how)
+    assert metric_lines(tmp_path / "a") == lines
+    assert all(torch.equal(trained[name], value) for name, value in weights(repaired).items())
+
+
+@pytest.mark.filterwarnings("ignore:sampler and trainer disagree", "ignore:before any update")
+def test_a_run_that_was_stopped_trains_all_the_same_if_resumed_with_a_warning(tmp_path):
+    how = stopped_in_step_2(tmp_path / "a") | {"mismatch_action": "warn"}
+    tiny_trainer(tmp_path / "a", trainer_class=shifted(0.11), **how).train(resume_from_checkpoint=True)
+    assert metric_lines(tmp_path / "a") == in_one_go(tmp_path / "b", shifted(0.11, passes=1), **how)[0]
+
+
+def test_rollouts_of_a_checkpoint_are_made_anew_after_a_stop(tmp_path):
+    """The run is interrupted in its first update, before sampler and trainer are compared (`old_policy: rollout`)."""
+    settings = {"old_policy": "rollout", "save_steps": 1}
+    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.11, passes=1), **settings)
+
+    def interrupt(*inputs, **how):
+        if trainer.state.global_step:
+            raise Interrupted(15)
+        return plain(*inputs, **how)
+
+    plain, trainer.updater.step = trainer.updater.step, interrupt
+    with pytest.raises(Interrupted):
+        trainer.train()
+    with pytest.raises(SamplerMismatch):
+        tiny_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+    tiny_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+
+
+def test_a_run_that_is_stopped_in_its_first_step_saves_nothing(tmp_path):
+    with pytest.raises(SamplerMismatch):
+        tiny_trainer(tmp_path, trainer_class=shifted(0.11)).train()
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
 def test_a_difference_beyond_rounding_is_warned_of(tmp_path):
     trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.01), total_episodes=10)
     with pytest.warns(UserWarning, match=rf"{ABS} is 0.01 \(bound 0.001\).*old_policy: correct weights the loss"):
@@ -192,9 +306,9 @@ def test_after_short_responses_have_agreed_the_length_is_suspected(tmp_path, mon
     plain = trainer.collector.gather
 
     def disagreeing(rows, **how):
-        gathered = plain(rows, **how)
+        gathered, dropped = plain(rows, **how)
         gathered["rollout_logprobs"] += 0.2 * gathered["response_mask"]
-        return gathered
+        return gathered, dropped
 
     monkeypatch.setattr(type(trainer.collector), "gather", lambda self, rows, **how: disagreeing(rows, **how))
     with pytest.raises(ValueError, match=f"depends on the length .* as responses of {SHORT} tokens agreed before"):

@@ -2,6 +2,7 @@
 
 import errno
 import tempfile
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -135,6 +136,18 @@ def test_the_main_process_alone_needs_a_folder_to_write_to(tmp_path, monkeypatch
         check_start(run_config(tmp_path / "new/run"), None)
     monkeypatch.setenv("RANK", "1")
     check_start(run_config(tmp_path / "new/run"), None)
+
+
+def test_a_folder_that_this_user_may_not_search_is_refused_by_name(tmp_path, monkeypatch):
+    def exists(path, **kwargs):
+        if path.is_relative_to(tmp_path / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return True
+
+    # Root may search every folder.
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(ValueError, match="output_dir is '.*closed/run', but this user may not look into .*denied.*run"):
+        check_start(run_config(tmp_path / "closed/run"), None)
 
 
 def test_the_check_of_the_folder_leaves_nothing_there(tmp_path):

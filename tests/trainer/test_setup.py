@@ -75,7 +75,9 @@ def chat_prompts(tokenizer):
 def test_what_ends_a_turn_of_the_chat_template_ends_a_response_and_is_reported_once(tmp_path, capsys):
     phi = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
     trainer = tiny_trainer(tmp_path / "a", trainer_arguments=chat_prompts(phi), query_len=8, response_len=20)
-    assert capsys.readouterr().out.count("ends a turn with '<|end|>' (id 6)") == 1
+    reported = capsys.readouterr().out
+    assert reported.count("ends a turn with '<|end|>' (id 6)") == 1
+    assert "set truncate_tokens: [6] and truncate_after: 20 (response_len)" in reported
     assert trainer.sampling_params.stop_token_ids == (EOS, 6)
     rollouts = trainer.rollout(trainer.prompt_batches(0))
     ended = (rollouts["responses"] == 6).any(dim=1)
@@ -89,6 +91,15 @@ def test_what_ends_a_turn_of_the_chat_template_ends_a_response_and_is_reported_o
         tmp_path / "c", trainer_arguments={"eval_dataset": chat_prompts(phi)["train_dataset"], "processing_class": phi}
     )
     assert trainer.sampling_params.stop_token_ids == (EOS, 6)
+
+
+def test_a_turn_end_can_be_declined_as_the_message_says(tmp_path):
+    phi = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
+    how = {"query_len": 8, "response_len": 20, "truncate_tokens": [6], "truncate_after": 20}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=chat_prompts(phi), **how)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    inside = (rollouts["responses"] == 6)[:, :-1] & rollouts["response_mask"][:, 1:]
+    assert inside.any()
 
 
 def test_a_turn_end_that_the_user_or_the_model_names_is_left_to_them(tmp_path, capsys):
