@@ -1,8 +1,11 @@
 """Fingerprints agree where models and functions are the same, wherever they are, and differ where these differ."""
 
 import asyncio
+import dataclasses
+import enum
 import functools
 import hashlib
+import linecache
 import operator
 import re
 import struct
@@ -22,6 +25,7 @@ from alpaca_ppo.checkpoint.fingerprints import (
 )
 from alpaca_ppo.config.modules import load_module
 from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import tiny_config
 
 FUNCTION = """
 import functools
@@ -164,7 +168,7 @@ def test_a_moved_file_and_a_script_have_the_same_functions(tmp_path, monkeypatch
 def test_each_kind_of_callable_is_named_by_what_defines_it(tmp_path):
     module = written(tmp_path)
     source = r" \(source [0-9a-f]{16}\)"
-    reward, judge = f"rewards.reward{source}", f"rewards.Judge{source}"
+    reward, judge = f"rewards.reward{source} made with scale=1.0", f"rewards.Judge{source}"
     kinds = {
         reward: [module.reward, module.wrapped, module.cached],
         rf"rewards.<lambda>{source}": [module.short],
@@ -174,7 +178,7 @@ def test_each_kind_of_callable_is_named_by_what_defines_it(tmp_path):
         judge: [module.Judge],
         r"builtins\.len": [len],
         r"operator\.itemgetter.*": [operator.itemgetter(1)],
-        rf"tasks\.sleep{source}": [asyncio.sleep],
+        rf"tasks\.sleep{source} made with result=None": [asyncio.sleep],
         rf"{reward} with nothing": [functools.partial(module.reward)],
     }
     for pattern, callables in kinds.items():
@@ -208,7 +212,7 @@ def test_the_arguments_of_a_partial_are_compared(tmp_path):
     ]
     identities = [callable_identity(functools.partial(module.reward, **given)) for given in arguments]
     assert len(set(identities)) == len(identities)
-    assert identities[0].endswith(") with scale=2.0")
+    assert identities[0].endswith(" made with scale=1.0 with scale=2.0")
     again = [
         functools.partial(functools.partial(module.reward), scale=2.0),
         functools.partial(module.reward, table={"a", "b"}),
@@ -218,6 +222,110 @@ def test_the_arguments_of_a_partial_are_compared(tmp_path):
     assert callable_identity(functools.partial(module.reward, [1])) != callable_identity(
         functools.partial(module.reward, [2])
     )
+
+
+@dataclasses.dataclass
+class Rubric:
+    target: int
+    words: tuple = ()
+    calls: list = dataclasses.field(default_factory=list, compare=False)
+
+    def __call__(self, completions, **columns):
+        return [float(self.target)] * len(completions)
+
+
+def test_a_dataclass_counts_with_the_fields_that_make_it_equal():
+    def identity(**fields):
+        return callable_identity(Rubric(**fields))
+
+    assert identity(target=1).endswith(" with target=1, words=[]")
+    assert identity(target=1, calls=["a"]) == identity(target=1)
+    assert len({identity(target=1), identity(target=2), identity(target=1, words=("a",))}) == 3
+    as_argument = {callable_identity(functools.partial(len, Rubric(target))) for target in (1, 1, 2)}
+    assert len(as_argument) == 2
+    assert callable_identity(Rubric(1).__call__) != callable_identity(Rubric(2).__call__)
+    # What is not declared is not compared, and an option of the run is compared, or free, by itself.
+    configs = [functools.partial(len, tiny_config("run", **change)) for change in ({}, {"save_steps": 7})]
+    assert callable_identity(configs[0]) == callable_identity(configs[1])
+
+
+def make_reward(target=1, *, table=None):
+    def reward(completions, scale=target, *, offset=target, **columns):
+        return [scale * target + offset for _ in completions] if table is None else table
+
+    return reward
+
+
+class Mode(enum.Enum):
+    STRICT = 1
+    LAX = 2
+
+
+def test_closures_and_defaults_are_compared():
+    made = [{}, {"target": 100}, {"table": [1]}, {"table": nn.Linear(2, 2)}, {"table": nn.Linear(2, 2)}]
+    made += [{"table": Mode.STRICT}, {"table": Mode.LAX}, {"table": make_reward(3)}, {"table": make_reward(4)}]
+    identities = [callable_identity(make_reward(**how)) for how in made]
+    assert len(set(identities)) == len(identities)
+    assert identities[1].endswith(" made with offset=100, scale=100, table=None, target=100")
+    assert callable_identity(make_reward(table={"a": 1, "b": 2})) == callable_identity(
+        make_reward(table={"b": 2, "a": 1})
+    )
+
+
+def test_each_default_alone_is_compared():
+    def with_default(positional, keyword):
+        def reward(completions, scale=positional, *, offset=keyword):
+            return completions
+
+        return callable_identity(reward)
+
+    assert len({with_default(1, 1), with_default(2, 1), with_default(1, 2)}) == 3
+
+
+def test_what_refers_to_itself_has_an_identity():
+    def countdown(n):
+        return countdown(n - 1) if n else unset
+
+    identity = callable_identity(countdown)
+    unset = [countdown]
+    unset.append(unset)
+    assert identity.endswith("made with countdown=itself")
+    assert callable_identity(countdown).endswith("made with countdown=itself, unset=[itself, itself]")
+
+
+def test_lambdas_on_one_line_differ_and_what_else_is_there_does_not_matter(tmp_path):
+    pairs = written(
+        tmp_path, "a, b = lambda x: [x, 1], lambda x: [x, 2]\nc = lambda: (lambda x: [x, 1])\nd = lambda: 1\n"
+    )
+    other = written(tmp_path / "other", "def f(): pass\n\na = (3, lambda x: [x, 1], 4)[1]\n")
+    identity = {name: callable_identity(getattr(pairs, name)) for name in "abcd"}
+    assert len(set(identity.values())) == 4 and identity["a"] == callable_identity(other.a)
+    assert callable_identity(pairs.c()) == identity["a"].replace("<lambda>", "<lambda>.<locals>.<lambda>")
+    # Without columns, or with a file that no longer parses, by the line.
+    (tmp_path / "rewards.py").write_text("a, b = lambda x: [x, 1], lambda x: [x, 2] ???\n")
+    linecache.checkcache(str(tmp_path / "rewards.py"))
+    assert callable_identity(pairs.a) == callable_identity(pairs.b) != identity["a"]
+
+
+@pytest.mark.parametrize("long", [list(range(50_000)), {str(i): i for i in range(5_000)}, np.zeros(50_000)])
+def test_long_arguments_have_a_short_identity(long):
+    identities = {
+        callable_identity(function)
+        for function in (functools.partial(len, long), functools.partial(len, table=[long]), make_reward(table=long))
+    }
+    assert len(identities) == 3 and max(map(len, identities)) < 300
+    other = long.copy()
+    other[7 if not isinstance(long, dict) else "7"] = -1
+    assert callable_identity(functools.partial(len, other)) != callable_identity(functools.partial(len, long))
+
+
+def test_arrays_of_objects_and_weights_elsewhere_have_an_identity():
+    def identity(value):
+        return callable_identity(functools.partial(len, value))
+
+    assert identity(np.array([1, "a"], dtype=object)) == identity([1, "a"]) != identity([1, "b"])
+    assert identity(torch.zeros(2, device="meta")) != identity(torch.zeros(3, device="meta"))
+    assert identity(torch.zeros(2).to_sparse()).endswith("Tensor")
 
 
 def test_a_secret_in_an_argument_is_not_readable(tmp_path):
