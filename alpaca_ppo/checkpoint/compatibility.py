@@ -47,7 +47,10 @@ _REMEDIES = {
     "critic": "use the critic of the checkpoint's run",
     "peft_config": "use the adapter's settings of the checkpoint's run",
     "train_dataset": "use the rows of the checkpoint's run, in the same order, or set ignore_data_change: true",
-    "weights": "use the models that the checkpoint's run started from, or set ignore_model_change: true",
+    "weights": (
+        "use the models that the checkpoint's run started from (the reference may be a copy of its starting policy), "
+        "or set ignore_model_change: true"
+    ),
     "rewards": (
         "use the reward sources of the checkpoint's run, in the same order and with the same reward_weights, or set "
         "ignore_reward_change: true"
@@ -69,11 +72,11 @@ _MOST_NAMED = 5
 def start_identity(actor_critic: ActorCritic, reference: Reference | None, scorer: RewardScorer) -> dict[str, Any]:
     """The models and rewards that a run starts from, as plain values.
 
-    Call it before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Of a policy with
-    adapters, and of a critic, the weights that are trained are left out: they come from the checkpoint, and nothing
-    else is built from them.
+    Call it before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Of policy and
+    critic, the weights that are trained are left out: they come from the checkpoint, and what else is built from them,
+    a copied reference, is compared itself.
     """
-    weights = {"policy": _started(actor_critic.policy), "reference": _reference_identity(reference)}
+    weights = _frozen_policy(actor_critic.policy) | {"reference": _reference_identity(reference)}
     critic = {} if actor_critic.critic is None else dict(actor_critic.critic.named_parameters())
     if frozen := {name: parameter for name, parameter in critic.items() if not parameter.requires_grad}:
         weights["critic"] = f"weights {tensors_fingerprint(frozen)}"
@@ -81,13 +84,12 @@ def start_identity(actor_critic: ActorCritic, reference: Reference | None, score
     return {"weights": weights, "rewards": [_source_identity(source) | {"weight": w} for source, w in sources]}
 
 
-def _started(policy: Policy) -> str:
-    state = model_state(policy.model)
-    if policy.adapters is not None:
-        named = policy.model.named_parameters(remove_duplicate=False)
-        left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
-        state = {name: tensor for name, tensor in state.items() if name not in left_out}
-    return f"weights {tensors_fingerprint(state)}"
+def _frozen_policy(policy: Policy) -> dict[str, str]:
+    """The part of the policy that is not trained, under the entry `policy`; nothing if all of it is."""
+    named = policy.model.named_parameters(remove_duplicate=False)
+    left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
+    frozen = {name: tensor for name, tensor in model_state(policy.model).items() if name not in left_out}
+    return {"policy": f"weights {tensors_fingerprint(frozen)}"} if frozen else {}
 
 
 def _reference_identity(reference: Reference | None) -> str:
@@ -117,14 +119,14 @@ def run_identity(
     actor_critic: ActorCritic,
     *,
     start: Mapping[str, Any],
-    optimizer_steps: int,
+    optimizer_steps: int | None,
 ) -> dict[str, Any]:
     """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
 
     Fields of `args`, tokenizer, training prompts with their columns, architectures, for adapters their configuration,
     and `start`, the run's `start_identity`. A changed field must be rejected because it would take effect only in part
     (the optimizer's state, for example, has the old learning rate). `optimizer_steps`, of the whole run, are included
-    if the learning rate depends on them.
+    if the learning rate depends on them; pass None if the schedule is not the one that `args` names.
     """
     policy = actor_critic.policy
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
@@ -138,7 +140,7 @@ def run_identity(
         identity["peft_config"] = policy.adapters.describe(POLICY)
     left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
     identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
-    if depends_on_length(args.lr_scheduler_type):
+    if optimizer_steps is not None and depends_on_length(args.lr_scheduler_type):
         identity["lr_schedule"] = {"optimizer_steps": optimizer_steps}
     return identity | {"train_dataset": data_identity(train_prompts), **start}
 

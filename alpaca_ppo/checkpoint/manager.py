@@ -123,8 +123,8 @@ class CheckpointManager:
         components: returns what else a checkpoint holds, by name.
         best: decides which checkpoint is the best.
         identity: what a resumed run must share, by entry; called on the main process when saving.
-        check: called on every rank with the folder and the saved entries before anything changes; raises if the run
-            cannot resume from them.
+        check: called on the main process, with the folder and the saved entries, before anything changes; raises if the
+            run cannot resume from them. It must not contain collectives.
         save_total_limit: checkpoints to keep, the newest and the best among them; None = all.
     """
 
@@ -220,10 +220,20 @@ class CheckpointManager:
         return extra
 
     def _check_entries(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        saved, here = set(extra["components"]), set(self._components())
-        if saved != here:
-            raise ValueError(
-                f"checkpoint {folder} holds the components {', '.join(sorted(saved))}, but this trainer has "
-                f"{', '.join(sorted(here))}; resume with the trainer class that wrote it"
-            )
-        self._check(folder, extra)
+        with collectives.raise_on_all_ranks(self._accelerator):
+            for entry in ("components", "best"):
+                if not isinstance(extra.get(entry), Mapping):
+                    raise ValueError(
+                        f"{folder / directory.FILES[1]} has no entry {entry}, which every checkpoint has; resume "
+                        "from another checkpoint, or start a new run in another output_dir"
+                    )
+            saved, here = set(extra["components"]), set(self._components())
+            if saved != here:
+                raise ValueError(
+                    f"checkpoint {folder} holds the components {', '.join(sorted(saved))}, but this trainer has "
+                    f"{', '.join(sorted(here))}; resume with the trainer class that wrote it"
+                )
+            # The saved identity is that of the main process. Other ranks may have another one: a reward function may be
+            # given the device or the port of its rank.
+            if self._accelerator.is_main_process:
+                self._check(folder, extra)

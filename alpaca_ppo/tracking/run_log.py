@@ -66,6 +66,8 @@ class RunLog:
             the run will write them again. None keeps all records.
         step_ended: False if step `resume_step` has written its table of rollouts, but not its line of metrics.
         resume_skipped: the number of updates skipped up to `resume_step`; records of later ones are removed too.
+        resume_lines: the number of lines of metrics that the run had written up to `resume_step`; later ones are
+            removed too, whatever their step. None keeps them.
 
     Raises:
         ValueError: as `tracker_names`.
@@ -82,15 +84,17 @@ class RunLog:
         resume_step: int | None = -1,
         step_ended: bool = True,
         resume_skipped: int = 0,
+        resume_lines: int | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(output_dir)
         self.is_main = accelerator.is_main_process
+        self._before_train = resume_step is None
         names = tracker_names(report_to)
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped)
+                _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped, resume_lines)
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
@@ -98,11 +102,12 @@ class RunLog:
             purge = None if resume_step is None else resume_step + step_ended
             self._start_trackers(names, run_name or self.output_dir.resolve().name, dict(config), purge)
 
-    def rewind(self, *, resume_step: int, step_ended: bool, resume_skipped: int) -> None:
+    def rewind(self, *, resume_step: int, step_ended: bool, resume_skipped: int, resume_lines: int | None) -> None:
         """Removes the records of later steps, as the constructor does, from a log that is open already."""
+        self._before_train = False
         if not self.is_main:
             return
-        _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped)
+        _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped, resume_lines)
         for board in self._tensorboards() if self._owns_trackers else []:
             # The next event opens a new file, which starts with the purge.
             board.tracker.close()
@@ -136,8 +141,18 @@ class RunLog:
             self._write_rows("rollouts", rows, step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Writes all `rows` to <name>/step_<step>.jsonl, and the first 16 as a text table to TensorBoard."""
-        if self.is_main:
+        """Writes all `rows` to <name>/step_<step>.jsonl, and the first 16 as a text table to TensorBoard.
+
+        A table of step 0 that a run with checkpoints left is kept until `train` begins (`rewind`): a resumed run does
+        not write it again.
+        """
+        path = self.output_dir / name / f"step_{step:06d}.jsonl"
+        kept = self._before_train and step == 0 and path.exists() and any(self.output_dir.glob("checkpoint-*"))
+        if kept:
+            self.message(
+                f"{path} stays as the run in this folder wrote it; for another table choose another output_dir"
+            )
+        elif self.is_main:
             self._write_rows(name, rows, step)
             for tracker in self._tensorboards():
                 tracker.tracker.add_text(f"{name}/table", markdown_table(rows[:_MAX_TABLE_ROWS]), step)
@@ -220,11 +235,12 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def _remove_records_after(output_dir: Path, step: int, step_ended: bool, skipped: int) -> None:
+def _remove_records_after(output_dir: Path, step: int, step_ended: bool, skipped: int, lines: int | None) -> None:
     """Removes what a run that resumes after `step` writes again: tables of later steps, lines of metrics (that of
-    `step` too, unless `step_ended`), and updates skipped after the first `skipped`.
+    `step` too, unless `step_ended`), and updates skipped after the first `skipped`. Also lines of metrics that were
+    added after the first `lines`.
     """
-    _keep_lines_up_to(output_dir / "metrics.jsonl", "step", step - (not step_ended))
+    _keep_lines_up_to(output_dir / "metrics.jsonl", "step", step - (not step_ended), lines)
     _keep_lines_up_to(output_dir / "skipped_updates.jsonl", "number", skipped)
     for folder in _TABLE_FOLDERS:
         for path in (output_dir / folder).glob("step_*.jsonl"):
@@ -233,15 +249,20 @@ def _remove_records_after(output_dir: Path, step: int, step_ended: bool, skipped
                 path.unlink()
 
 
-def metrics_identity(output_dir: Path, step: int) -> dict[str, Any]:
-    """Returns number and hash of the lines of metrics.jsonl up to `step`. The timings in them make a run unique."""
+def metrics_identity(output_dir: Path, step: int, most: int | None = None) -> dict[str, Any]:
+    """Returns number and hash of the lines of metrics.jsonl up to `step`, at `most` so many of them.
+
+    The timings in them make a run unique.
+    """
     path = output_dir / "metrics.jsonl"
-    lines = _lines_up_to(path, "step", step) if path.exists() else []
+    lines = _lines_up_to(path, "step", step)[:most] if path.exists() else []
     return {"lines": len(lines), "sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
 
 
 def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> None:
-    """Checks that metrics.jsonl, up to `step`, is empty or has the lines that the checkpoint's run had written.
+    """Checks that metrics.jsonl, up to `step`, is empty or starts with the lines that the checkpoint's run had written.
+
+    More lines may follow, such as those of an evaluation that was logged before resuming; `RunLog` removes them.
 
     Args:
         output_dir: folder of metrics.jsonl.
@@ -251,7 +272,7 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> No
     Raises:
         ValueError: if the lines belong to another run, which resuming would mix with this one.
     """
-    found = metrics_identity(output_dir, step)
+    found = metrics_identity(output_dir, step, written["lines"])
     if found["lines"] and found != written:
         raise ValueError(
             f"{output_dir / 'metrics.jsonl'} does not belong to the run that wrote the checkpoint: its "
@@ -268,10 +289,10 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _keep_lines_up_to(path: Path, key: str, last: int) -> None:
-    """Removes the lines of `path` whose `key` is above `last`."""
+def _keep_lines_up_to(path: Path, key: str, last: int, most: int | None = None) -> None:
+    """Removes the lines of `path` whose `key` is above `last`, and of the others all after the first `most`."""
     if path.exists():
-        write_text_atomically(path, "".join(_lines_up_to(path, key, last)))
+        write_text_atomically(path, "".join(_lines_up_to(path, key, last)[:most]))
 
 
 def _lines_up_to(path: Path, key: str, last: int) -> list[str]:

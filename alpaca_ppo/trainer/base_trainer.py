@@ -54,6 +54,8 @@ class BaseTrainer(ABC):
     updater: Updater
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
+    has_own_schedule: bool
+    """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
@@ -283,10 +285,12 @@ class BaseTrainer(ABC):
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
         folder = self.checkpoints.find(resume_from_checkpoint)
         seed_random_states(self.args.seed, self.accelerator.process_index)
+        lines = None
         if folder is None:
             self.progress.advance()
         else:
             extra = self.checkpoints.load(folder)
+            lines = extra["metrics"]["lines"]
             self._compare_eval_data(extra["eval_dataset"])
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
@@ -299,6 +303,7 @@ class BaseTrainer(ABC):
             resume_step=-1 if self.progress.at_start else self.progress.step,
             step_ended=self.progress.step_ended,
             resume_skipped=self.progress.skipped_updates,
+            resume_lines=lines,
         )
         self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
@@ -326,7 +331,7 @@ class BaseTrainer(ABC):
             self.processing_class,
             self.actor_critic,
             start=self.start_identity,
-            optimizer_steps=self.optimizer_steps,
+            optimizer_steps=None if self.has_own_schedule else self.optimizer_steps,
         )
 
     def _saved_identity(self) -> dict[str, Any]:
@@ -338,7 +343,10 @@ class BaseTrainer(ABC):
         }
 
     def _check_saved(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it."""
+        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it.
+
+        Called on the main process only, whose identity was saved and which alone writes records.
+        """
         check_identity(folder, extra, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
 

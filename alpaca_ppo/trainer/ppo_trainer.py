@@ -123,6 +123,7 @@ class PPOTrainer(BaseTrainer):
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
+        self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         self.kl_controller = setup.make_kl_controller(args)
@@ -440,7 +441,8 @@ class PPOTrainer(BaseTrainer):
         as `eval/*`.
 
         Sampled evaluations use the same random numbers each time, so that differences come from the policy. The table
-        goes to eval/step_*.jsonl.
+        goes to eval/step_*.jsonl; called before `train`, it does not replace one that a run with checkpoints has left
+        there.
 
         Raises:
             ValueError: when the trainer has no eval dataset.

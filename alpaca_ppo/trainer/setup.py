@@ -163,7 +163,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
 def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
     """The run's log on disk and in the trackers.
 
-    `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended` and `resume_skipped`.
+    `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended`, `resume_skipped` and `resume_lines`.
     """
     return RunLog(
         accelerator,

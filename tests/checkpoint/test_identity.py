@@ -77,12 +77,13 @@ def test_another_starting_policy_is_refused_unless_that_is_asked_for(tmp_path):
     run = tmp_path / "run"
     tiny_trainer(run, **{**RUN, "total_episodes": 10}).train()
     here = f"is {WEIGHTS} in the checkpoint and {WEIGHTS} here"
-    remedy = "; use the models that the checkpoint's run started from, or set ignore_model_change: true$"
+    remedy = (
+        r"; use the models that the checkpoint's run started from \(the reference may be a copy of its starting "
+        r"policy\), or set ignore_model_change: true$"
+    )
     other = {"model": tiny_causal_lm("llama", seed=5)}
     # The reference is a copy of it, so that the KL would be measured from elsewhere.
-    refuse(
-        run, f"checkpoint-1 does not match this run: the starting policy {here}, the reference {here}{remedy}", **other
-    )
+    refuse(run, f"checkpoint-1 does not match this run: the reference {here}{remedy}", **other)
     other = {"model": tiny_causal_lm("llama", seed=5)}
     trainer = tiny_trainer(run, **RUN, **other, ignore_model_change=True)
     trainer.train(resume_from_checkpoint=True)
@@ -90,7 +91,7 @@ def test_another_starting_policy_is_refused_unless_that_is_asked_for(tmp_path):
     other = {"model": tiny_causal_lm("llama", seed=5), "total_episodes": 30}
     tiny_trainer(run, **{**RUN, **other}).train(resume_from_checkpoint=True)
     assert steps(run) == [1, 2, 3]
-    refuse(run, "the starting policy is", total_episodes=40)
+    refuse(run, "the reference is", total_episodes=40)
 
 
 def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
@@ -98,7 +99,31 @@ def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
     first.train()
     # The same trainer remembers its start; another one gets the weights after training.
     first.train(resume_from_checkpoint=True)
-    refuse(tmp_path, "the starting policy is", model=first.actor_critic.policy.model)
+    refuse(tmp_path, "the reference is", model=first.actor_critic.policy.model)
+
+
+@pytest.mark.parametrize("reference", ["none", "another model"])
+def test_a_starting_policy_from_which_nothing_is_built_may_change(reference, models, tmp_path):
+    settings = {"reference": "none", "use_kl_in_reward": False} if reference == "none" else {}
+    settings["reference"] = "none" if reference == "none" else str(models / "reference")
+    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **settings).train()
+    tiny_trainer(tmp_path, **RUN, **settings, model=tiny_causal_lm("llama", seed=5)).train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_the_frozen_part_of_a_policy_is_compared(tmp_path):
+    def made(seed, frozen_seed):
+        model = tiny_causal_lm("llama")
+        layers = model.model.layers
+        for layer, number in ((layers[0], frozen_seed), (layers[1], seed)):
+            layer.mlp.up_proj.weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
+        return layers[0].mlp.requires_grad_(False) and model
+
+    settings = {**RUN, "reference": "none", "use_kl_in_reward": False}
+    tiny_trainer(tmp_path, **{**settings, "total_episodes": 10}, model=made(1, 1)).train()
+    refuse(tmp_path, f"run: the starting policy is {WEIGHTS} in the checkpoint", **settings, model=made(1, 2))
+    tiny_trainer(tmp_path, **settings, model=made(2, 1)).train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_reference_in_host_memory_is_the_same_reference(tmp_path):
@@ -169,8 +194,8 @@ def test_one_error_names_everything_that_differs(run, models):
     change = changed(models, "function", "reference")
     refuse(
         run,
-        rf"args.lam is 0.95 in the checkpoint and 0.5 here; change it back.*\. Also, the starting policy is {WEIGHTS}"
-        r".*, the reference is .*; use the models .*\. Also, the function of reward source 0 \(count_tokens\) is ",
+        r"args.lam is 0.95 in the checkpoint and 0.5 here; change it back"
+        r".*\. Also, the reference is .*; use the models .*\. Also, the function of reward source 0 \(count",
         **{**RUN, **change, "lam": 0.5, "model": tiny_causal_lm("llama", seed=5)},
     )
 
@@ -222,6 +247,37 @@ def test_what_a_function_is_made_of_is_compared(tmp_path):
     )
     refuse(tmp_path, r" and test_identity.Judge.first \(source .* of test_identity.Judge \(source ", **judged("method"))
     tiny_trainer(tmp_path, **RUN, **judged("partial")).train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_each_rank_may_have_a_reward_function_of_its_own(tmp_path, monkeypatch):
+    def of_rank(rank):
+        return {"trainer_arguments": {"reward_funcs": partial(scaled, scale=2.0, device=f"cuda:{rank}")}}
+
+    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **of_rank(0)).train()
+    refuse(tmp_path, r"the function of reward source 0 \(scaled\) is", **of_rank(1))
+    # As on rank 1, which does not compare: the main process has saved its own identity.
+    trainer = tiny_trainer(tmp_path, **RUN, **of_rank(1))
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
+    trainer.checkpoints.load(tmp_path / "checkpoint-1")
+    assert trainer.state.global_step == 1
+
+
+def test_a_reward_function_made_with_another_value_is_refused(tmp_path):
+    def making(target):
+        def reward(completion_ids, **columns):
+            seen.append(target)
+            return [float(target)] * len(completion_ids)
+
+        seen = []
+        return {"trainer_arguments": {"reward_funcs": reward}}
+
+    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **making(1)).train()
+    refuse(
+        tmp_path, r"made with seen=\[\], target=1 in the checkpoint and .* made with .*target=100 here", **making(100)
+    )
+    # What the function has collected meanwhile is not in a function that is made again.
+    tiny_trainer(tmp_path, **RUN, **making(1)).train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
 
 
@@ -293,6 +349,19 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     refuse(run, message.format(3), **{**settings, **fewer, "total_episodes": None, "total_epochs": 1})
     same = {**settings, **fewer, "total_episodes": None, "total_epochs": 2}
     tiny_trainer(run, **same).train(resume_from_checkpoint=True)
+
+
+def test_a_schedule_that_the_user_passes_does_not_bind_the_length(tmp_path):
+    def made(episodes):
+        model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        given = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))}
+        settings = {**RUN, "lr_scheduler_type": "cosine", "total_episodes": episodes}
+        return tiny_trainer(tmp_path, **settings, model=model, trainer_arguments=given)
+
+    made(10).train()
+    made(20).train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_which_schedules_depend_on_the_length_of_the_run():

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,7 +45,7 @@ class StopAfter(TrainerCallback):
         return control
 
 
-def noisy_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+def noisy_reward(completion_ids: list[list[int]], device: str, **columns: Any) -> list[float]:
     """`count_even` with a little of each random number generator of this process: a judge that is not sure."""
     scores = count_even([], [], completion_ids)
     return [score + random.random() + numpy.random.rand() + float(torch.rand(())) for score in scores]
@@ -103,7 +104,8 @@ def made_trainer(
     elif "reward_adapter" in overrides:
         arguments["reward_funcs"] = [count_even]
     if noisy:
-        arguments["reward_funcs"] = noisy_reward
+        # As a judge on the GPU of its rank.
+        arguments["reward_funcs"] = partial(noisy_reward, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     if flaky:
         arguments["reward_funcs"] = [count_even, flaky_reward]
     if eval_prompts:
@@ -151,10 +153,11 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
     AcceleratorState._reset_state()
     other = made_trainer(output_dir, model_seed=1, **overrides)
     before = sorted((path, path.stat().st_mtime_ns) for path in Path(output_dir).rglob("*"))
+    refused = ValueError if other.accelerator.is_main_process else RuntimeError
     try:
         other.train(resume_from_checkpoint=resume)
-    except ValueError as error:
-        assert "the starting policy is weights" in str(error) and "the reference is" in str(error), error
+    except refused as error:
+        assert "the reference is weights" in str(error) and "starting policy" in str(error), error
     else:
         raise AssertionError("a run resumed from the weights of another model")
     other.accelerator.wait_for_everyone()

@@ -1,6 +1,7 @@
 """A run that was stopped and resumed is the run that was never stopped, to the last bit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -99,6 +100,32 @@ def test_a_trainer_that_evaluates_first_starts_a_new_run_without_the_records_of_
     assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
     assert (tmp_path / "eval/step_000000.jsonl").exists()
     assert len(board(tmp_path).Tensors("run.yaml/text_summary")) == 1
+
+
+def test_what_is_logged_before_resuming_does_not_change_the_records(tmp_path):
+    arguments = {"eval_dataset": prompts(3)}
+    settings = {"save_steps": 1, "trainer_arguments": arguments}
+    tiny_trainer(tmp_path, **settings, total_episodes=10).train()
+    table = (tmp_path / "eval/step_000000.jsonl").read_bytes()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    trainer = tiny_trainer(tmp_path, **settings, total_episodes=20, model=tiny_causal_lm("llama"))
+    for parameter in trainer.actor_critic.policy.parameters():
+        # Of other weights than the run began with, so that its table would be another.
+        parameter.data.mul_(-1)
+    stats = trainer.evaluate()
+    assert (tmp_path / "eval/step_000000.jsonl").read_bytes() == table
+    trainer.run_log.log(stats, 0)
+    trainer.run_log.log(stats, 1)
+    trainer.train(resume_from_checkpoint=True)
+    assert (tmp_path / "eval/step_000000.jsonl").read_bytes() == table
+    after = (tmp_path / "metrics.jsonl").read_text()
+    assert after.startswith(before) and [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2]
+    assert len(list((tmp_path / "eval").iterdir())) == 3
+    # A folder without checkpoints holds the tables of whoever evaluates there.
+    for path in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    tiny_trainer(tmp_path, **settings, model=tiny_causal_lm("llama", seed=9)).evaluate()
+    assert (tmp_path / "eval/step_000000.jsonl").read_bytes() != table
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
