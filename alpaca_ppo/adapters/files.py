@@ -35,6 +35,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "base_model_name_or_path": (str, "text"),
     "task_type": (str, "text"),
     "modules_to_save": (list | set, "a list of names"),
+    "target_parameters": (list | set, "a list of names"),
     "target_modules": (list | set | str, "a list of names, or one pattern"),
     "exclude_modules": (list | set | str, "a list of names, or one pattern"),
     "r": (int, "an integer"),
