@@ -43,6 +43,19 @@ class Report(TrainerCallback):
                 file.write(f"checkpoint-{state.global_step}\n")
 
 
+class Held:
+    """`count_even`, some seconds later: an attribute of an object, which a resumed run may change."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+    ) -> Any:
+        time.sleep(self.seconds)
+        return count_even(prompts, completions, completion_ids)
+
+
 def befall(what: str) -> None:
     """Does to this process what the name says."""
     if what == "raise":
@@ -99,12 +112,7 @@ def run(output_dir: str, *settings: str) -> PPOTrainer:
     """Trains, resuming where there is a checkpoint; `hold=SECONDS` are spent in every reward call."""
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
     rank, troubles, unlucky = int(os.environ.get("RANK", 0)), overrides.pop("trouble", ""), overrides.pop("rank", 0)
-    hold = float(overrides.pop("hold", 0.0))
-
-    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> Any:
-        time.sleep(hold)
-        return count_even(prompts, completions, completion_ids)
-
+    reward = Held(float(overrides.pop("hold", 0.0)))
     arguments = {"reward_funcs": reward, "eval_dataset": prompts(3), "callbacks": [Report]}
     trainer = tiny_trainer(output_dir, trainer_arguments=arguments, **{**RUN, **overrides})
     if rank == unlucky:
