@@ -239,10 +239,13 @@ def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_train
     """`model` with the adapter in `folder` (or hub id), under PEFT's default name; `field` names it in errors.
 
     Raises:
-        ValueError: when the adapter is damaged, does not fit the model or lacks weights.
+        ValueError: when the adapter is damaged, does not fit the model, lacks weights, or is one that this package
+            cannot handle.
     """
     with loading(f"{field}: no adapter can be loaded from {folder!r}", folder, "save or download the adapter again"):
         peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=is_trainable)
+    # Loading translates the names of an older PEFT, and only then the layers of experts show as parameters.
+    lora_config(peft.peft_config[POLICY], field)
     # PEFT only warns of these, and starts them at random.
     if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(weight_shapes(field, folder))):
         raise ValueError(

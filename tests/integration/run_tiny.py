@@ -46,7 +46,7 @@ class StopAfter(TrainerCallback):
         return control
 
 
-def noisy_reward(completion_ids: list[list[int]], device: str, **columns: Any) -> list[float]:
+def noisy_reward(completion_ids: list[list[int]], device: str = "cpu", **columns: Any) -> list[float]:
     """`count_even` with a little of each random number generator of this process: a judge that is not sure."""
     scores = count_even([], [], completion_ids)
     return [score + random.random() + numpy.random.rand() + float(torch.rand(())) for score in scores]

@@ -305,12 +305,12 @@ def test_after_short_responses_have_agreed_the_length_is_suspected(tmp_path, mon
     trainer = tiny_trainer(tmp_path)
     plain = trainer.collector.gather
 
-    def disagreeing(rows, **how):
-        gathered, dropped = plain(rows, **how)
+    def disagreeing(rows, passes, **how):
+        gathered, dropped = plain(rows, passes, **how)
         gathered["rollout_logprobs"] += 0.2 * gathered["response_mask"]
         return gathered, dropped
 
-    monkeypatch.setattr(type(trainer.collector), "gather", lambda self, rows, **how: disagreeing(rows, **how))
+    monkeypatch.setattr(type(trainer.collector), "gather", lambda self, *rows, **how: disagreeing(*rows, **how))
     with pytest.raises(ValueError, match=f"depends on the length .* as responses of {SHORT} tokens agreed before"):
         trainer.train()
 
