@@ -97,9 +97,9 @@ def sweep(folder: Path, *, before: str = "", stride: int = 1) -> int:
 
 
 class Victim:
-    """A real start of the run, in a session of its own."""
+    """A real start of the run, in a session of its own; `hold` seconds are spent in every reward call."""
 
-    def __init__(self, folder: Path, processes: int) -> None:
+    def __init__(self, folder: Path, processes: int, hold: float = 0.02) -> None:
         self.folder, self.processes, self.earlier = folder, processes, set[int]()
         # Ranks of an earlier start, whose launcher was killed, may still be there and note their phases.
         self.earlier = {self.phase(rank)[0] for rank in range(processes)}
@@ -107,7 +107,7 @@ class Victim:
             (folder / f"phase{rank}.txt").unlink(missing_ok=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(folder.with_suffix(".log"), "a")
-        own = command(SCRIPT, folder, "hold=0.02", config=None if processes == 1 else "ddp")
+        own = command(SCRIPT, folder, f"hold={hold}", config=None if processes == 1 else "ddp")
         self.process = subprocess.Popen(own, env=ENVIRONMENT, stdout=self.log, stderr=self.log, start_new_session=True)
 
     def phase(self, rank: int) -> tuple[int, str]:

@@ -79,7 +79,8 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
 def test_ranks_end_soon_after_their_launcher_is_killed_and_a_run_started_at_once_waits_for_them(tmp_path, capsys):
     parts = tmp_path / "parts"
     # A real launcher: the ranks know theirs by its command line.
-    victim = Victim(parts, processes=2)
+    # After the kill the run would take 6 seconds to end by itself, and its ranks notice it in 3.
+    victim = Victim(parts, processes=2, hold=1.5)
     assert victim.kill_in("step_with_rollouts", occurrence=2, delay=0.1, ranks=[LAUNCHER])
     assert victim.wait() == -signal.SIGKILL
     ranks = [psutil.Process(victim.phase(rank)[0]) for rank in (0, 1)]
