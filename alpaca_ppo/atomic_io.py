@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-_SUFFIX = ".alpaca_ppo-tmp"
+TEMPORARY_SUFFIX = ".alpaca_ppo-tmp"
 """Ends the hidden name of a text that is being written, or of the working folder (with _MARKER inside) of a folder."""
 _MARKER = "written-by-alpaca_ppo"
 _NEW, _OLD, _REMOVED = "new", "old", "removed"
@@ -110,7 +110,7 @@ def list_committed(parent: StrPath, pattern: str) -> list[Path]:
     that is returned here.
     """
     found = {path for path in Path(parent).glob(pattern) if path.is_dir()}
-    hidden = {_visible(work) for work in Path(parent).glob(f".{pattern}{_SUFFIX}")}
+    hidden = {_visible(work) for work in Path(parent).glob(f".{pattern}{TEMPORARY_SUFFIX}")}
     return sorted(found | {path for path in hidden if committed_path(path).is_dir()})
 
 
@@ -131,16 +131,16 @@ def clean_leftovers(folder: StrPath) -> None:
 
     Anything that this module did not write stays. One process may call this, while no other one uses `folder`.
     """
-    for hidden in Path(folder).glob(f".?*{_SUFFIX}"):
+    for hidden in Path(folder).glob(f".?*{TEMPORARY_SUFFIX}"):
         _finish(_visible(hidden))
 
 
 def _hidden(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_SUFFIX}")
+    return path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
 
 
 def _visible(hidden: Path) -> Path:
-    return hidden.with_name(hidden.name[1 : -len(_SUFFIX)])
+    return hidden.with_name(hidden.name[1 : -len(TEMPORARY_SUFFIX)])
 
 
 def _open_work(path: Path) -> Path:

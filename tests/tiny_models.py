@@ -113,6 +113,16 @@ def tiny_config(arch: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrai
     return AutoConfig.for_model(model_type, **{**fields, **special, **overrides})
 
 
+SMALLEST: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""Overrides that make a llama as small as it can be, where many are loaded."""
+
+
 def tiny_causal_lm(
     arch: str, *, vocab_size: int = 64, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from alpaca_ppo.atomic_io import committed_path
+from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, committed_path
 from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run, resolve_checkpoint
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
 from alpaca_ppo.checkpoint.size import checkpoint_bytes
@@ -135,7 +135,7 @@ def _check_hub_id(name: str) -> None:
 def _check_writable(folder: Path, args: PPOConfig) -> None:
     try:
         # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".alpaca_ppo-tmp"):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=TEMPORARY_SUFFIX):
             pass
     except OSError as error:
         raise ValueError(

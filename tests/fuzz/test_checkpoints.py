@@ -17,17 +17,10 @@ from alpaca_ppo.checkpoint.directory import FILES, newest_checkpoint, write_mani
 from alpaca_ppo.trainer.preflight import check_start
 from tests.fuzz.mutations import mutated_bytes, mutated_tree, values
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
-from tests.tiny_models import tiny_causal_lm
+from tests.tiny_models import SMALLEST, tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
 
 JSON_FILES = ("manifest.json", "state.json")
-SMALL = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +28,10 @@ def run(tmp_path_factory):
     """The output folder of a run of two steps with a checkpoint of each, and a trainer that could resume it."""
     output_dir = tmp_path_factory.mktemp("checkpoints") / "run"
     torch.set_num_threads(1)
-    model = tiny_causal_lm("llama", **SMALL)
+    model = tiny_causal_lm("llama", **SMALLEST)
     tiny_trainer(output_dir, model=model, save_steps=1).train()
     shutil.rmtree(output_dir / "final")
-    trainer = tiny_trainer(output_dir, model=tiny_causal_lm("llama", **SMALL), save_steps=1)
+    trainer = tiny_trainer(output_dir, model=tiny_causal_lm("llama", **SMALLEST), save_steps=1)
     return output_dir, trainer
 
 

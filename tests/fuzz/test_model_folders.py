@@ -30,15 +30,8 @@ from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.rewards.reward_model import build_model_reward
 from tests.fuzz.mutations import mutated_bytes, mutated_tree, texts
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
-from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_models import SMALLEST, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
-SMALL = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 attempt = partial(outcome, may_warn=True)
 """`outcome`, with warnings of transformers and PEFT about what they read."""
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -48,8 +41,8 @@ LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 def folders(tmp_path_factory):
     """A folder of each kind by its name."""
     root = tmp_path_factory.mktemp("folders")
-    tiny_causal_lm("llama", **SMALL).save_pretrained(root / "policy")
-    tiny_sequence_classifier("llama", **SMALL).save_pretrained(root / "reward")
+    tiny_causal_lm("llama", **SMALLEST).save_pretrained(root / "policy")
+    tiny_sequence_classifier("llama", **SMALLEST).save_pretrained(root / "reward")
     for name in ("policy", "reward"):
         tiny_tokenizer().save_pretrained(root / name)
     base = load_causal_lm(str(root / "policy"))
@@ -73,7 +66,7 @@ def load_reward_model(folder: str) -> Any:
 
 @lru_cache(maxsize=1)
 def base() -> Any:
-    return tiny_causal_lm("llama", **SMALL)
+    return tiny_causal_lm("llama", **SMALLEST)
 
 
 def check_reward_adapter_on_base(folder: str) -> None:
