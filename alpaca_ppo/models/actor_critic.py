@@ -73,6 +73,11 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = critic
 
+    @property
+    def padding_free(self) -> bool:
+        """Whether the passes of policy and critic run on packed rows, without padding."""
+        return False
+
     def forward(
         self,
         queries: Tensor,
