@@ -165,7 +165,8 @@ class Updater:
         stats, failure, self._faults = StatsAccumulator(), None, []
         # Gradients of an update that was skipped or interrupted, or did not fit into memory, must not reach this one.
         self.engine.begin()
-        for number, (positions, batch) in enumerate(zip(plan, self._micro_batches(rollouts, rows, plan, shared))):
+        batches = self._micro_batches(rollouts, rows, plan, shared)
+        for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
             # A rank that has failed still takes part in what the ranks agree on before each micro-batch.
             poll()
             if failure is not None:
@@ -186,10 +187,8 @@ class Updater:
                     raise self.budget.unrepeatable(failure) from error
                 self._critic_weights = []
                 continue
-            stats.add(
-                _with_first_ratio_error(micro_stats, policy_unchanged=policy_unchanged),
-                tokens=int(mask[positions].sum()),
-            )
+            measured = _with_first_ratio_error(micro_stats, policy_unchanged=policy_unchanged)
+            stats.add(measured, tokens=int(mask[positions].sum()))
             stats.add_padding(own, padded=not self.budget.padding_free)
             self._check_critic_weight()
         failures = self._failures(failure)
