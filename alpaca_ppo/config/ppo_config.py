@@ -314,6 +314,11 @@ class PPOConfig:
     trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = argument(
+        "adamw_torch_fused",
+        "Implementation of AdamW, by transformers' names: adamw_torch_fused updates everything in one pass (on CPU and "
+        "CUDA), adamw_torch is torch's default. A resumed run keeps its checkpoint's.",
+    )
     lr_scheduler_type: str = argument(
         "constant",
         "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
