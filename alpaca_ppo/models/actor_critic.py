@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
 
@@ -50,6 +51,8 @@ class Critic(nn.Module):
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
         super().__init__()
         assert backbone is None or not has_adapter
+        if backbone is not None:
+            use_torch_activations(backbone)
         self.head = head
         self.backbone = backbone
         self.has_adapter = has_adapter

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.activations import use_torch_activations
 
 
 class PolicyOutputs(NamedTuple):
@@ -28,7 +29,8 @@ class PolicyOutputs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied.
+    """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied; some of its
+    activations are replaced by faster ones (`activations`).
 
     Args:
         model: the language model; `AdapterSet.model` if it has adapters.
@@ -44,6 +46,7 @@ class Policy(nn.Module):
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
         _check_architecture(model)
+        use_torch_activations(model)
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
