@@ -87,6 +87,8 @@ class ActorCritic(nn.Module):
         chunk_size: int,
         with_policy: bool = True,
         with_critic: bool = True,
+        with_entropies: bool = True,
+        kept_bytes: float = 0,
         value_taus: Tensor | None = None,
     ) -> ActorCriticOutputs:
         """Returns log-probabilities, entropies and values (B, R) of `responses`.
@@ -100,6 +102,8 @@ class ActorCritic(nn.Module):
             chunk_size: tokens whose logits are in memory at once.
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
+            with_entropies: False leaves the entropies out.
+            kept_bytes: of the policy's logits that are kept for the backward pass (`chunked_logprobs`).
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
         """
         packed = pack_rows(queries, query_attn_masks, responses, response_mask)
@@ -111,7 +115,13 @@ class ActorCritic(nn.Module):
         if with_policy:
             assert states is not None
             logprobs, entropies = self.policy.outputs_from_states(
-                states, packed, responses, temperature=temperature, chunk_size=chunk_size
+                states,
+                packed,
+                responses,
+                temperature=temperature,
+                chunk_size=chunk_size,
+                with_entropies=with_entropies,
+                kept_bytes=kept_bytes,
             )
         if self.critic is None or not with_critic:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)

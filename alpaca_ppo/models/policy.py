@@ -24,8 +24,8 @@ class PolicyOutputs(NamedTuple):
 
     logprobs: Tensor
     """(B, R) float32 or wider, in nats."""
-    entropies: Tensor
-    """(B, R) float32 or wider, in nats: of the distribution that each token was drawn from."""
+    entropies: Tensor | None
+    """(B, R) float32 or wider, in nats: of the distribution that each token was drawn from; None if not requested."""
 
 
 class Policy(nn.Module):
@@ -64,9 +64,20 @@ class Policy(nn.Module):
         return response_states(self.model.base_model, packed)
 
     def outputs_from_states(
-        self, states: Tensor, packed: PackedRows, responses: Tensor, *, temperature: float, chunk_size: int
+        self,
+        states: Tensor,
+        packed: PackedRows,
+        responses: Tensor,
+        *,
+        temperature: float,
+        chunk_size: int,
+        with_entropies: bool = True,
+        kept_bytes: float = 0,
     ) -> PolicyOutputs:
-        """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`."""
+        """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`.
+
+        The keywords are those of `forward`.
+        """
         scale, transform = logit_scaling(self.model.config)
         flat = chunked_logprobs(
             states,
@@ -75,12 +86,12 @@ class Policy(nn.Module):
             temperature=temperature / scale,
             chunk_size=chunk_size,
             bias=self.head.bias,
+            with_entropy=with_entropies,
+            kept_bytes=kept_bytes,
             logit_transform=transform,
         )
-        assert flat.entropies is not None
-        return PolicyOutputs(
-            scatter_tokens(flat.logprobs, packed, responses), scatter_tokens(flat.entropies, packed, responses)
-        )
+        entropies = None if flat.entropies is None else scatter_tokens(flat.entropies, packed, responses)
+        return PolicyOutputs(scatter_tokens(flat.logprobs, packed, responses), entropies)
 
     def forward(
         self,
@@ -91,6 +102,8 @@ class Policy(nn.Module):
         *,
         temperature: float,
         chunk_size: int,
+        with_entropies: bool = True,
+        kept_bytes: float = 0,
     ) -> PolicyOutputs:
         """Returns log-probabilities and entropies (B, R) of `responses`, under softmax(logits / temperature).
 
@@ -101,10 +114,18 @@ class Policy(nn.Module):
             response_mask: (B, R) bool, True = chosen by the policy.
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
+            with_entropies: False leaves the entropies out.
+            kept_bytes: of the logits that are kept for the backward pass (`chunked_logprobs`).
         """
         packed = pack_rows(queries, query_attn_masks, responses, response_mask)
         return self.outputs_from_states(
-            self.states(packed), packed, responses, temperature=temperature, chunk_size=chunk_size
+            self.states(packed),
+            packed,
+            responses,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            with_entropies=with_entropies,
+            kept_bytes=kept_bytes,
         )
 
     @torch.no_grad()
