@@ -33,6 +33,8 @@ class RolloutPasses:
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
+    with_entropies: bool = False
+    """The entropies of policy and reference."""
     greedy_baseline: bool = False
     """The score of each prompt's greedy response, as `baseline_scores`."""
     compares_group: bool = False
@@ -51,6 +53,8 @@ class EvaluationSettings:
     """Tokens whose logits are in memory at once."""
     per_device_batch_size: int
     """Rows of one forward pass."""
+    with_entropies: bool = False
+    """Whether entropies are computed."""
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -137,8 +141,8 @@ def evaluate_responses(
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU, from a
-    forward pass of the trainer without gradients.
+    """`logprobs`, `entropies` (if asked for) and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU,
+    from a forward pass of the trainer without gradients.
 
     Args:
         model: what to run.
@@ -154,7 +158,13 @@ def evaluate_responses(
     for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
         poll()
         batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=settings.temperature, chunk_size=settings.chunk_size, **parts)
+        outputs = model(
+            *batch,
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            with_entropies=settings.with_entropies,
+            **parts,
+        )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
@@ -267,12 +277,14 @@ class RolloutCollector:
         temperature: float,
         poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
+        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
-        Without `passes.with_policy` the sampler's log-probs take the place of the policy's; without a reference,
-        `ref_logprobs` is a copy of the policy's log-probs.
+        Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
+        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
         """
-        settings = EvaluationSettings(temperature, self.chunk_size, self.per_device_batch_size)
+        settings = EvaluationSettings(
+            temperature, self.chunk_size, self.per_device_batch_size, with_entropies=passes.with_entropies
+        )
         device = self.accelerator.device
         out: dict[str, Tensor] = {}
         if passes.with_policy or passes.with_critic:
@@ -287,7 +299,9 @@ class RolloutCollector:
                     with_policy=passes.with_policy,
                     with_critic=passes.with_critic,
                 )
-        if not passes.with_policy:
+        if passes.with_policy:
+            out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
+        else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
