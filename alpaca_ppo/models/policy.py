@@ -17,6 +17,7 @@ from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.activations import use_torch_activations
+from alpaca_ppo.models.packed_sequences import row_layout, sequence_keywords
 
 
 class PolicyOutputs(NamedTuple):
@@ -36,6 +37,9 @@ class Policy(nn.Module):
         model: the language model; `AdapterSet.model` if it has adapters.
         adapters: the adapters in the model's layers, if any.
 
+    Attributes:
+        padding_free: whether rows are laid end to end; `packing_probe` knows which models allow it.
+
     Raises:
         ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
             encoder-decoder, or computes its logits in a way that this class does not support.
@@ -50,6 +54,7 @@ class Policy(nn.Module):
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
+        self.padding_free = False
         self._check_logits()
 
     @property
@@ -58,6 +63,19 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
+
+    def pack(
+        self,
+        queries: Tensor,
+        query_attn_masks: Tensor,
+        responses: Tensor,
+        response_mask: Tensor,
+        *,
+        device: torch.device | None = None,
+    ) -> PackedRows:
+        """Returns the rows as the backbone reads them; see `pack_rows`."""
+        layout = row_layout(self.model.base_model, padding_free=self.padding_free)
+        return pack_rows(queries, query_attn_masks, responses, response_mask, **layout._asdict(), device=device)
 
     def states(self, packed: PackedRows) -> Tensor:
         """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
@@ -104,6 +122,7 @@ class Policy(nn.Module):
         chunk_size: int,
         with_entropies: bool = True,
         kept_bytes: float = 0,
+        packed: PackedRows | None = None,
     ) -> PolicyOutputs:
         """Returns log-probabilities and entropies (B, R) of `responses`, under softmax(logits / temperature).
 
@@ -116,8 +135,9 @@ class Policy(nn.Module):
             chunk_size: tokens whose logits are in memory at once.
             with_entropies: False leaves the entropies out.
             kept_bytes: of the logits that are kept for the backward pass (`chunked_logprobs`).
+            packed: what `pack` returned for these rows, if the caller has it.
         """
-        packed = pack_rows(queries, query_attn_masks, responses, response_mask)
+        packed = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         return self.outputs_from_states(
             self.states(packed),
             packed,
@@ -190,6 +210,10 @@ def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """Returns the hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
+    if packed.spans is not None:
+        keywords = sequence_keywords(backbone, packed)
+        sequence: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
+        return sequence[0, packed.states]
     hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state
     return hidden[packed.rows, packed.states]
 

@@ -31,6 +31,7 @@ NOT_COMPARED = {
     "mismatch_check_steps": "which steps compare sampler and trainer; tests/trainer/test_old_policy_auto.py",
     "reward_retries": "calls a failing source again; tests/rewards",
     "reward_retry_pause": "between those calls; tests/rewards",
+    "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",
     "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
 }
 
