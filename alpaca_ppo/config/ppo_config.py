@@ -154,6 +154,13 @@ class PPOConfig:
         "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
         "drop leaves the response out of the step and counts it.",
     )
+    score_chunk_prompts: int | None = argument(
+        None,
+        "Prompts whose responses, all samples of each, are scored in one call; reward functions are then called in "
+        "another thread as soon as those are finished, while others are sampled. null = all prompts of the process at "
+        "once, after the sampling.",
+        at_least=1,
+    )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
     )
@@ -314,6 +321,11 @@ class PPOConfig:
     trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = argument(
+        "adamw_torch_fused",
+        "Implementation of AdamW, by transformers' names: adamw_torch_fused updates everything in one pass (on CPU and "
+        "CUDA), adamw_torch is torch's default. A resumed run keeps its checkpoint's.",
+    )
     lr_scheduler_type: str = argument(
         "constant",
         "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models import ActorCritic
@@ -187,7 +188,13 @@ class Engine(TrainState):
         return norms
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        return float(self.accelerator.clip_grad_norm_(parameters, max_norm))
+        self.accelerator.unscale_gradients()
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # torch multiplies by min(1, max_norm / (norm + 1e-6)) even where that is 1, to spare a GPU's synchronization. The
+        # norm is read on the host anyway, so a gradient within the limit need not be written again.
+        if not float(max_norm / (norm + 1e-6)) >= 1:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return float(norm)
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine shards and

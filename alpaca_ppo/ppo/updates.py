@@ -412,7 +412,7 @@ def make_updater(
         )
         for step in range(schedule.num_steps)
     )
-    optimizer = optimizer or make_optimizer(actor_critic, args)
+    optimizer = optimizer or make_optimizer(actor_critic, args, accelerator.device)
     drop_frozen_parameters(optimizer)
     check_covers_trainable(optimizer, actor_critic)
     scheduler = scheduler or make_scheduler(optimizer, args, total)
