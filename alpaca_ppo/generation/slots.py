@@ -58,7 +58,9 @@ class StepShapes:
 EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64)
 """For a CPU, where other shapes cost nothing, but unused slots and columns do."""
 
-BUCKETED = StepShapes(slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30)
+BUCKETED = StepShapes(
+    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30
+)
 """For an accelerator, which is to see few different shapes and is to be asked rarely."""
 
 
@@ -151,7 +153,9 @@ class _SlotLoop:
         self._common_slot, self._split_slot = slots, slots + bool(self._common)
         spare = bool(self._common) + (params.num_return_sequences > 1)
         self._most_columns = shapes.columns(max(map(len, prompts)) + params.max_new_tokens)
-        self._cache = SlotCache(slots + spare, min(shapes.columns(max(map(len, prompts)) + shapes.growth), self._most_columns))
+        self._cache = SlotCache(
+            slots + spare, min(shapes.columns(max(map(len, prompts)) + shapes.growth), self._most_columns)
+        )
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         self._outputs = SlotOutputs.empty(len(keys), params, logprob_dtype=dtype, device=keys.device)
         self._state = SlotState.idle(slots, scratch_row=self._outputs.scratch_row, device=keys.device)
@@ -279,7 +283,9 @@ class _SlotLoop:
 
     def _decode(self) -> None:
         """Makes the steps up to the next look."""
-        steps = min(self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values()))
+        steps = min(
+            self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values())
+        )
         slots = self._step_slots(max(self._busy) + 1)
         for _ in range(steps):
             self.before_token()
