@@ -336,6 +336,11 @@ class PPOConfig:
         False, "Forward passes in bfloat16; the optimizer keeps float32 weights.", group="Devices and memory"
     )
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass to save memory.")
+    padding_free: Literal["auto", True, False] = argument(
+        "auto",
+        "Rows of a forward pass are laid end to end without padding: where the model allows it (auto), always (an "
+        "error where it does not), or never.",
+    )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(

@@ -167,13 +167,21 @@ def evaluate_responses(
     out: dict[str, Tensor] = {}
     for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
         poll()
-        batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=settings.temperature, chunk_size=settings.chunk_size, **parts)
+        rows = [samples[key][chunk] for key in keys]
+        # Packed on the CPU: the device need not be asked for lengths.
+        packed = model.pack(*rows, device=device)
+        outputs = model(
+            *(part.to(device) for part in rows),
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            packed=packed,
+            **parts,
+        )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
-            rows = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
-            rows[chunk] = value.cpu()
+            whole = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
+            whole[chunk] = value.cpu()
     return out
 
 
