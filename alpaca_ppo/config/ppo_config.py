@@ -146,6 +146,13 @@ class PPOConfig:
         "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
         "drop leaves the response out of the step and counts it.",
     )
+    score_chunk_prompts: int | None = argument(
+        None,
+        "Prompts whose responses, all samples of each, are scored in one call; reward functions are then called in "
+        "another thread as soon as those are finished, while others are sampled. null = all prompts of the process at "
+        "once, after the sampling.",
+        at_least=1,
+    )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
     )

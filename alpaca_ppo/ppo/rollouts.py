@@ -24,6 +24,7 @@ from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
+from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
@@ -262,9 +263,20 @@ class RolloutCollector:
         return rollouts, dropped
 
     def sample(
-        self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll
+        self,
+        engine: Engine,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        poll: RolloutPoll,
+        early: EarlyCalls | None = None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision."""
+        """`sample_responses` of the engine's policy, in the run's precision; finished ones are passed to `early`."""
+
+        def poll_and_check() -> None:
+            before_token()
+            if early is not None:
+                early.check()
+
         with (
             self.accelerator.autocast(),
             engine.sampling() as (model, any_rank),
@@ -276,8 +288,9 @@ class RolloutCollector:
                 sampling_params,
                 per_device_batch_size=self.per_device_batch_size,
                 any_rank=any_rank,
-                before_token=before_token,
+                before_token=poll_and_check,
                 on_rows=poll.on_rows,
+                on_finished=(lambda rows, samples: None) if early is None else early.on_finished,
             )
 
     def evaluate(
