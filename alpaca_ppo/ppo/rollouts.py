@@ -22,6 +22,7 @@ from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length
 from alpaca_ppo.rewards import ModelReward, RewardScorer
+from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
@@ -77,6 +78,7 @@ def sample_responses(
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
     on_rows: Callable[[int], Any] = lambda rows: None,
+    on_finished: Callable[[list[int], dict[str, Tensor]], Any] = lambda rows, samples: None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
@@ -91,6 +93,8 @@ def sample_responses(
         any_rank: as for `generate`.
         before_token: as for `generate`.
         on_rows: called with the number of responses that each chunk has finished.
+        on_finished: called with the indices of responses that are finished, and with the tensors that will be returned,
+            which are final in these rows.
 
     Returns:
         the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
@@ -103,6 +107,14 @@ def sample_responses(
         "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
         "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
         "stopped": torch.zeros(count, n, dtype=torch.bool),
+    }
+    samples = {
+        "queries": prompts["queries"].repeat_interleave(n, dim=0),
+        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
+        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
+        "sample_ids": torch.arange(n).repeat(count),
+        # Views, which fill up with `out`.
+        **{"rollout_logprobs" if key == "logprobs" else key: value.flatten(0, 1) for key, value in out.items()},
     }
     for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
         generation = generate(
@@ -117,14 +129,8 @@ def sample_responses(
         for key, value in vars(generation).items():
             out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
         on_rows(len(chunk) * n)
-    out["rollout_logprobs"] = out.pop("logprobs")
-    return {
-        "queries": prompts["queries"].repeat_interleave(n, dim=0),
-        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
-        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-        "sample_ids": torch.arange(n).repeat(count),
-        **{key: value.flatten(0, 1) for key, value in out.items()},
-    }
+        on_finished([prompt * n + sample for prompt in chunk for sample in range(n)], samples)
+    return samples
 
 
 @torch.no_grad()
@@ -153,13 +159,21 @@ def evaluate_responses(
     out: dict[str, Tensor] = {}
     for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
         poll()
-        batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=settings.temperature, chunk_size=settings.chunk_size, **parts)
+        rows = [samples[key][chunk] for key in keys]
+        # Packed on the CPU: the device need not be asked for lengths.
+        packed = model.pack(*rows, device=device)
+        outputs = model(
+            *(part.to(device) for part in rows),
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            packed=packed,
+            **parts,
+        )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
-            rows = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
-            rows[chunk] = value.cpu()
+            whole = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
+            whole[chunk] = value.cpu()
     return out
 
 
@@ -240,9 +254,20 @@ class RolloutCollector:
         return rollouts, dropped
 
     def sample(
-        self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll
+        self,
+        engine: Engine,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        poll: RolloutPoll,
+        early: EarlyCalls | None = None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision."""
+        """`sample_responses` of the engine's policy, in the run's precision; finished ones are passed to `early`."""
+
+        def poll_and_check() -> None:
+            before_token()
+            if early is not None:
+                early.check()
+
         with (
             self.accelerator.autocast(),
             engine.sampling() as (model, any_rank),
@@ -254,8 +279,9 @@ class RolloutCollector:
                 sampling_params,
                 per_device_batch_size=self.per_device_batch_size,
                 any_rank=any_rank,
-                before_token=before_token,
+                before_token=poll_and_check,
                 on_rows=poll.on_rows,
+                on_finished=(lambda rows, samples: None) if early is None else early.on_finished,
             )
 
     def evaluate(
