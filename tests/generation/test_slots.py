@@ -189,22 +189,23 @@ def plain(
 @torch.no_grad()
 def test_a_row_goes_on_after_appended_tokens_as_a_row_that_begins_with_them(slots: Any, shapes: StepShapes) -> None:
     model = model_of("qwen3")
-    # Tokens that follow the first, second and third stop; stop tokens among them end nothing.
-    appended = {0: [33, EOS, 40], 1: [41], 2: [42, 43, 44, 45, 46, 47, 48]}
+    # Tokens that follow the first, second and third stop of a prompt's samples; stop tokens among them end nothing.
+    three = {0: [33, EOS, 40], 1: [41], 2: [42, 43, 44, 45, 46, 47, 48]}
+    appended = [three, {0: [50, 51]}, {}]
     settings = {"stop_token_ids": tuple(range(2, 64, 3)), "truncate_token_ids": (), "max_new_tokens": 16}
     stops: Counter[int] = Counter()
 
     def on_stop(row: int, response: list[int]) -> list[int] | None:
         stops[row] += 1
         assert response[-1] % 3 == 2
-        return appended.get(stops[row] - 1)
+        return appended[row % 3].get(stops[row] - 1)
 
     with InFloat64():
         found = in_slots(model, slots=slots, shapes=shapes, on_stop=on_stop, **settings)
         keys = SamplingParams(**SETTINGS).random_keys(torch.tensor(PROMPT_IDS))
         ends = Counter()
         for row in range(12):
-            tokens, mask, logprobs, stopped = plain(model, PROMPTS[row // 3], keys[row], appended, **settings)
+            tokens, mask, logprobs, stopped = plain(model, PROMPTS[row // 3], keys[row], appended[row % 3], **settings)
             rest = 16 - len(tokens)
             assert found.responses[row].tolist() == tokens + [PAD] * rest
             assert found.response_mask[row].tolist() == mask + [False] * rest
