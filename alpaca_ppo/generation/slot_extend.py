@@ -31,9 +31,7 @@ class NewTokens:
 def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> Tensor:
     """Returns the logits (k, V) after the last of each row's new tokens, whose states are then in `cache`."""
     device = model.device
-    flat = [
-        (token, entry.slot, entry.past + offset) for entry in new for offset, token in enumerate(entry.tokens)
-    ]
+    flat = [(token, entry.slot, entry.past + offset) for entry in new for offset, token in enumerate(entry.tokens)]
     tokens, slots, columns = torch.tensor(flat, device=device).T.contiguous()
     counts = [len(entry.tokens) for entry in new]
     last = torch.tensor(counts, device=device).cumsum(0) - 1

@@ -272,7 +272,9 @@ class _SlotLoop:
 
     def _decode(self) -> None:
         """Makes the steps up to the next look."""
-        steps = min(self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values()))
+        steps = min(
+            self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values())
+        )
         slots, unit = self._step_slots(max(self._busy) + 1), self._shapes.column_unit
         for _ in range(steps):
             self.before_token()
