@@ -5,6 +5,7 @@ new tokens are packed into one sequence without padding.
 """
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alpaca_ppo.functional.packing import Span
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention
+from alpaca_ppo.models.packed_sequences import PackedSequences
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,22 @@ class NewTokens:
 def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> Tensor:
     """Returns the logits (k, V) after the last of each row's new tokens, whose states are then in `cache`."""
     device = model.device
-    flat = [(token, entry.slot, entry.past + offset) for entry in new for offset, token in enumerate(entry.tokens)]
+    # Rows of equal length are neighbours, so that attention can take them together.
+    order = sorted(range(len(new)), key=lambda i: len(new[i].tokens))
+    packed = [new[i] for i in order]
+    flat = [(token, entry.slot, entry.past + i) for entry in packed for i, token in enumerate(entry.tokens)]
     tokens, slots, columns = torch.tensor(flat, device=device).T.contiguous()
-    counts = [len(entry.tokens) for entry in new]
-    last = torch.tensor(counts, device=device).cumsum(0) - 1
-    attention = ExtendAttention([entry.past for entry in new], counts, device)
-    read_slots = torch.tensor([entry.slot for entry in new], device=device)
-    cache.start_extend(slots, columns, read_slots=read_slots, read_columns=attention.columns)
+    counts = [len(entry.tokens) for entry in packed]
+    ends = list(itertools.accumulate(counts))
+    last = torch.tensor([end - 1 for _, end in sorted(zip(order, ends, strict=True))], device=device)
+    attention: PackedSequences | ExtendAttention
+    if any(entry.past for entry in new):
+        attention = ExtendAttention([entry.past for entry in packed], counts, device)
+        read_slots = torch.tensor([entry.slot for entry in packed], device=device)
+        cache.start_extend(slots, columns, read_slots=read_slots, read_columns=attention.columns)
+    else:
+        attention = PackedSequences([Span(end - count, count) for count, end in zip(counts, ends, strict=True)])
+        cache.start_extend(slots, columns, read_slots=None, read_columns=0)
     # The signature of the class, because the forward of the instance may be wrapped.
     selects = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     output = model(
@@ -74,7 +86,7 @@ class ExtendAttention:
         self._offsets = torch.arange(max(counts), device=device)
         # Padded queries repeat the row's last token.
         self._tokens = starts.unsqueeze(1) + torch.minimum(self._offsets, sizes.unsqueeze(1) - 1)
-        rows = torch.arange(len(counts), device=device).repeat_interleave(sizes)
+        rows = torch.arange(len(counts), device=device).repeat_interleave(sizes, output_size=sum(counts))
         self._cells = rows * max(counts) + torch.arange(len(rows), device=device) - starts[rows]
         self._allowed: dict[int | None, Tensor] = {}
 

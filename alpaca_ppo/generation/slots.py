@@ -47,12 +47,20 @@ class StepShapes:
     """Columns are rounded up to a multiple of it."""
     check_every: int
     """Steps between two looks, each of which synchronizes an accelerator with the host."""
+    growth: int
+    """Columns beyond the longest prompt that are allocated at once."""
+
+    def columns(self, count: int) -> int:
+        """Returns `count` rounded up."""
+        return -(-count // self.column_unit) * self.column_unit
 
 
-EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1)
+EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64)
 """For a CPU, where other shapes cost nothing, but unused slots and columns do."""
 
-BUCKETED = StepShapes(slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8)
+BUCKETED = StepShapes(
+    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30
+)
 """For an accelerator, which is to see few different shapes and is to be asked rarely."""
 
 
@@ -138,13 +146,16 @@ class _SlotLoop:
         self._waiting = deque(range(len(keys)))
         self._busy: dict[int, _Busy] = {}
         self._finished = self._decoded = 0
-        # Beyond the slots: one that holds what all prompts begin with, and one for a prompt whose other samples wait.
-        self._common_slot, self._split_slot = slots, slots + 1
         self._common = _common_beginning(prompts)
         self._common_is_cached = False
         self._split: tuple[int, Tensor] | None = None
-        columns = max(map(len, prompts)) + params.max_new_tokens
-        self._cache = SlotCache(slots + 2, -(-columns // shapes.column_unit) * shapes.column_unit)
+        # Beyond the slots: one for what all prompts begin with, and one for a prompt whose other samples wait.
+        self._common_slot, self._split_slot = slots, slots + bool(self._common)
+        spare = bool(self._common) + (params.num_return_sequences > 1)
+        self._most_columns = shapes.columns(max(map(len, prompts)) + params.max_new_tokens)
+        self._cache = SlotCache(
+            slots + spare, min(shapes.columns(max(map(len, prompts)) + shapes.growth), self._most_columns)
+        )
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         self._outputs = SlotOutputs.empty(len(keys), params, logprob_dtype=dtype, device=keys.device)
         self._state = SlotState.idle(slots, scratch_row=self._outputs.scratch_row, device=keys.device)
@@ -275,10 +286,11 @@ class _SlotLoop:
         steps = min(
             self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values())
         )
-        slots, unit = self._step_slots(max(self._busy) + 1), self._shapes.column_unit
+        slots = self._step_slots(max(self._busy) + 1)
         for _ in range(steps):
             self.before_token()
-            longest = max(busy.length for busy in self._busy.values())
+            columns = self._shapes.columns(1 + max(busy.length for busy in self._busy.values()))
+            self._reserve(columns)
             decode_step(
                 self._model,
                 self._cache,
@@ -286,11 +298,16 @@ class _SlotLoop:
                 self._outputs,
                 self._rules,
                 slots=slots,
-                columns=-(-(longest + 1) // unit) * unit,
+                columns=columns,
             )
             for busy in self._busy.values():
                 busy.length += 1
                 busy.position += 1
+
+    def _reserve(self, columns: int) -> None:
+        """Enlarges the cache for a pass that fills `columns` columns."""
+        if columns > self._cache.columns:
+            self._cache.reserve(min(columns + self._shapes.growth, self._most_columns))
 
     def _look(self) -> None:
         """Finishes the rows that have ended, or lets them go on."""
@@ -335,6 +352,7 @@ class _SlotLoop:
             new.append(NewTokens(slot, length, [response[-1], *kept]))
             busy.length += 1 + len(kept)
         if new:
+            self._reserve(max(self._busy[entry.slot].length for entry in new))
             self._choose(extend(self._model, self._cache, new), [entry.slot for entry in new])
         return [entry.slot for entry in new]
 

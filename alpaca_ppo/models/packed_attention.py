@@ -62,15 +62,20 @@ def install_attention(model: PreTrainedModel) -> bool:
     Without the keyword nothing changes, neither numbers nor masks. The choice is kept by copies of the model, and is
     not part of what `save_pretrained` writes.
     """
-    current = model.config._attn_implementation
-    if isinstance(current, str) and current.startswith(_PREFIX):
+    if is_installed(model):
         return True
+    current = model.config._attn_implementation
     # A layer that returns its attention weights needs the model's own eager attention.
     if current not in _UNDERLYING or not model._can_set_attn_implementation() or model.config.output_attentions:
         return False
     _register(current)
     model.set_attn_implementation(_PREFIX + current)
     return True
+
+
+def is_installed(model: Any) -> bool:
+    """Whether `model`, a backbone or a model with a head, heeds the keyword `packing`."""
+    return str(model.config._attn_implementation).startswith(_PREFIX)
 
 
 def uninstall_attention(model: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.packed_sequences import sequence_keywords
 
 
 class PolicyOutputs(NamedTuple):
@@ -166,6 +167,10 @@ def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """Returns the hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
+    if packed.spans is not None:
+        keywords = sequence_keywords(backbone, packed)
+        sequence: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
+        return sequence[0, packed.states]
     hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state
     return hidden[packed.rows, packed.states]
 
