@@ -216,7 +216,19 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-VIEWS = ("slice", "select", "squeeze", "unsqueeze", "expand", "view", "_unsafe_view", "alias", "transpose", "t", "split")
+VIEWS = (
+    "slice",
+    "select",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "view",
+    "_unsafe_view",
+    "alias",
+    "transpose",
+    "t",
+    "split",
+)
 
 
 def kernels(operators: Operators) -> int:
