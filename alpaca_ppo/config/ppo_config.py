@@ -146,6 +146,13 @@ class PPOConfig:
         "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
         "drop leaves the response out of the step and counts it.",
     )
+    score_chunk_prompts: int | None = argument(
+        None,
+        "Prompts whose responses, all samples of each, are scored in one call; reward functions are then called in "
+        "another thread as soon as those are finished, while others are sampled. null = all prompts of the process at "
+        "once, after the sampling.",
+        at_least=1,
+    )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
     )
@@ -336,6 +343,11 @@ class PPOConfig:
         False, "Forward passes in bfloat16; the optimizer keeps float32 weights.", group="Devices and memory"
     )
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass to save memory.")
+    padding_free: Literal["auto", True, False] = argument(
+        "auto",
+        "Rows of a forward pass are laid end to end without padding: where the model allows it (auto), always (an "
+        "error where it does not), or never.",
+    )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(

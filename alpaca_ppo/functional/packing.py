@@ -55,6 +55,7 @@ def pack_rows(
     *,
     padding_free: bool = False,
     share_prompts: bool = False,
+    device: torch.device | None = None,
 ) -> PackedRows:
     """Prompt + response of each row, left-aligned, without the columns that no row needs.
 
@@ -67,27 +68,26 @@ def pack_rows(
         query_attn_masks: (B, Q), 1 = real.
         responses: (B, R) int64, right-padded.
         response_mask: (B, R) bool, True = a token the policy chose.
-        padding_free: True lays the rows end to end. Its indices are computed on the CPU, where tensors that are on
-            another device are copied to.
+        padding_free: True lays the rows end to end. Indices are computed on the CPU; rows on another device are copied
+            there, which waits for the device.
         share_prompts: True keeps one copy of a prompt that several rows have; only with `padding_free`.
-
-    Returns:
-        tensors on the device of `queries`.
+        device: of the result; None = that of `queries`.
 
     Raises:
         ValueError: when the prompt of a row is empty: no hidden state would predict its first response token.
     """
-    prompt_lengths = query_attn_masks.long().sum(dim=1)
+    device = device or queries.device
     if padding_free:
-        prompt_lengths = prompt_lengths.cpu()
+        queries, query_attn_masks, response_mask = queries.cpu(), query_attn_masks.cpu(), response_mask.cpu()
+    prompt_lengths = query_attn_masks.long().sum(dim=1)
     if bool((prompt_lengths == 0).any()):
         raise ValueError(
             f"query_attn_masks has no real token in row {int((prompt_lengths == 0).nonzero()[0])}; a prompt needs at "
             f"least one token"
         )
-    both = torch.cat([queries, responses], dim=1)
+    both = torch.cat([queries, responses.to(queries.device)], dim=1)
     if padding_free:
-        return _one_sequence(both, prompt_lengths, queries.size(1), response_mask.cpu(), share_prompts)
+        return _one_sequence(both, prompt_lengths, queries.size(1), response_mask, share_prompts, device)
     lengths = response_lengths(response_mask)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
@@ -96,13 +96,19 @@ def pack_rows(
     inside = torch.arange(width, device=queries.device) < kept.unsqueeze(1)
     input_ids = both.gather(1, source.clamp_max(both.size(1) - 1)).where(inside, 0)
     rows, actions = response_mask.nonzero(as_tuple=True)
-    return PackedRows(input_ids, rows, prompt_lengths[rows] - 1 + actions, actions)
+    states = prompt_lengths[rows] - 1 + actions
+    return PackedRows(input_ids.to(device), rows.to(device), states.to(device), actions.to(device))
 
 
 def _one_sequence(
-    both: Tensor, prompt_lengths: Tensor, prompt_columns: int, response_mask: Tensor, share_prompts: bool
+    both: Tensor,
+    prompt_lengths: Tensor,
+    prompt_columns: int,
+    response_mask: Tensor,
+    share_prompts: bool,
+    device: torch.device,
 ) -> PackedRows:
-    """`both` (B, Q + R) as one sequence; the other tensors are on the CPU.
+    """`both` (B, Q + R) as one sequence on `device`; what is given is on the CPU.
 
     Rows without a response are left out. If that leaves none (a dummy, where ranks must make the same number of
     passes), one token stays.
@@ -110,7 +116,7 @@ def _one_sequence(
     prompts, lengths = prompt_lengths.tolist(), response_lengths(response_mask).tolist()
     # Rows of equal length become neighbours, so that their attention is one batch.
     order = sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -prompts[row] - lengths[row])
-    groups = _rows_of_prompts(both.cpu(), prompts, prompt_columns, order) if share_prompts else [[row] for row in order]
+    groups = _rows_of_prompts(both, prompts, prompt_columns, order) if share_prompts else [[row] for row in order]
     spans: list[Span] = []
     # Of each span: its first token in the flattened `both`, and that token's position.
     origins: list[tuple[int, int]] = []
@@ -144,12 +150,10 @@ def _one_sequence(
     inside = torch.arange(end) - starts.repeat_interleave(sizes)
     rows, actions = response_mask.nonzero(as_tuple=True)
     states = torch.where(actions == 0, first_state[rows], later_states[rows] + actions - 1)
-    parts = [sources.repeat_interleave(sizes) + inside, positions.repeat_interleave(sizes) + inside]
+    ids = both.flatten()[sources.repeat_interleave(sizes) + inside]
+    parts = [ids, positions.repeat_interleave(sizes) + inside, rows, states, actions]
     # One upload.
-    source, position_ids, rows, states, actions = (
-        torch.cat([*parts, rows, states, actions]).to(both.device).split([end, end, *3 * [len(rows)]])
-    )
-    ids = both.flatten()[source]
+    ids, position_ids, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
     return PackedRows(ids.unsqueeze(0), rows, states, actions, position_ids.unsqueeze(0), tuple(spans))
 
 

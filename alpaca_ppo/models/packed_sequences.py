@@ -8,8 +8,8 @@ lengths.
 import inspect
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,20 @@ from torch.nn.attention import varlen
 
 from alpaca_ppo.functional.packing import PackedRows, Span
 from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention, is_installed
+
+
+class RowLayout(NamedTuple):
+    """How a model reads rows: the keywords of `pack_rows`."""
+
+    padding_free: bool
+    share_prompts: bool
+
+
+def row_layout(backbone: nn.Module, *, padding_free: bool) -> RowLayout:
+    """The layout for `backbone`: prompts are shared in passes without gradients, unless it has a flash attention of
+    transformers.
+    """
+    return RowLayout(padding_free, padding_free and not torch.is_grad_enabled() and is_installed(backbone))
 
 
 def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]:
@@ -51,6 +65,11 @@ class PackedSequences:
         self.longest = max(span.prefix_length + span.length for span in spans)
         self._masks: dict[int | None, Tensor] = {}
         self._kernel_arguments: tuple[Any, ...] | None = None
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> Self:
+        """Rows of these numbers of tokens, one after the other."""
+        return cls([Span(end - length, length) for end, length in zip(accumulate(lengths), lengths, strict=True)])
 
     def attend(
         self,

@@ -15,8 +15,8 @@ from alpaca_ppo.models.packed_attention import (
     dense_attention,
     install_attention,
     is_installed,
-    uninstall_attention,
     underlying_attention,
+    uninstall_attention,
 )
 from alpaca_ppo.models.packed_sequences import sequence_keywords
 
@@ -36,11 +36,12 @@ def supports_packing(model: PreTrainedModel) -> bool:
 
 def packing_problem(model: PreTrainedModel) -> str | None:
     """Why `model` cannot read rows without padding, or None if it can; then the attention for it is installed."""
-    backbone: PreTrainedModel = model.base_model
+    backbone: Any = model.base_model
     device = backbone.get_input_embeddings().weight.device
     if device.type == "meta":
         return "its weights are on the meta device"
-    key = (type(backbone), backbone.config.to_json_string(), backbone.dtype, device.type, underlying_attention(model))
+    attention = underlying_attention(backbone)
+    key = (type(backbone), backbone.config.to_json_string(), backbone.dtype, device.type, attention)
     if key not in _problems:
         _problems[key] = _try(backbone)
     if _problems[key] is None and not _has_flash_attention(backbone):
@@ -48,16 +49,16 @@ def packing_problem(model: PreTrainedModel) -> str | None:
     return _problems[key]
 
 
-def use_padding_free(model: PreTrainedModel, choice: str) -> bool:
+def use_padding_free(model: PreTrainedModel, choice: str | bool) -> bool:
     """What the option `padding_free` means for `model`: whether its rows are packed.
 
     Raises:
         ValueError: when it must be so and the model cannot.
     """
-    if choice == "false":
+    if not choice:
         return False
     problem = packing_problem(model)
-    if problem is not None and choice == "true":
+    if problem is not None and choice != "auto":
         raise ValueError(
             f"padding_free is true, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot compute "
             f"rows without padding: {problem}; set padding_free: auto or false, or use another model"
@@ -100,8 +101,8 @@ def _problem(backbone: PreTrainedModel) -> str | None:
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
             return problem
     found = _states(backbone, packed)
-    # Rounding in a deep model; what mixes rows is found below.
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(padded.dtype, 0.1)
+    # Rounding in a deep model, parts of which are float32 whatever its dtype; what mixes rows is found below.
+    tolerance = 1e-4 if padded.dtype in (torch.float64, torch.float32) else 0.1
     if not torch.allclose(found, padded, rtol=tolerance, atol=tolerance * float(padded.abs().max())):
         return f"its states differ by {float((found - padded).abs().max()):.3g} from those of rows with padding"
     assert packed.spans is not None
@@ -116,7 +117,7 @@ def _problem(backbone: PreTrainedModel) -> str | None:
 
 def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
     """A few rows of tokens, left-aligned with padding and end to end."""
-    embeddings = backbone.get_input_embeddings()
+    embeddings: Any = backbone.get_input_embeddings()
     prompts, width = [1] * len(_LENGTHS), max(_LENGTHS)
     queries = torch.arange(len(prompts)).unsqueeze(1)
     responses = torch.arange(len(prompts), len(prompts) * (width + 1)).reshape(len(prompts), width)

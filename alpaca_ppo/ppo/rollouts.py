@@ -24,6 +24,7 @@ from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
+from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
@@ -167,13 +168,21 @@ def evaluate_responses(
     out: dict[str, Tensor] = {}
     for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
         poll()
-        batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=settings.temperature, chunk_size=settings.chunk_size, **parts)
+        rows = [samples[key][chunk] for key in keys]
+        # Packed on the CPU: the device need not be asked for lengths.
+        packed = model.pack(*rows, device=device)
+        outputs = model(
+            *(part.to(device) for part in rows),
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            packed=packed,
+            **parts,
+        )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
-            rows = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
-            rows[chunk] = value.cpu()
+            whole = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
+            whole[chunk] = value.cpu()
     return out
 
 
@@ -254,9 +263,20 @@ class RolloutCollector:
         return rollouts, dropped
 
     def sample(
-        self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll
+        self,
+        engine: Engine,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        poll: RolloutPoll,
+        early: EarlyCalls | None = None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision."""
+        """`sample_responses` of the engine's policy, in the run's precision; finished ones are passed to `early`."""
+
+        def poll_and_check() -> None:
+            before_token()
+            if early is not None:
+                early.check()
+
         with (
             self.accelerator.autocast(),
             engine.sampling() as (model, any_rank),
@@ -268,8 +288,9 @@ class RolloutCollector:
                 sampling_params,
                 per_device_batch_size=self.per_device_batch_size,
                 any_rank=any_rank,
-                before_token=before_token,
+                before_token=poll_and_check,
                 on_rows=poll.on_rows,
+                on_finished=(lambda rows, samples: None) if early is None else early.on_finished,
             )
 
     def evaluate(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
+from alpaca_ppo.rewards.early_calls import CalledFunctions, EarlyCalls
 from alpaca_ppo.rewards.reward_function import (
     FailurePolicy,
     FunctionReward,
@@ -108,10 +109,29 @@ class RewardScorer:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
             return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names}, {})
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
-        functions = [source for source in self.sources if isinstance(source, FunctionReward)]
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            returned = iter(call_functions(functions, batch, self.policy))
+            called = CalledFunctions(batch, call_functions(self.functions, batch, self.policy))
+        return self._scored(called)
+
+    @property
+    def functions(self) -> list[FunctionReward]:
+        """The sources that are Python functions."""
+        return [source for source in self.sources if isinstance(source, FunctionReward)]
+
+    def next_early(self, early_calls: EarlyCalls) -> RewardResult:
+        """Returns the scores of the next chunk of `early_calls`, as a call with its rows would.
+
+        Raises:
+            RewardError: as a call.
+        """
+        with self.interruptible_call():
+            called = early_calls.next_result()
+        return self._scored(called)
+
+    def _scored(self, called: CalledFunctions) -> RewardResult:
+        """Runs the models, and checks and adds up the scores of all sources."""
+        batch, returned = called.batch, iter(called.scores)
         results = [
             next(returned)
             if isinstance(source, FunctionReward)
