@@ -48,8 +48,8 @@ class SlotMemory:
 
     Args:
         slots: S.
-        columns: C, the most tokens of a row.
         extra_slots: rows of the cache beyond S that take no part in steps.
+        columns: C, of the cache.
         device: of all tensors.
         logprob_dtype: of the outputs.
         capture: how steps are captured; None runs them as they are.
@@ -57,15 +57,15 @@ class SlotMemory:
 
     def __init__(
         self,
-        *,
         slots: int,
-        columns: int,
         extra_slots: int,
+        columns: int,
+        *,
         device: torch.device,
         logprob_dtype: torch.dtype,
         capture: Capture | None,
     ) -> None:
-        self.slots, self.columns = slots, columns
+        self.sizes = (slots, extra_slots, columns)
         self.cache = SlotCache(slots + extra_slots, columns)
         self.state = SlotState.idle(slots, scratch_row=0, device=device)
         self.outputs: SlotOutputs
@@ -155,7 +155,7 @@ class SlotMemory:
 def slot_memory(
     model: PreTrainedModel, params: SamplingParams, *, slots: int, columns: int, extra_slots: int, rows: int
 ) -> Iterator[SlotMemory]:
-    """Yields a memory with at least `slots` slots of `columns` columns, and at least `rows` rows of outputs.
+    """Yields a memory with at least as many slots, columns and rows of outputs.
 
     Where steps are captured, it is kept for the next call with this model, its memory on the device included. A call
     inside the block gets one of its own.
@@ -164,21 +164,20 @@ def slot_memory(
         model: the language model.
         params: how tokens are chosen.
         slots: rows that are decoded at once.
-        columns: the most tokens of a row.
-        extra_slots: rows of the cache that take no part in steps; always the same for a model.
+        columns: of the cache.
+        extra_slots: rows of the cache beyond these that take no part in steps.
         rows: responses of the call.
     """
     kept = _kept.get(model)
     capture: Capture | None = None
     if captures(model, params) and (kept is None or not kept.in_use):
         capture = CudaCapture() if kept is None else kept.capture
+    sizes = (slots, extra_slots, columns)
     if kept is not None and capture is not None:
-        slots, columns = max(slots, kept.slots), max(columns, kept.columns)
-    if kept is None or capture is None or (slots, columns) != (kept.slots, kept.columns):
+        sizes = (max(slots, kept.sizes[0]), max(extra_slots, kept.sizes[1]), max(columns, kept.sizes[2]))
+    if kept is None or capture is None or sizes != kept.sizes:
         memory = SlotMemory(
-            slots=slots,
-            columns=columns,
-            extra_slots=extra_slots,
+            *sizes,
             device=model.device,
             logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
             capture=capture,
