@@ -86,8 +86,14 @@ def run_backend(
     Raises:
         ValueError: for an unknown backend, or if it does not return a `Generation` of the right shapes.
     """
-    name = sampling_params.backend
+    name, reported = sampling_params.backend, list[int]()
     refills = GENERATION_BACKENDS.trait(name, "refills")
+
+    def report(rows: list[int], finished: Generation) -> None:
+        assert on_finished is not None
+        reported.extend(rows)
+        on_finished(rows, finished)
+
     generation = GENERATION_BACKENDS.get(name)(
         model,
         queries,
@@ -96,12 +102,17 @@ def run_backend(
         prompt_ids=prompt_ids,
         any_rank=any_rank,
         before_token=before_token,
-        **({"slots": slots, "on_finished": on_finished} if refills else {}),
+        **({"slots": slots, "on_finished": on_finished and report} if refills else {}),
     )
     rows = len(queries) * sampling_params.num_return_sequences
     generation = _check_generation(generation, name, (rows, sampling_params.max_new_tokens))
     if on_finished is not None and not refills:
         on_finished(list(range(rows)), generation)
+    elif on_finished is not None and sorted(reported) != list(range(rows)):
+        raise ValueError(
+            f"the generation_backend {name!r} called on_finished with {len(set(reported))} different rows of {rows}, "
+            f"{len(reported)} in all; a backend with refills=True must call it once for each row"
+        )
     return generation
 
 
