@@ -166,6 +166,13 @@ def _rows_of_prompts(both: Tensor, prompts: list[int], prompt_columns: int, orde
     return list(groups.values())
 
 
+def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:
+    """The tokens of prompt and response, holes included: `query_attn_masks` (B, Q), 1 = real, and `response_mask`
+    (B, R) bool give (B,) int64.
+    """
+    return query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)
+
+
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Positions that count real tokens from 0, and 0 on padding: `attention_mask` (B, T), 1 = real, gives (B, T)."""
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)

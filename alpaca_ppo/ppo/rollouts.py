@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 from alpaca_ppo.distributed.collectives import gather_rows, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
-from alpaca_ppo.generation import generate
+from alpaca_ppo.generation import Generation, generate
+from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -82,8 +84,8 @@ def sample_responses(
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
-    Prompts of similar length are sampled together, at most `per_device_batch_size` responses at once; a token does not
-    depend on that choice.
+    At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
+    length together. A token does not depend on that choice.
 
     Args:
         model: the policy, not wrapped.
@@ -92,9 +94,9 @@ def sample_responses(
         per_device_batch_size: responses sampled at once.
         any_rank: as for `generate`.
         before_token: as for `generate`.
-        on_rows: called with the number of responses that each chunk has finished.
-        on_finished: called with the indices of responses that are finished, and with the tensors that will be returned,
-            which are final in these rows.
+        on_rows: called with a number of responses that are finished.
+        on_finished: called with rows whose responses are complete, and what this function will return, filled in these
+            rows. Each row comes once, in any order.
 
     Returns:
         the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
@@ -102,34 +104,41 @@ def sample_responses(
     n = sampling_params.num_return_sequences
     lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
     count, width = len(lengths), sampling_params.max_new_tokens
-    out = {
-        "responses": torch.full((count, n, width), sampling_params.pad_token_id),
-        "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
-        "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
-        "stopped": torch.zeros(count, n, dtype=torch.bool),
-    }
     samples = {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
         "sample_ids": torch.arange(n).repeat(count),
-        # Views, which fill up with `out`.
-        **{"rollout_logprobs" if key == "logprobs" else key: value.flatten(0, 1) for key, value in out.items()},
+        "responses": torch.full((count * n, width), sampling_params.pad_token_id),
+        "response_mask": torch.zeros(count * n, width, dtype=torch.bool),
+        "stopped": torch.zeros(count * n, dtype=torch.bool),
+        "rollout_logprobs": torch.zeros(count * n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
     }
-    for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
-        generation = generate(
+    backend = resolve_backend(sampling_params.backend, model, any_rank)
+    chunks = [list(range(count))]
+    if not GENERATION_BACKENDS.trait(backend, "refills"):
+        chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))
+    for chunk in chunks:
+
+        def keep(rows: list[int], finished: Generation, chunk: list[int] = chunk) -> None:
+            rows = [chunk[row // n] * n + row % n for row in rows]
+            for key, value in vars(finished).items():
+                kept = samples["rollout_logprobs" if key == "logprobs" else key]
+                kept[rows] = value.cpu().to(kept.dtype)
+            on_rows(len(rows))
+            on_finished(rows, samples)
+
+        generate(
             model,
             prompts["queries"][chunk],
             prompts["query_attn_masks"][chunk],
             prompt_ids=prompts["prompt_ids"][chunk],
             any_rank=any_rank,
             before_token=before_token,
-            **vars(sampling_params),
+            slots=per_device_batch_size,
+            on_finished=keep,
+            **(vars(sampling_params) | {"backend": backend}),
         )
-        for key, value in vars(generation).items():
-            out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
-        on_rows(len(chunk) * n)
-        on_finished([prompt * n + sample for prompt in chunk for sample in range(n)], samples)
     return samples
 
 

@@ -376,6 +376,7 @@ class PPOTrainer(BaseTrainer):
                         target_kl_stop=args.target_kl_stop,
                         check_first=self.mismatch_guard.check if args.old_policy == "rollout" else None,
                         poll=self.poll,
+                        message=self.run_log.message,
                     )
                     update.add(stats, stepped=stepped)
                 except hook_checks.NonFiniteUpdate as error:
