@@ -30,7 +30,8 @@ PERMITTED_SKIP = (
 TIERS = (
     {"types", "registry", "presets", "atomic_io", "remote_code", "damaged_files"},
     {"functional", "adapters", "config"},
-    {"generation", "data", "rewards", "models", "tracking"},
+    {"models"},
+    {"generation", "data", "rewards", "tracking"},
     {"distributed"},
     {"ppo", "checkpoint", "estimate_memory"},
     {"trainer"},

@@ -117,6 +117,31 @@ class Steep(PPOTrainer):
         return loss + (logprobs - logprobs.detach()).sum().abs().sqrt(), stats
 
 
+class Crowded(PPOTrainer):
+    """Runs out of memory in micro-batches of more than `room` rows on `rank` (None: on all), when the critic's
+    gradients exist already: first in the forward pass, then in the policy's backward pass, and so on in turn.
+    """
+
+    room = 1000
+    rank: int | None = None
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self.attempts: list[int] = []
+        super().__init__(*arguments, **settings)
+
+    def compute_loss(self, rollouts_batch: Any) -> Any:
+        self.attempts.append(len(rollouts_batch["responses"]))
+        loss, stats = super().compute_loss(rollouts_batch)
+        if self.attempts[-1] > self.room and self.rank in (None, self.accelerator.process_index):
+            if len(self.attempts) % 2:
+                self._run_out(loss)
+            loss.register_hook(self._run_out)
+        return loss, stats
+
+    def _run_out(self, loss: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+
 class FillDisk(TrainerCallback):
     """At the end of `step`, fills the disk of the output folder until `left` bytes are free."""
 

@@ -190,6 +190,12 @@ def _check_sizes(config: Any) -> None:
             f"({config.rollout_per_device_batch_size}), but a prompt's responses are sampled in one batch; raise "
             "rollout_per_device_batch_size"
         )
+    longest, budget = config.query_len + config.response_len, config.max_tokens_per_micro_batch
+    if budget is not None and budget < longest:
+        raise ValueError(
+            f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({longest}), so a response "
+            f"of full length would not fit into any micro-batch; set it to {longest} or more, or to null"
+        )
     if config.reward_weights == []:
         raise ValueError("reward_weights is []; give one number for each reward source, or null")
 

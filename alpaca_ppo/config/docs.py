@@ -49,7 +49,8 @@ def _entry(option: Option) -> str:
 
 def _type(option: Option) -> str:
     if option.choices:
-        words = [", ".join(f"`{choice}`" for choice in option.choices)]
+        choices = (choice if isinstance(choice, str) else json.dumps(choice) for choice in option.choices)
+        words = [", ".join(f"`{choice}`" for choice in choices)]
     else:
         words = [_word(kind) for kind in option.kinds]
     text = " or ".join([*words, *(["null"] if option.nullable else [])])

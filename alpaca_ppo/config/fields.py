@@ -166,7 +166,8 @@ def check_value(option: Option, value: Any) -> None:
         return
     if option.choices:
         if not isinstance(value, str | int) or value not in option.choices:
-            raise ValueError(f"{option.name} is {shown(value)}; choose one of {', '.join(map(str, option.choices))}")
+            names = ", ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in option.choices)
+            raise ValueError(f"{option.name} is {shown(value)}; choose one of {names}")
         return
     _check_type(option.name, value, option.kinds, nullable=option.nullable)
     entries = value if isinstance(value, list) else []

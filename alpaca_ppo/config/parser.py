@@ -151,6 +151,8 @@ class _FlagParser(HfArgumentParser):
             settings["help"] += f" One of {', '.join(option.registry.names)}."
         if isinstance(settings.get("type"), types.UnionType):
             settings["type"] = _number_or_text
+        if True in option.choices:
+            settings["type"] = _boolean_or_text
         # In fields that also accept other types (TrainingArguments.report_to), "none" is a value of its own and is not
         # converted to None.
         if option.nullable and len(option.kinds) == 1 and "type" in settings:
@@ -171,6 +173,10 @@ class _FlagParser(HfArgumentParser):
 
 def _number_or_text(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() else text
+
+
+def _boolean_or_text(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:

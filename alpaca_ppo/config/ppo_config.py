@@ -109,16 +109,26 @@ class PPOConfig:
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
     step_per_device_batch_size: int = argument(
-        8, "Responses per micro-batch of an optimizer step, on one device.", at_least=1
+        8,
+        "Responses per micro-batch of an optimizer step, on one device. Without padding it only sets the default of "
+        "max_tokens_per_micro_batch.",
+        at_least=1,
+    )
+    max_tokens_per_micro_batch: int | None = argument(
+        None,
+        "Tokens (prompt and response) per micro-batch of an optimizer step, on one device; null = "
+        "step_per_device_batch_size * (query_len + response_len).",
+        at_least=1,
     )
     ppo_epochs: int = argument(2, "Passes over each step's rollouts.", at_least=1)
 
     response_len: int = argument(300, "Maximum length of a response, in tokens.", at_least=1, group="Generation")
     temperature: float = argument(1.0, "Temperature of the sampling and of every log-probability.", above=0)
     generation_backend: str = argument(
-        "decode",
-        "How responses are sampled: decode is this package's loop; generate is for models whose KV cache cannot drop "
-        "rows.",
+        "auto",
+        "How responses are sampled: slots decodes rollout_per_device_batch_size rows at once and gives the places of "
+        "ended rows to waiting prompts; decode finishes one batch before the next; auto takes slots, or decode where "
+        "the model or sharded parameters do not allow them; generate is for models whose KV cache cannot drop rows.",
         registry=GENERATION_BACKENDS,
     )
     truncate_tokens: list[str | int] | None = argument(
@@ -144,6 +154,13 @@ class PPOConfig:
         "error",
         "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
         "drop leaves the response out of the step and counts it.",
+    )
+    score_chunk_prompts: int | None = argument(
+        None,
+        "Prompts whose responses, all samples of each, are scored in one call; reward functions are then called in "
+        "another thread as soon as those are finished, while others are sampled. null = all prompts of the process at "
+        "once, after the sampling.",
+        at_least=1,
     )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
@@ -305,6 +322,11 @@ class PPOConfig:
     trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = argument(
+        "adamw_torch_fused",
+        "Implementation of AdamW, by transformers' names: adamw_torch_fused updates everything in one pass (on CPU and "
+        "CUDA), adamw_torch is torch's default. A resumed run keeps its checkpoint's.",
+    )
     lr_scheduler_type: str = argument(
         "constant",
         "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
@@ -335,6 +357,11 @@ class PPOConfig:
         False, "Forward passes in bfloat16; the optimizer keeps float32 weights.", group="Devices and memory"
     )
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass to save memory.")
+    padding_free: Literal["auto", True, False] = argument(
+        "auto",
+        "Rows of a forward pass are laid end to end without padding: where the model allows it (auto), always (an "
+        "error where it does not), or never.",
+    )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(
@@ -363,6 +390,12 @@ class PPOConfig:
     def responses_per_step(self) -> int:
         """Responses of a full step: prompts times responses per prompt."""
         return self.rollout_batch_size * self.num_return_sequences
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch may have: `max_tokens_per_micro_batch` or its default."""
+        default = self.step_per_device_batch_size * (self.query_len + self.response_len)
+        return self.max_tokens_per_micro_batch or default
 
     @property
     def risk_alpha(self) -> float | None:

@@ -31,8 +31,8 @@ class DeepSpeedEngine(Engine):
         optimizer: torch's, over their parameters; each group holds parameters of the policy or of the critic.
         max_grad_norm: the policy's gradient is clipped to this norm.
         critic_max_grad_norm: the critic's gradient is clipped to this norm.
-        micro_batches: per optimizer step and rank, for DeepSpeed's configuration.
-        step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration.
+        micro_batches: per optimizer step and rank, for DeepSpeed's configuration; the number of a step may differ.
+        step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration; as above.
         gather_for_generation: under stage 3, hold all parameters of the policy on every rank while it samples.
     """
 
@@ -112,6 +112,11 @@ class DeepSpeedEngine(Engine):
             # With an offloaded optimizer, gradients are added to this buffer, which still holds the last step's.
             for buffer in getattr(self._zero, "accumulated_grads_in_cpu", {}).values():
                 buffer.zero_()
+
+    @property
+    def can_repeat(self) -> bool:
+        # Gradients are reduced, and parameters gathered, within the passes.
+        return False
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

@@ -132,11 +132,12 @@ class DeepSpeedState:
 
     def _allocate_optimizer_state(self, group: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
         """Allocates the state of a group's flat partitions, as the optimizer itself would in its first step."""
+        fused = self._optimizer.param_groups[group].get("fused")
         for flat in self.flat_partitions(group):
             self._optimizer.state[flat] = {
                 key: torch.zeros_like(flat.data)
                 if torch.is_tensor(value) and value.shape == self._full_shape(parameter)
-                else copy.deepcopy(value)
+                else _scalar_state(value, flat.device if fused else None)
                 for key, value in saved.items()
             }
             if not saved:
@@ -155,6 +156,12 @@ class DeepSpeedState:
 
     def _full_shape(self, parameter: Any) -> torch.Size:
         return torch.Size(parameter.ds_shape if self._stage == 3 else parameter.shape)
+
+
+def _scalar_state(value: Any, device: torch.device | None) -> Any:
+    """A copy of `value`; of a tensor on `device`, where a fused kernel reads the number of steps."""
+    own = copy.deepcopy(value)
+    return own.to(device) if device is not None and torch.is_tensor(own) else own
 
 
 def _is_elementwise(value: Any, flat: Tensor) -> bool:

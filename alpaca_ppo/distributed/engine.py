@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models import ActorCritic
@@ -101,7 +102,24 @@ class Engine(TrainState):
 
     def _wrap(self) -> Any:
         model, self._stepping = self.accelerator.prepare(self.actor_critic, self.optimizer)
+        if self.defers_reduction:
+            # A forward pass that broadcasts buffers (constants, such as rotary frequencies) would wait for all ranks.
+            model.broadcast_buffers = False
         return model
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Whether gradients are reduced over the ranks after the last micro-batch instead of in its backward pass.
+
+        Only then can an optimizer step be made again after a rank has run out of memory: until the reduction, no rank
+        waits for another one. A host's memory does not run out with an error that could be handled.
+        """
+        return self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether an optimizer step can be made again after a micro-batch that did not fit into memory."""
+        return self.accelerator.num_processes == 1 or self.defers_reduction
 
     def begin(self) -> None:
         """Starts an optimizer step: drops gradients left by an update that was skipped or interrupted."""
@@ -110,9 +128,24 @@ class Engine(TrainState):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one."""
-        with nullcontext() if last else self.accelerator.no_sync(self.model):
+        """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one, or
+        (`defers_reduction`) by `end_micro_batches`.
+        """
+        with nullcontext() if last and not self.defers_reduction else self.accelerator.no_sync(self.model):
             yield
+
+    def end_micro_batches(self) -> None:
+        """Reduces the gradients over the ranks, if the last micro-batch has not (`defers_reduction`)."""
+        if not self.defers_reduction:
+            return
+        # DDP reduces what has been accumulated in the next backward pass that follows a call of the model. This call
+        # computes nothing, and the loss adds a gradient of zero to every parameter.
+        one = torch.zeros(1, 1, dtype=torch.long, device=self.accelerator.device)
+        nothing = {"temperature": 1.0, "chunk_size": 1, "with_policy": False, "with_critic": False}
+        self.model(one, one + 1, one, one.bool(), **nothing)
+        loss = self.unused_parameter_loss([p for p in self.actor_critic.parameters() if p.requires_grad])
+        assert isinstance(loss, Tensor)
+        self.backward(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -155,7 +188,13 @@ class Engine(TrainState):
         return norms
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        return float(self.accelerator.clip_grad_norm_(parameters, max_norm))
+        self.accelerator.unscale_gradients()
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # torch multiplies by min(1, max_norm / (norm + 1e-6)) even where that is 1, to spare a GPU's synchronization. The
+        # norm is read on the host anyway, so a gradient within the limit need not be written again.
+        if not float(max_norm / (norm + 1e-6)) >= 1:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return float(norm)
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine shards and

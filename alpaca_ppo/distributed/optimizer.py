@@ -12,12 +12,23 @@ from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.models import ActorCritic
 
+# Devices that have torch's fused AdamW for every floating-point dtype.
+_FUSED_DEVICES = ("cpu", "cuda")
 
-def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer:
+
+def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
     The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, `critic_weight_decay` and
-    `critic_adam_*`, and the policy's value of each that is None.
+    `critic_adam_*`, and the policy's value of each that is None. With `optim: adamw_torch_fused`, one kernel updates
+    weight and moments in a single pass, which computes in float32 (float64 weights: float64) and rounds once at its
+    end; torch's default computes in the weight's dtype, one operator after another. Each group's `fused` is part of the
+    optimizer's state: a resumed run goes on with its checkpoint's.
+
+    Args:
+        model: policy and critic.
+        args: of the run.
+        device: where the run trains; devices other than CPU and CUDA get torch's default implementation.
     """
     critic_decay = _first_given(args.critic_weight_decay, args.weight_decay)
     policy = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -36,7 +47,11 @@ def make_optimizer(model: ActorCritic, args: PPOConfig) -> torch.optim.Optimizer
     ):
         groups.append({"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay, **settings})
         groups.append({"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, **settings})
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate)
+    fused = args.optim == "adamw_torch_fused" and device.type in _FUSED_DEVICES
+    # None, not False: torch then chooses between its loop and its foreach implementation.
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=args.learning_rate, fused=True if fused else None
+    )
 
 
 def check_no_critic_settings(args: PPOConfig) -> None:

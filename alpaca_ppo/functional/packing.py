@@ -1,7 +1,8 @@
 """Prompts and responses as a causal model reads them: positions that do not count padding, and rows that are moved to
-the left and trimmed.
+the left and trimmed, or laid end to end without padding.
 
-Which rows go together into a batch is decided elsewhere (`ppo.minibatches`).
+Which rows go together into a batch is decided elsewhere (`ppo.minibatches`), and how a model attends to rows in one
+sequence in `models.packed_sequences`.
 """
 
 from typing import NamedTuple
@@ -12,20 +13,50 @@ from torch import Tensor
 from alpaca_ppo.functional.shaping import response_lengths
 
 
+class Span(NamedTuple):
+    """A part of a sequence without padding: `length` tokens that see each other causally, and before them a prefix that
+    several spans may share.
+    """
+
+    start: int
+    """The column of its first token."""
+    length: int
+    prefix_start: int = 0
+    """The column of the first token of the prefix."""
+    prefix_length: int = 0
+    """0 = no prefix."""
+
+
 class PackedRows(NamedTuple):
-    """Rows of prompt and response that start at column 0, as wide as the longest of them."""
+    """Rows of prompt and response that start at column 0, as wide as the longest of them; or, with `spans`, as one
+    sequence without padding.
+    """
 
     input_ids: Tensor
-    """(B, L) int64; L = longest prompt + response - 1 of these rows (the last response token predicts nothing)."""
+    """(B, L) int64; L = longest prompt + response - 1 of these rows (the last response token predicts nothing). With
+    `spans` (1, T): all tokens of all rows."""
     rows: Tensor
     """(N,) int64: the row of each of the N tokens under response_mask."""
     states: Tensor
-    """(N,) int64: the column of the hidden state that chose the token, prompt length - 1 + t."""
+    """(N,) int64: the column of the hidden state that chose the token, prompt length - 1 + t in a row of its own."""
     actions: Tensor
     """(N,) int64: the column t of the token in `responses`."""
+    position_ids: Tensor | None = None
+    """(1, T) int64 with `spans`: positions that start at 0 in each row."""
+    spans: tuple[Span, ...] | None = None
+    """What the tokens of the sequence see; None for rows of their own."""
 
 
-def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, response_mask: Tensor) -> PackedRows:
+def pack_rows(
+    queries: Tensor,
+    query_attn_masks: Tensor,
+    responses: Tensor,
+    response_mask: Tensor,
+    *,
+    padding_free: bool = False,
+    share_prompts: bool = False,
+    device: torch.device | None = None,
+) -> PackedRows:
     """Prompt + response of each row, left-aligned, without the columns that no row needs.
 
     The output of a causal model at a real token does not depend on the tokens to its right. Left-aligned rows therefore
@@ -37,26 +68,109 @@ def pack_rows(queries: Tensor, query_attn_masks: Tensor, responses: Tensor, resp
         query_attn_masks: (B, Q), 1 = real.
         responses: (B, R) int64, right-padded.
         response_mask: (B, R) bool, True = a token the policy chose.
+        padding_free: True lays the rows end to end. Indices are computed on the CPU; rows on another device are copied
+            there, which waits for the device.
+        share_prompts: True keeps one copy of a prompt that several rows have; only with `padding_free`.
+        device: of the result; None = that of `queries`.
 
     Raises:
         ValueError: when the prompt of a row is empty: no hidden state would predict its first response token.
     """
+    device = device or queries.device
+    if padding_free:
+        queries, query_attn_masks, response_mask = queries.cpu(), query_attn_masks.cpu(), response_mask.cpu()
     prompt_lengths = query_attn_masks.long().sum(dim=1)
     if bool((prompt_lengths == 0).any()):
         raise ValueError(
             f"query_attn_masks has no real token in row {int((prompt_lengths == 0).nonzero()[0])}; a prompt needs at "
             f"least one token"
         )
+    both = torch.cat([queries, responses.to(queries.device)], dim=1)
+    if padding_free:
+        return _one_sequence(both, prompt_lengths, queries.size(1), response_mask, share_prompts, device)
     lengths = response_lengths(response_mask)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
     width = int(kept.max())
-    both = torch.cat([queries, responses], dim=1)
     source = torch.arange(width, device=queries.device) + (queries.size(1) - prompt_lengths).unsqueeze(1)
     inside = torch.arange(width, device=queries.device) < kept.unsqueeze(1)
     input_ids = both.gather(1, source.clamp_max(both.size(1) - 1)).where(inside, 0)
     rows, actions = response_mask.nonzero(as_tuple=True)
-    return PackedRows(input_ids, rows, prompt_lengths[rows] - 1 + actions, actions)
+    states = prompt_lengths[rows] - 1 + actions
+    return PackedRows(input_ids.to(device), rows.to(device), states.to(device), actions.to(device))
+
+
+def _one_sequence(
+    both: Tensor,
+    prompt_lengths: Tensor,
+    prompt_columns: int,
+    response_mask: Tensor,
+    share_prompts: bool,
+    device: torch.device,
+) -> PackedRows:
+    """`both` (B, Q + R) as one sequence on `device`; what is given is on the CPU.
+
+    Rows without a response are left out. If that leaves none (a dummy, where ranks must make the same number of
+    passes), one token stays.
+    """
+    prompts, lengths = prompt_lengths.tolist(), response_lengths(response_mask).tolist()
+    # Rows of equal length become neighbours, so that their attention is one batch.
+    order = sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -prompts[row] - lengths[row])
+    groups = _rows_of_prompts(both, prompts, prompt_columns, order) if share_prompts else [[row] for row in order]
+    spans: list[Span] = []
+    # Of each span: its first token in the flattened `both`, and that token's position.
+    origins: list[tuple[int, int]] = []
+    first_state, later_states = torch.zeros(len(lengths), dtype=torch.long), torch.zeros(len(lengths), dtype=torch.long)
+    end = 0
+
+    def add(row: int, position: int, length: int, prefix: Span | None = None) -> Span:
+        nonlocal end
+        span = Span(end, length, prefix.start, prefix.length) if prefix else Span(end, length)
+        if length:
+            spans.append(span)
+            origins.append((row * both.size(1) + prompt_columns - prompts[row] + position, position))
+            end += length
+        return span
+
+    for group in groups:
+        if len(group) == 1:
+            row = group[0]
+            whole = add(row, 0, prompts[row] + lengths[row] - 1)
+            first_state[row] = whole.start + prompts[row] - 1
+            later_states[row] = whole.start + prompts[row]
+            continue
+        prompt = add(group[0], 0, prompts[group[0]])
+        for row in group:
+            own = add(row, prompt.length, lengths[row] - 1, prompt)
+            first_state[row], later_states[row] = prompt.start + prompt.length - 1, own.start
+    if not spans:
+        add(0, 0, 1)
+    sizes = torch.tensor([span.length for span in spans])
+    starts, (sources, positions) = sizes.cumsum(0) - sizes, torch.tensor(origins).T
+    inside = torch.arange(end) - starts.repeat_interleave(sizes)
+    rows, actions = response_mask.nonzero(as_tuple=True)
+    states = torch.where(actions == 0, first_state[rows], later_states[rows] + actions - 1)
+    ids = both.flatten()[sources.repeat_interleave(sizes) + inside]
+    parts = [ids, positions.repeat_interleave(sizes) + inside, rows, states, actions]
+    # One upload.
+    ids, position_ids, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
+    return PackedRows(ids.unsqueeze(0), rows, states, actions, position_ids.unsqueeze(0), tuple(spans))
+
+
+def _rows_of_prompts(both: Tensor, prompts: list[int], prompt_columns: int, order: list[int]) -> list[list[int]]:
+    """The rows of `order`, those with the same prompt together."""
+    groups: dict[bytes, list[int]] = {}
+    for row in order:
+        prompt = both[row, prompt_columns - prompts[row] : prompt_columns].numpy()
+        groups.setdefault(prompt.tobytes(), []).append(row)
+    return list(groups.values())
+
+
+def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:
+    """The tokens of prompt and response, holes included: `query_attn_masks` (B, Q), 1 = real, and `response_mask`
+    (B, R) bool give (B,) int64.
+    """
+    return query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class SamplingParams:
     top_p: float | None = None
     """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
     evaluation, like `top_k`."""
-    backend: str = "decode"
+    backend: str = "auto"
     """Name of the generation backend."""
     seed: int = 0
     """Seed of the run."""

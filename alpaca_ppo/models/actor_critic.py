@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
+from alpaca_ppo.models.packed_sequences import row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
 
 
@@ -45,6 +46,9 @@ class Critic(nn.Module):
         head: maps hidden states to values or to a return distribution.
         backbone: the critic's own backbone; None uses the policy's.
         has_adapter: True reads the hidden states of the policy's base model with the adapter `value`.
+
+    Attributes:
+        padding_free: whether rows are laid end to end for the critic's own backbone.
     """
 
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
@@ -53,6 +57,7 @@ class Critic(nn.Module):
         self.head = head
         self.backbone = backbone
         self.has_adapter = has_adapter
+        self.padding_free = False
 
     @property
     def shares_states(self) -> bool:
@@ -73,6 +78,32 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = critic
 
+    @property
+    def padding_free(self) -> bool:
+        """Whether the passes of policy and critic have no padding."""
+        if self.critic is None or self.critic.backbone is None:
+            return self.policy.padding_free
+        return self.policy.padding_free and self.critic.padding_free
+
+    def pack(
+        self,
+        queries: Tensor,
+        query_attn_masks: Tensor,
+        responses: Tensor,
+        response_mask: Tensor,
+        *,
+        device: torch.device | None = None,
+    ) -> tuple[PackedRows, PackedRows]:
+        """Returns the rows as the policy and as the critic read them; see `pack_rows`."""
+        rows = (queries, query_attn_masks, responses, response_mask)
+        packed = self.policy.pack(*rows, device=device)
+        if self.critic is None or self.critic.backbone is None:
+            return packed, packed
+        layout = row_layout(self.critic.backbone, padding_free=self.critic.padding_free)
+        if layout == row_layout(self.policy.model.base_model, padding_free=self.policy.padding_free):
+            return packed, packed
+        return packed, pack_rows(*rows, **layout._asdict(), device=device)
+
     def forward(
         self,
         queries: Tensor,
@@ -85,6 +116,7 @@ class ActorCritic(nn.Module):
         with_policy: bool = True,
         with_critic: bool = True,
         value_taus: Tensor | None = None,
+        packed: tuple[PackedRows, PackedRows] | None = None,
     ) -> ActorCriticOutputs:
         """Returns log-probabilities, entropies and values (B, R) of `responses`.
 
@@ -98,24 +130,25 @@ class ActorCritic(nn.Module):
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
+            packed: what `pack` returned for these rows, if the caller has it.
         """
-        packed = pack_rows(queries, query_attn_masks, responses, response_mask)
+        packed_rows, critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         logprobs = entropies = states = None
         shared = self.critic is not None and self.critic.shares_states
         if with_policy or (with_critic and shared):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
-                states = self.policy.states(packed)
+                states = self.policy.states(packed_rows)
         if with_policy:
             assert states is not None
             logprobs, entropies = self.policy.outputs_from_states(
-                states, packed, responses, temperature=temperature, chunk_size=chunk_size
+                states, packed_rows, responses, temperature=temperature, chunk_size=chunk_size
             )
         if self.critic is None or not with_critic:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if not shared:
-            states = self._critic_states(packed)
+            states = self._critic_states(critic_rows)
         values, means, predictions = (
-            scatter_tokens(part, packed, responses) for part in self.critic.head(states, value_taus)
+            scatter_tokens(part, critic_rows, responses) for part in self.critic.head(states, value_taus)
         )
         return ActorCriticOutputs(
             logprobs, entropies, values, means if self.critic.head.distributional else None, predictions

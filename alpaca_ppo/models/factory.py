@@ -37,6 +37,7 @@ from alpaca_ppo.models import (
     load_critic,
     load_sequence_classifier,
 )
+from alpaca_ppo.models.packing_probe import use_padding_free
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
@@ -62,8 +63,8 @@ def make_actor_critic(
     Raises:
         ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
             a vocabulary other than the policy's; when an `ActorCritic` differs from what `args` describe; for adapters
-            that this package cannot handle; and for options of adapters without adapters, or of loading for a model in
-            memory.
+            that this package cannot handle; for options of adapters without adapters, or of loading for a model in
+            memory; and for a model that needs padding with `padding_free: true`.
     """
     _check_adapters(model, peft_config, args)
     if isinstance(model, ActorCritic):
@@ -107,12 +108,17 @@ def _new_head(args: PPOConfig, hidden_size: int) -> CriticHead:
 
 
 def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
-    """`built` with dropout off, its head configured and, if `args` ask for it, activation checkpointing on."""
+    """`built` with dropout off, its head configured, without padding where it can be, and, if `args` ask for it, with
+    activation checkpointing.
+    """
     disable_dropout(built)
+    built.policy.padding_free = use_padding_free(built.policy.model, args.padding_free)
     backbones: list[Any] = [built.policy.model]
     if built.critic is not None:
         built.critic.head.configure(args)
         backbones.append(built.critic.backbone)
+        if isinstance(built.critic.backbone, PreTrainedModel):
+            built.critic.padding_free = use_padding_free(built.critic.backbone, args.padding_free)
     for backbone in backbones:
         if args.gradient_checkpointing and backbone is not None:
             # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
@@ -261,8 +267,8 @@ def make_reference(
     """The `models.Reference` that `args.reference` names, or None; with `auto`, `ref_model` if it is given.
 
     Raises:
-        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary, and
-            for `adapter_off` with a policy without adapters.
+        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary or
+            needs padding with `padding_free: true`, and for `adapter_off` with a policy without adapters.
     """
     policy, choice = actor_critic.policy, args.reference
     if ref_model is not None and choice != "auto":
@@ -281,9 +287,14 @@ def make_reference(
                 f"({policy.model.config.vocab_size}); the KL penalty compares the two token by token, so choose a "
                 "reference with the policy's tokenizer"
             )
-        return CopiedReference(Policy(other.eval()) if isinstance(source, str) else frozen_copy(other))
+        return _copied(Policy(other.eval()) if isinstance(source, str) else frozen_copy(other), args)
     if choice == "adapter_off" and policy.adapters is None:
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
     if policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
-    return CopiedReference(frozen_initial_policy(policy), offloaded=choice == "copy_offloaded")
+    return _copied(frozen_initial_policy(policy), args, offloaded=choice == "copy_offloaded")
+
+
+def _copied(policy: Policy, args: PPOConfig, *, offloaded: bool = False) -> CopiedReference:
+    policy.padding_free = use_padding_free(policy.model, args.padding_free)
+    return CopiedReference(policy, offloaded=offloaded)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.packed_sequences import row_layout, sequence_keywords
 
 
 class PolicyOutputs(NamedTuple):
@@ -34,6 +35,9 @@ class Policy(nn.Module):
         model: the language model; `AdapterSet.model` if it has adapters.
         adapters: the adapters in the model's layers, if any.
 
+    Attributes:
+        padding_free: whether rows are laid end to end; `packing_probe` knows which models allow it.
+
     Raises:
         ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
             encoder-decoder, or computes its logits in a way that this class does not support.
@@ -47,6 +51,7 @@ class Policy(nn.Module):
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
+        self.padding_free = False
         self._check_logits()
 
     @property
@@ -55,6 +60,19 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
+
+    def pack(
+        self,
+        queries: Tensor,
+        query_attn_masks: Tensor,
+        responses: Tensor,
+        response_mask: Tensor,
+        *,
+        device: torch.device | None = None,
+    ) -> PackedRows:
+        """Returns the rows as the backbone reads them; see `pack_rows`."""
+        layout = row_layout(self.model.base_model, padding_free=self.padding_free)
+        return pack_rows(queries, query_attn_masks, responses, response_mask, **layout._asdict(), device=device)
 
     def states(self, packed: PackedRows) -> Tensor:
         """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
@@ -88,6 +106,7 @@ class Policy(nn.Module):
         *,
         temperature: float,
         chunk_size: int,
+        packed: PackedRows | None = None,
     ) -> PolicyOutputs:
         """Returns log-probabilities and entropies (B, R) of `responses`, under softmax(logits / temperature).
 
@@ -98,8 +117,9 @@ class Policy(nn.Module):
             response_mask: (B, R) bool, True = chosen by the policy.
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
+            packed: what `pack` returned for these rows, if the caller has it.
         """
-        packed = pack_rows(queries, query_attn_masks, responses, response_mask)
+        packed = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         return self.outputs_from_states(
             self.states(packed), packed, responses, temperature=temperature, chunk_size=chunk_size
         )
@@ -166,6 +186,10 @@ def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """Returns the hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
+    if packed.spans is not None:
+        keywords = sequence_keywords(backbone, packed)
+        sequence: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
+        return sequence[0, packed.states]
     hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state
     return hidden[packed.rows, packed.states]
 

@@ -98,15 +98,9 @@ def _check_rows(samples: Mapping[str, Tensor]) -> None:
 
 
 def score_chunks(num_rows: int, samples_per_prompt: int, chunk_prompts: int | None) -> list[slice]:
-    """The rows of each call of `_score`: those of `chunk_prompts` prompts, or all of them.
-
-    Raises:
-        ValueError: if `chunk_prompts` is below 1.
-    """
-    if chunk_prompts is not None and chunk_prompts < 1:
-        raise ValueError(f"score_chunk_prompts is {chunk_prompts}; it must be at least 1, or None for all prompts")
+    """The rows of each call of `_score`: those of `chunk_prompts` prompts, or all of them."""
     size = num_rows if chunk_prompts is None else chunk_prompts * samples_per_prompt
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int) -> dict[str, Tensor]:

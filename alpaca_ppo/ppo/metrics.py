@@ -62,9 +62,9 @@ class StatsAccumulator:
                 total, weight = self.means.get(name, (0.0, 0.0))
                 self.means[name] = (total + value * tokens, weight + tokens)
 
-    def add_padding(self, lengths: Sequence[int]) -> None:
-        """Adds a micro-batch with rows of `lengths` tokens, padded to the longest, to `padding_fraction`."""
-        positions = len(lengths) * max(lengths, default=0)
+    def add_padding(self, lengths: Sequence[int], *, padded: bool) -> None:
+        """Adds a micro-batch with rows of `lengths` tokens to `padding_fraction`: `padded` to the longest, or not."""
+        positions = len(lengths) * max(lengths, default=0) if padded else sum(lengths)
         if positions:
             fraction = 1.0 - sum(lengths) / positions
             total, weight = self.means.get("padding_fraction", (0.0, 0.0))

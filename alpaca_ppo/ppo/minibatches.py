@@ -5,6 +5,7 @@ a run is the same on any machine. The order of prompts is in `data.schedule`, th
 `functional.packing`.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,23 +40,84 @@ def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
     return [order[i : i + max_rows] for i in range(0, len(order), max_rows)]
 
 
-def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, num_micro_batches: int) -> list[list[list[int]]]:
-    """Returns the rows that each rank trains on: `plan[rank][micro_batch]` is a list of indices, possibly empty.
+def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> list[list[int]]:
+    """Returns the indices of `lengths` in chunks of at most `max_tokens` tokens, in their order, for passes without
+    padding.
 
-    Rows are sorted by length and split into num_ranks * num_micro_batches buckets whose sizes differ by at most one, so
-    the rows of a micro-batch have similar lengths. The ranks' i-th micro-batches are neighbouring buckets, in
-    alternating order, so that ranks rarely wait for each other. Every rank gets the same number of micro-batches,
-    including empty ones, because collective operations must match.
+    The rows of a group of `group` neighbours (the samples of a prompt) are always in one chunk, even if they alone
+    exceed `max_tokens`.
+    """
+    chunks: list[list[int]] = []
+    tokens = 0
+    for start in range(0, len(lengths), group):
+        rows = list(range(start, min(start + group, len(lengths))))
+        more = sum(lengths[row] for row in rows)
+        if not chunks or tokens + more > max_tokens:
+            chunks.append([])
+            tokens = 0
+        chunks[-1] += rows
+        tokens += more
+    return chunks
+
+
+Plan = list[list[list[int]]]
+"""`plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
+because collective operations must match."""
+
+
+def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+    """Returns the rows that each rank trains on, in micro-batches of at most `max_tokens` tokens without padding.
+
+    The number of micro-batches is the smallest for which longest-processing-time-first scheduling (Graham 1969: the
+    longest row that is left goes to the bin with the fewest tokens) exceeds no budget, so bins are about equally full.
+    A row of more than `max_tokens` tokens is a micro-batch of its own.
 
     Args:
         lengths: tokens (prompt and response) of each row of the optimizer step.
         num_ranks: number of processes.
-        num_micro_batches: gradient accumulation steps, equal on every rank.
+        max_tokens: the budget of a micro-batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    while True:
+        bins = _longest_first(order, lengths, num_ranks * count)
+        costs = [sum(lengths[i] for i in rows) for rows in bins]
+        if all(cost <= max_tokens or len(rows) == 1 for rows, cost in zip(bins, costs, strict=True)):
+            return _deal(bins, costs, num_ranks)
+        count += 1
+
+
+def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, max_rows: int) -> Plan:
+    """As `plan_micro_batches`, for rows that are padded to the longest of their micro-batch.
+
+    A micro-batch costs its rows times the longest of them and has at most `max_rows` rows. Rows of similar length are
+    together, and the cost of the largest micro-batch is the smallest that so many micro-batches allow.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = -(-max(1, len(_runs(order, lengths, max_tokens, max_rows))) // num_ranks)
+    low, high = 1, max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(order, lengths, middle, max_rows)) <= num_ranks * count:
+            high = middle
+        else:
+            low = middle + 1
+    bins = _runs(order, lengths, high, max_rows)
+    bins += [[] for _ in range(num_ranks * count - len(bins))]
+    return _deal(bins, [len(rows) * max((lengths[i] for i in rows), default=0) for rows in bins], num_ranks)
+
+
+def plan_equal_rows(lengths: Sequence[int], *, num_ranks: int, num_micro_batches: int) -> Plan:
+    """Returns the rows that each rank trains on, in `num_micro_batches` micro-batches of equally many rows.
+
+    Rows are sorted by length and split into num_ranks * num_micro_batches buckets whose sizes differ by at most one, so
+    the rows of a micro-batch have similar lengths. The ranks' i-th micro-batches are neighbouring buckets, in
+    alternating order, so that ranks rarely wait for each other.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_buckets = num_ranks * num_micro_batches
     size, num_larger = divmod(len(order), num_buckets)
-    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    plan: Plan = [[] for _ in range(num_ranks)]
     start = 0
     for bucket in range(num_buckets):
         stop = start + size + (bucket < num_larger)
@@ -63,4 +125,38 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, num_micro_batc
         rank = offset if micro_batch % 2 == 0 else num_ranks - 1 - offset
         plan[rank].append(order[start:stop])
         start = stop
+    return plan
+
+
+def _longest_first(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """The rows of `order`, longest first, each in the bin that has the fewest tokens at that moment."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, i) for i in range(num_bins)]
+    for row in order:
+        tokens, i = heap[0]
+        bins[i].append(row)
+        heapq.heapreplace(heap, (tokens + lengths[row], i))
+    return bins
+
+
+def _runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
+    """`order`, longest first, cut into runs whose rows times longest is at most `max_tokens`, or that have one row."""
+    runs: list[list[int]] = []
+    for row in order:
+        if not runs or len(runs[-1]) == max_rows or (len(runs[-1]) + 1) * lengths[runs[-1][0]] > max_tokens:
+            runs.append([])
+        runs[-1].append(row)
+    return runs
+
+
+def _deal(bins: Sequence[list[int]], costs: Sequence[int], num_ranks: int) -> Plan:
+    """Deals bins of like cost to the ranks' i-th micro-batches, the costliest to the rank that has the least so far."""
+    order = sorted(range(len(bins)), key=lambda i: (-costs[i], i))
+    plan: Plan = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for start in range(0, len(order), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        for rank, i in zip(ranks, order[start : start + num_ranks], strict=True):
+            plan[rank].append(bins[i])
+            totals[rank] += costs[i]
     return plan

@@ -16,12 +16,15 @@ from transformers import PreTrainedModel
 from alpaca_ppo.distributed.collectives import gather_rows, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
-from alpaca_ppo.generation import generate
+from alpaca_ppo.generation import Generation, generate
+from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
+from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
@@ -77,11 +80,12 @@ def sample_responses(
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
     on_rows: Callable[[int], Any] = lambda rows: None,
+    on_finished: Callable[[list[int], dict[str, Tensor]], Any] = lambda rows, samples: None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
-    Prompts of similar length are sampled together, at most `per_device_batch_size` responses at once; a token does not
-    depend on that choice.
+    At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
+    length together. A token does not depend on that choice.
 
     Args:
         model: the policy, not wrapped.
@@ -90,7 +94,9 @@ def sample_responses(
         per_device_batch_size: responses sampled at once.
         any_rank: as for `generate`.
         before_token: as for `generate`.
-        on_rows: called with the number of responses that each chunk has finished.
+        on_rows: called with a number of responses that are finished.
+        on_finished: called with rows whose responses are complete, and what this function will return, filled in these
+            rows. Each row comes once, in any order.
 
     Returns:
         the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
@@ -98,33 +104,42 @@ def sample_responses(
     n = sampling_params.num_return_sequences
     lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
     count, width = len(lengths), sampling_params.max_new_tokens
-    out = {
-        "responses": torch.full((count, n, width), sampling_params.pad_token_id),
-        "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
-        "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
-        "stopped": torch.zeros(count, n, dtype=torch.bool),
+    samples = {
+        "queries": prompts["queries"].repeat_interleave(n, dim=0),
+        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
+        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
+        "sample_ids": torch.arange(n).repeat(count),
+        "responses": torch.full((count * n, width), sampling_params.pad_token_id),
+        "response_mask": torch.zeros(count * n, width, dtype=torch.bool),
+        "stopped": torch.zeros(count * n, dtype=torch.bool),
+        "rollout_logprobs": torch.zeros(count * n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
     }
-    for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
-        generation = generate(
+    backend = resolve_backend(sampling_params.backend, model, any_rank)
+    chunks = [list(range(count))]
+    if not GENERATION_BACKENDS.trait(backend, "refills"):
+        chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))
+    for chunk in chunks:
+
+        def keep(rows: list[int], finished: Generation, chunk: list[int] = chunk) -> None:
+            rows = [chunk[row // n] * n + row % n for row in rows]
+            for key, value in vars(finished).items():
+                kept = samples["rollout_logprobs" if key == "logprobs" else key]
+                kept[rows] = value.cpu().to(kept.dtype)
+            on_rows(len(rows))
+            on_finished(rows, samples)
+
+        generate(
             model,
             prompts["queries"][chunk],
             prompts["query_attn_masks"][chunk],
             prompt_ids=prompts["prompt_ids"][chunk],
             any_rank=any_rank,
             before_token=before_token,
-            **vars(sampling_params),
+            slots=per_device_batch_size,
+            on_finished=keep,
+            **(vars(sampling_params) | {"backend": backend}),
         )
-        for key, value in vars(generation).items():
-            out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
-        on_rows(len(chunk) * n)
-    out["rollout_logprobs"] = out.pop("logprobs")
-    return {
-        "queries": prompts["queries"].repeat_interleave(n, dim=0),
-        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
-        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-        "sample_ids": torch.arange(n).repeat(count),
-        **{key: value.flatten(0, 1) for key, value in out.items()},
-    }
+    return samples
 
 
 @torch.no_grad()
@@ -153,13 +168,21 @@ def evaluate_responses(
     out: dict[str, Tensor] = {}
     for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
         poll()
-        batch = [samples[key][chunk].to(device) for key in keys]
-        outputs = model(*batch, temperature=settings.temperature, chunk_size=settings.chunk_size, **parts)
+        rows = [samples[key][chunk] for key in keys]
+        # Packed on the CPU: the device need not be asked for lengths.
+        packed = model.pack(*rows, device=device)
+        outputs = model(
+            *(part.to(device) for part in rows),
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            packed=packed,
+            **parts,
+        )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
-            rows = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
-            rows[chunk] = value.cpu()
+            whole = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
+            whole[chunk] = value.cpu()
     return out
 
 
@@ -181,13 +204,15 @@ class RolloutCollector:
     chunk_size: int
     per_device_batch_size: int
 
-    def prepare_frozen_models(self, prepare: Callable[..., None]) -> None:
-        """Passes the frozen models of reference and rewards to `prepare` (`Engine.prepare_frozen_model`)."""
+    def prepare_frozen_models(self, engine: Engine) -> None:
+        """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
-            prepare(self.reference.policy, offload=self.reference.offloaded)
+            engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
-            if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
-                prepare(source.model)
+            if isinstance(source, ModelReward):
+                source.prepare(equal_passes=engine.synced_forwards)
+                if isinstance(source.model, PreTrainedModel):
+                    engine.prepare_frozen_model(source.model)
 
     def local_prompts(
         self, engine: Engine, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
@@ -240,9 +265,20 @@ class RolloutCollector:
         return rollouts, dropped
 
     def sample(
-        self, engine: Engine, prompts: PromptBatch, sampling_params: SamplingParams, poll: RolloutPoll
+        self,
+        engine: Engine,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        poll: RolloutPoll,
+        early: EarlyCalls | None = None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision."""
+        """`sample_responses` of the engine's policy, in the run's precision; finished ones are passed to `early`."""
+
+        def poll_and_check() -> None:
+            before_token()
+            if early is not None:
+                early.check()
+
         with (
             self.accelerator.autocast(),
             engine.sampling() as (model, any_rank),
@@ -254,8 +290,9 @@ class RolloutCollector:
                 sampling_params,
                 per_device_batch_size=self.per_device_batch_size,
                 any_rank=any_rank,
-                before_token=before_token,
+                before_token=poll_and_check,
                 on_rows=poll.on_rows,
+                on_finished=(lambda rows, samples: None) if early is None else early.on_finished,
             )
 
     def evaluate(

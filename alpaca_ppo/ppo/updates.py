@@ -2,17 +2,19 @@
 
 A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
 micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
-and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed.
+and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed. An optimizer step during
+which a device runs out of memory is made again in smaller micro-batches.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -27,12 +29,14 @@ from alpaca_ppo.distributed.optimizer import (
     make_optimizer,
     make_scheduler,
 )
+from alpaca_ppo.functional.packing import row_lengths
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
 from alpaca_ppo.ppo.metrics import StatsAccumulator
-from alpaca_ppo.ppo.minibatches import optimizer_steps, plan_micro_batches
+from alpaca_ppo.ppo.minibatches import optimizer_steps
 from alpaca_ppo.ppo.mismatch import in_half_precision
+from alpaca_ppo.ppo.token_budget import OutOfMemory, TokenBudget
 from alpaca_ppo.types import Rollouts
 
 LossFunction = Callable[[Rollouts], Terms]
@@ -44,14 +48,13 @@ class Updater:
     Args:
         engine: computes and applies gradients; `engine.model` is the wrapped policy and critic.
         scheduler: of the learning rate, stepped once per optimizer step.
-        micro_batches: number of micro-batches per optimizer step on each rank, some of them possibly empty, because all
-            ranks must make the same passes.
+        budget: decides on the micro-batches, whose number may differ from step to step, but not between ranks.
         loss_agg_mode: decides whether tokens or sequences are the denominator.
     """
 
-    def __init__(self, engine: Engine, scheduler: Any, *, micro_batches: int, loss_agg_mode: str) -> None:
+    def __init__(self, engine: Engine, scheduler: Any, *, budget: TokenBudget, loss_agg_mode: str) -> None:
         self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
-        self.micro_batches, self.loss_agg_mode = micro_batches, loss_agg_mode
+        self.budget, self.loss_agg_mode = budget, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """The learning rate of the last optimizer step."""
         self.num_updates = 0
@@ -84,6 +87,7 @@ class Updater:
         target_kl_stop: float | None = None,
         check_first: Callable[[Mapping[str, float]], Any] | None = None,
         poll: Callable[[], Any] = lambda: None,
+        message: Callable[[str], Any] = lambda text: None,
     ) -> tuple[StatsAccumulator, bool]:
         """One optimizer step on the global rows `rows`, of which this rank trains its share; returns its statistics,
         and whether the step was taken.
@@ -100,35 +104,30 @@ class Updater:
             check_first: called with the statistics of all ranks before the step is taken, if `policy_unchanged`; it may
                 raise, on every rank.
             poll: called before each micro-batch; an exception in it discards the optimizer step's gradient.
+            message: called with a line for the user when the micro-batches become smaller.
 
         Raises:
             NonFiniteUpdate: on every rank, when a loss of any rank or the gradient is not finite; weights, optimizer
                 and schedule are unchanged.
+            torch.OutOfMemoryError: when one response does not fit into memory, on every rank; or when a micro-batch
+                does not and the step cannot be made again, on its rank.
         """
-        mask = rollouts["response_mask"][rows]
-        lengths = (rollouts["query_attn_masks"][rows].sum(dim=1) + mask.sum(dim=1)).tolist()
-        world = self.accelerator.num_processes
-        plan = plan_micro_batches(lengths, num_ranks=world, num_micro_batches=self.micro_batches)
-        shared = {"denominator": mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()}
+        shared = {"denominator": self._denominator(rollouts["response_mask"][rows])}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
-        stats, self._faults = StatsAccumulator(), []
-        # Gradients of an update that was skipped or interrupted must not reach this one.
-        self.engine.begin()
-        for number, positions in enumerate(plan[self.accelerator.process_index]):
-            poll()
-            batch = self._micro_batch(rollouts, rows[positions], shared)
-            with (
-                self.engine.micro_batch(last=number + 1 == self.micro_batches),
-                self._critic_adapter_active(freeze_policy),
-            ):
-                loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
-                stats.add(
-                    _with_first_ratio_error(micro_stats, policy_unchanged=policy_unchanged),
-                    tokens=int(batch["response_mask"].sum()),
-                )
-                stats.add_padding([lengths[i] for i in positions])
-                self.engine.backward(loss)
-            self._check_critic_weight()
+        while True:
+            stats, failures = self._add_gradients(
+                rollouts,
+                rows,
+                compute_loss,
+                shared,
+                policy_unchanged=policy_unchanged,
+                freeze_policy=freeze_policy,
+                poll=poll,
+            )
+            if not failures:
+                break
+            message(self.budget.lower(failures))
+            clear_device_cache()
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
         if policy_unchanged and check_first is not None:
@@ -141,6 +140,67 @@ class Updater:
                 {name: torch.tensor(n, dtype=torch.float64) for name, n in of_roles.items() if n is not None}, tokens=1
             )
         return stats, stepped
+
+    def _denominator(self, mask: Tensor) -> Tensor:
+        """Tokens or sequences under the mask (B, R) of a whole optimizer step."""
+        return mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
+
+    def _add_gradients(
+        self,
+        rollouts: Rollouts,
+        rows: Tensor,
+        compute_loss: LossFunction,
+        shared: Mapping[str, Tensor],
+        *,
+        policy_unchanged: bool,
+        freeze_policy: bool,
+        poll: Callable[[], Any],
+    ) -> tuple[StatsAccumulator, list[OutOfMemory]]:
+        """Forward and backward passes of this rank's micro-batches: its statistics, and the micro-batches of all ranks
+        that did not fit into memory. If there are any, the gradient is incomplete and must be dropped.
+        """
+        mask = rollouts["response_mask"][rows]
+        lengths = row_lengths(rollouts["query_attn_masks"][rows], mask).tolist()
+        plan = self.budget.plan(lengths)[self.accelerator.process_index]
+        stats, failure, self._faults = StatsAccumulator(), None, []
+        # Gradients of an update that was skipped or interrupted, or did not fit into memory, must not reach this one.
+        self.engine.begin()
+        batches = self._micro_batches(rollouts, rows, plan, shared)
+        for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
+            # A rank that has failed still takes part in what the ranks agree on before each micro-batch.
+            poll()
+            if failure is not None:
+                continue
+            own = [lengths[i] for i in positions]
+            try:
+                with (
+                    self.engine.micro_batch(last=number + 1 == len(plan)),
+                    self._critic_adapter_active(freeze_policy),
+                ):
+                    loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
+                    self.engine.backward(loss)
+            except torch.OutOfMemoryError as error:
+                cause = str(error).partition("\n")[0]
+                rank = self.accelerator.process_index
+                failure = OutOfMemory(rank, len(own), self.budget.cost(own), cause)
+                if not self.engine.can_repeat:
+                    raise self.budget.unrepeatable(failure) from error
+                self._critic_weights = []
+                continue
+            measured = _with_first_ratio_error(micro_stats, policy_unchanged=policy_unchanged)
+            stats.add(measured, tokens=int(mask[positions].sum()))
+            stats.add_padding(own, padded=not self.budget.padding_free)
+            self._check_critic_weight()
+        failures = self._failures(failure)
+        if not failures:
+            self.engine.end_micro_batches()
+        return stats, failures
+
+    def _failures(self, failure: OutOfMemory | None) -> list[OutOfMemory]:
+        """The failures of all ranks, on every rank."""
+        if not self.engine.can_repeat or not any_rank(failure is not None, self.accelerator):
+            return []
+        return [other for other in gather_list(failure, self.accelerator) if other is not None]
 
     def _check_losses(self, prompt_ids: Tensor) -> None:
         """Raises NonFiniteUpdate on every rank if a loss of any rank is not finite."""
@@ -274,16 +334,26 @@ class Updater:
                 stacklevel=3,
             )
 
-    def _micro_batch(self, rollouts: Rollouts, rows: Tensor, shared: Mapping[str, Tensor]) -> Rollouts:
-        """The rows on the device; without rows, one row with an empty mask: all ranks must run the same passes."""
-        dummy = len(rows) == 0
-        chosen = torch.zeros(1, dtype=torch.long) if dummy else rows
-        batch: Any = {key: value[chosen].to(self.accelerator.device) for key, value in _tensors(rollouts).items()}
-        if dummy:
-            batch["response_mask"] = torch.zeros_like(batch["response_mask"])
-        batch |= {key: value.to(self.accelerator.device) for key, value in shared.items()}
-        micro: Rollouts = batch
-        return micro
+    def _micro_batches(
+        self, rollouts: Rollouts, rows: Tensor, plan: Sequence[list[int]], shared: Mapping[str, Tensor]
+    ) -> Iterator[Rollouts]:
+        """This rank's micro-batches on the device: views of its rows, which are copied there once.
+
+        A micro-batch without rows has one row with an empty mask: all ranks must run the same passes.
+        """
+        device = self.accelerator.device
+        chosen = rows[[position for part in plan for position in part]]
+        own = {key: _upload(value[chosen], device) for key, value in _tensors(rollouts).items()}
+        common = {key: _upload(value, device) for key, value in shared.items()}
+        start = 0
+        for part in plan:
+            batch: Any = {key: value[start : start + len(part)] for key, value in own.items()}
+            if not part:
+                batch = {key: _upload(value[:1], device) for key, value in _tensors(rollouts).items()}
+                batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+            start += len(part)
+            micro: Rollouts = {**batch, **common}  # type: ignore[typeddict-item]
+            yield micro
 
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> GradNorms:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -311,6 +381,11 @@ def _tensors(rollouts: Any) -> dict[str, Tensor]:
     return dict(rollouts)
 
 
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; to CUDA from pinned memory, so that the host does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def make_updater(
     accelerator: Accelerator,
     actor_critic: ActorCritic,
@@ -335,11 +410,12 @@ def make_updater(
         )
         for step in range(schedule.num_steps)
     )
-    optimizer = optimizer or make_optimizer(actor_critic, args)
+    optimizer = optimizer or make_optimizer(actor_critic, args, accelerator.device)
     drop_frozen_parameters(optimizer)
     check_covers_trainable(optimizer, actor_critic)
     scheduler = scheduler or make_scheduler(optimizer, args, total)
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()
     engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
-    return Updater(engine, scheduler, micro_batches=micro_batches, loss_agg_mode=args.loss_agg_mode), total
+    budget = TokenBudget(args, padding_free=actor_critic.padding_free, num_ranks=accelerator.num_processes)
+    return Updater(engine, scheduler, budget=budget, loss_agg_mode=args.loss_agg_mode), total

@@ -8,10 +8,10 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
@@ -19,6 +19,10 @@ from alpaca_ppo.rewards.score_checks import score_list
 
 MAX_PAUSE = 86400.0
 """Seconds of the longest pause before a retry: a day."""
+
+T = TypeVar("T")
+Calls = Generator[Sequence[Awaitable[Any]], list[Any] | None, T]
+"""Calls of functions of which some are async; see `function_calls`."""
 
 
 class FunctionReward:
@@ -86,23 +90,46 @@ def call_functions(
         RewardError: chained to the function's own exception, unless `policy` drops rows; names the first row that
             raises. Also if a call for a single row does not return one score.
     """
+    calls, outcomes = function_calls(sources, batch, policy, pause=time.sleep), None
     with _EventLoop() as loop:
-        outcomes = _call_all([_call(source, batch) for source in sources], loop)
-        first = list(outcomes)
-        for attempt in range(policy.retries):
-            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
-            if not failed:
-                break
-            time.sleep(_pause_before(attempt, policy))
-            again = _call_all([_call(sources[i], batch) for i in failed], loop)
-            for i, outcome in zip(failed, again, strict=True):
-                outcomes[i] = outcome
-        return [
-            _row_by_row(source, batch, (earliest, outcome), policy, loop)
-            if isinstance(outcome, BaseException)
-            else FunctionScores(outcome, {})
-            for source, earliest, outcome in zip(sources, first, outcomes, strict=True)
-        ]
+        while True:
+            try:
+                awaitables = calls.send(outcomes)
+            except StopIteration as finished:
+                scores: list[FunctionScores] = finished.value
+                return scores
+            outcomes = loop.run(awaitables)
+
+
+def function_calls(
+    sources: Sequence[FunctionReward], batch: RewardBatch, policy: FailurePolicy, *, pause: Callable[[float], Any]
+) -> Calls[list[FunctionScores]]:
+    """Makes the calls of `call_functions`, and leaves it to the caller how to await: a generator that yields
+    awaitables, to be sent the result of each or the exception that it raised.
+
+    Args:
+        sources: functions.
+        batch: the rows.
+        policy: what happens if a function raises.
+        pause: called with the seconds between two attempts.
+    """
+    outcomes = yield from _call_all([_call(source, batch) for source in sources])
+    first = list(outcomes)
+    for attempt in range(policy.retries):
+        failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+        if not failed:
+            break
+        pause(_pause_before(attempt, policy))
+        again = yield from _call_all([_call(sources[i], batch) for i in failed])
+        for i, outcome in zip(failed, again, strict=True):
+            outcomes[i] = outcome
+    results = []
+    for source, earliest, outcome in zip(sources, first, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            results.append((yield from _row_by_row(source, batch, (earliest, outcome), policy)))
+        else:
+            results.append(FunctionScores(outcome, {}))
+    return results
 
 
 def _pause_before(attempt: int, policy: FailurePolicy) -> float:
@@ -111,14 +138,10 @@ def _pause_before(attempt: int, policy: FailurePolicy) -> float:
 
 
 def _row_by_row(
-    source: FunctionReward,
-    batch: RewardBatch,
-    raised: tuple[BaseException, BaseException],
-    policy: FailurePolicy,
-    loop: "_EventLoop",
-) -> FunctionScores:
+    source: FunctionReward, batch: RewardBatch, raised: tuple[BaseException, BaseException], policy: FailurePolicy
+) -> Calls[FunctionScores]:
     """Calls `source` on each row, after the first and the last call with the whole batch have `raised`."""
-    by_row = _call_all([_call(source, batch.row(i)) for i in range(len(batch))], loop)
+    by_row = yield from _call_all([_call(source, batch.row(i)) for i in range(len(batch))])
     first, last = raised
     if not policy.drop:
         row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
@@ -177,8 +200,8 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
-def _call_all(calls: Sequence[Callable[[], Any]], loop: "_EventLoop") -> list[Any]:
-    """Returns each call's result, or the exception that it raised. All awaitables are awaited, even if a call fails."""
+def _call_all(calls: Sequence[Callable[[], Any]]) -> Calls[list[Any]]:
+    """Returns each call's result, or the exception that it raised. All awaitables are yielded, even if a call fails."""
     outcomes: list[Any] = []
     for call in calls:
         try:
@@ -187,7 +210,9 @@ def _call_all(calls: Sequence[Callable[[], Any]], loop: "_EventLoop") -> list[An
             outcomes.append(error)
     pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if pending:
-        for i, result in zip(pending, loop.run([outcomes[i] for i in pending]), strict=True):
+        results = yield [outcomes[i] for i in pending]
+        assert results is not None, "whoever drives the calls sends the outcomes of what was yielded"
+        for i, result in zip(pending, results, strict=True):
             outcomes[i] = result
     return outcomes
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
+from alpaca_ppo.rewards.early_calls import CalledFunctions, EarlyCalls
 from alpaca_ppo.rewards.reward_function import (
     FailurePolicy,
     FunctionReward,
@@ -108,10 +109,29 @@ class RewardScorer:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
             return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names}, {})
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
-        functions = [source for source in self.sources if isinstance(source, FunctionReward)]
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            returned = iter(call_functions(functions, batch, self.policy))
+            called = CalledFunctions(batch, call_functions(self.functions, batch, self.policy))
+        return self._scored(called)
+
+    @property
+    def functions(self) -> list[FunctionReward]:
+        """The sources that are Python functions."""
+        return [source for source in self.sources if isinstance(source, FunctionReward)]
+
+    def next_early(self, early_calls: EarlyCalls) -> RewardResult:
+        """Returns the scores of the next chunk of `early_calls`, as a call with its rows would.
+
+        Raises:
+            RewardError: as a call.
+        """
+        with self.interruptible_call():
+            called = early_calls.next_result()
+        return self._scored(called)
+
+    def _scored(self, called: CalledFunctions) -> RewardResult:
+        """Runs the models, and checks and adds up the scores of all sources."""
+        batch, returned = called.batch, iter(called.scores)
         results = [
             next(returned)
             if isinstance(source, FunctionReward)
@@ -198,6 +218,7 @@ def build_reward(
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
     policy: FailurePolicy | None = None,
+    padding_free: bool = True,
 ) -> RewardScorer:
     """Returns a scorer of one or several reward sources.
 
@@ -208,11 +229,12 @@ def build_reward(
         reward_weights: one weight per source; 1 each by default.
         reward_processing_classes: one tokenizer (or None) per source, or a single one for every model. By default, a
             model's tokenizer is loaded from the folder or hub id that the model came from.
-        batch_size: sequences in one forward pass of a reward model.
+        batch_size: sequences of the longest's length whose tokens one forward pass of a reward model may have.
         dtype: of the weights of models loaded here; a model in memory keeps its own.
         device: where reward models go; by default they stay where they are.
         trust_remote_code: run code that comes with a reward model.
         policy: what happens if a function raises; by default, the error ends the run.
+        padding_free: whether reward models that can do so read rows without padding; as of `ModelReward`.
 
     Raises:
         ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, a
@@ -233,7 +255,12 @@ def build_reward(
             sources.append(source)
         else:
             model = build_model_reward(
-                source, tokenizer, batch_size=batch_size, dtype=dtype, trust_remote_code=trust_remote_code
+                source,
+                tokenizer,
+                batch_size=batch_size,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                padding_free=padding_free,
             )
             sources.append(model)
     scorer = RewardScorer(sources, weights, policy=policy)

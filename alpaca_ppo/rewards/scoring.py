@@ -3,12 +3,15 @@
 The KL penalty is not here; it is added when rewards are shaped.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.shaping import last_token_index, sequence_scores
+from alpaca_ppo.rewards.batch import RewardBatch, make_reward_batch
+from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.scorer import RewardScorer
 
 
@@ -19,6 +22,7 @@ def score_responses(
     rows: list[dict[str, Any]],
     *,
     penalty: float | None,
+    early: EarlyCalls | None = None,
 ) -> dict[str, Tensor]:
     """Returns `scores`, `rewards` and `scores_by_source` of B sampled responses, on the CPU.
 
@@ -31,6 +35,8 @@ def score_responses(
         samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
             bool, on the CPU; other keys are ignored.
         rows: the dataset row of each of the B responses, with its `prompt`.
+        early: the calls of reward functions that have begun already, of whose chunks these rows are the next; None
+            calls the functions here.
         penalty: replaces the reward of a response that did not stop; a per-token reward becomes zero everywhere
             except at the last chosen token, which gets the penalty. None keeps the reward.
 
@@ -44,9 +50,7 @@ def score_responses(
         RewardError: as `RewardScorer`.
     """
     mask = samples["response_mask"]
-    ids = [row[keep].tolist() for row, keep in zip(samples["responses"], mask, strict=True)]
-    texts = processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    result = scorer(prompts=[row["prompt"] for row in rows], completions=texts, completion_ids=ids, rows=rows)
+    result = scorer(**_texts(processing_class, samples, rows)) if early is None else scorer.next_early(early)
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
     if penalty is not None:
@@ -59,6 +63,31 @@ def score_responses(
         scored["dropped"] = torch.zeros(len(rows), dtype=torch.int64)
         scored["dropped"][dropped] = torch.arange(last - len(dropped), last) + 1
     return scored
+
+
+def early_calls(
+    scorer: RewardScorer, processing_class: Any, rows: list[dict[str, Any]], chunks: Sequence[slice]
+) -> EarlyCalls:
+    """Returns the calls of the scorer's functions for chunks of B responses, each to be made once its own are finished.
+
+    Args:
+        scorer: the reward sources.
+        processing_class: the policy's tokenizer.
+        rows: the dataset row of each of the B responses.
+        chunks: the rows that `score_responses` is called with, one after another.
+    """
+
+    def make_batch(chunk: slice, samples: dict[str, Tensor]) -> RewardBatch:
+        return make_reward_batch(**_texts(processing_class, samples, rows[chunk]))
+
+    return EarlyCalls(scorer.functions, scorer.policy, chunks, make_batch)
+
+
+def _texts(processing_class: Any, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments of `RewardScorer`."""
+    ids = [row[keep].tolist() for row, keep in zip(samples["responses"], samples["response_mask"], strict=True)]
+    texts = processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return {"prompts": [row["prompt"] for row in rows], "completions": texts, "completion_ids": ids, "rows": rows}
 
 
 def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:

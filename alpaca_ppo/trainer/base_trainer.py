@@ -325,8 +325,8 @@ class BaseTrainer(ABC):
         )
         self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
-            f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps of {self.updater.micro_batches} "
-            f"micro-batches on each of {self.accelerator.num_processes} processes"
+            f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps in micro-batches of at most "
+            f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
         )
         self._notify("on_train_begin")
         if not self._finished:

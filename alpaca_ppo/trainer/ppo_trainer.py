@@ -5,7 +5,8 @@ The mathematics is in `functional`, the parts of a step in `ppo`, sampling in `g
 evaluation, logging and checkpoints, is in `base_trainer`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -38,7 +39,8 @@ from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.registry import GENERATION_BACKENDS
-from alpaca_ppo.rewards.scoring import score_responses
+from alpaca_ppo.rewards.early_calls import EarlyCalls
+from alpaca_ppo.rewards.scoring import early_calls, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
@@ -78,8 +80,6 @@ class PPOTrainer(BaseTrainer):
     """Whether `compute_loss` runs the critic's backward pass itself, before the policy's forward pass, which saves
     memory if the two share no activations. An override may add terms to what `super().compute_loss` returns; one that
     scales it, or couples policy and critic in another way, must set this to False (a scaled loss raises an error)."""
-    score_chunk_prompts: int | None = None
-    """Number of prompts whose responses are passed to `_score` in one call; None = all prompts of this rank."""
 
     def __init__(
         self,
@@ -124,11 +124,12 @@ class PPOTrainer(BaseTrainer):
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.has_own_schedule = optimizers[1] is not None
-        self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
+        self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
         self.timers, self.rollout_poll, self.dropped_rows = metrics.Timers(), RolloutPoll(), 0
+        self._early: EarlyCalls | None = None
         scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
 
     @property
@@ -244,19 +245,38 @@ class PPOTrainer(BaseTrainer):
 
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
-        with self.timers.measure("rollout"):
-            samples = self._generate(prompts, sampling_params)
-        samples = hook_checks.complete_samples(samples, prompts, sampling_params)
-        self.rollout_poll()
-        n, sources = sampling_params.num_return_sequences, self.collector.scorer.names
+        n, sources, parts = sampling_params.num_return_sequences, self.collector.scorer.names, []
         rows = [row for row in prompts["rows"] for _ in range(n)]
-        parts = []
-        with self.timers.measure("score"):
-            for chunk in hook_checks.score_chunks(len(rows), n, self.score_chunk_prompts):
-                part = {key: value[chunk] for key, value in samples.items()}
-                scores = self._score(part, rows[chunk])
-                parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
+        chunks = hook_checks.score_chunks(len(rows), n, self.args.score_chunk_prompts)
+        with self._calling_early(rows, chunks):
+            with self.timers.measure("rollout"):
+                samples = self._generate(prompts, sampling_params)
+            samples = hook_checks.complete_samples(samples, prompts, sampling_params)
+            self.rollout_poll()
+            with self.timers.measure("score"):
+                for chunk in chunks:
+                    part = {key: value[chunk] for key, value in samples.items()}
+                    scores = self._score(part, rows[chunk])
+                    parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
         return samples | hook_checks.join_scores(parts, samples["response_mask"])
+
+    @contextmanager
+    def _calling_early(self, rows: list[dict[str, Any]], chunks: Sequence[slice]) -> Iterator[None]:
+        """Lets reward functions be called for finished chunks while `_generate` samples the others.
+
+        They are called in `_score` instead without `score_chunk_prompts`, where ranks run in lockstep, and where a
+        subclass samples or scores in another way.
+        """
+        hooks = (self._generate, self._score)
+        inherited = hooks == (MethodType(PPOTrainer._generate, self), MethodType(PPOTrainer._score, self))
+        if not inherited or self.args.score_chunk_prompts is None or self.updater.engine.synced_forwards:
+            yield
+            return
+        with early_calls(self.collector.scorer, self.processing_class, rows, chunks) as self._early:
+            try:
+                yield
+            finally:
+                self._early = None
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
@@ -275,7 +295,7 @@ class PPOTrainer(BaseTrainer):
             bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
             tensors with one entry per row, which are passed on to `_score` and the later hooks.
         """
-        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll)
+        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll, self._early)
 
     def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Scores finished responses with the run's reward sources.
@@ -292,7 +312,8 @@ class PPOTrainer(BaseTrainer):
             of the token; `scores_by_source` (C, sources).
         """
         penalty = self.args.penalty_reward_value
-        return score_responses(self.collector.scorer, self.processing_class, samples, rows, penalty=penalty)
+        scorer = self.collector.scorer
+        return score_responses(scorer, self.processing_class, samples, rows, penalty=penalty, early=self._early)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -355,6 +376,7 @@ class PPOTrainer(BaseTrainer):
                         target_kl_stop=args.target_kl_stop,
                         check_first=self.mismatch_guard.check if args.old_policy == "rollout" else None,
                         poll=self.poll,
+                        message=self.run_log.message,
                     )
                     update.add(stats, stepped=stepped)
                 except hook_checks.NonFiniteUpdate as error:

@@ -200,6 +200,7 @@ class TrainProgress:
             "step_ended": self.step_ended if current else True,
             "update": update and update.state_dict(gather_list(update.rank_state(), self._accelerator)),
             "skipped_updates": self.skipped_updates,
+            **self._updater.budget.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,6 +208,7 @@ class TrainProgress:
         self._state.global_step = state["step"]
         self._updater.learning_rate = state["learning_rate"]
         self.skipped_updates = state["skipped_updates"]
+        self._updater.budget.load_state_dict(state)
         rank, num_ranks = self._accelerator.process_index, self._accelerator.num_processes
         update = UpdateProgress.from_state(state["update"], rank=rank, num_ranks=num_ranks) if state["update"] else None
         self.advance(stats=state["stats"], step_ended=state["step_ended"], update=update)

@@ -287,6 +287,7 @@ CASES: dict[str, Case] = {
         critic_adam_epsilon=0.02,
         critic_weight_decay=0.6,
         weight_decay=0.2,
+        optim="adamw_torch",
         family="gpt2",
     ),
     "the critic's own AdamW, shared": case(

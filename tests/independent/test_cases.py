@@ -30,6 +30,7 @@ NOT_COMPARED = {
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
     "reward_retries": "calls a failing source again; tests/rewards",
     "reward_retry_pause": "between those calls; tests/rewards",
+    "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",
     "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
 }
 

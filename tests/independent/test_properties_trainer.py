@@ -72,12 +72,12 @@ class Laboratory:
         rollouts = trainer._rollouts_with_advantages([batch])
         return {**rollouts, **correction_weights(rollouts, trainer.args)}
 
-    def update(self, rollouts, *, mode=None, micro_batches=1):
+    def update(self, rollouts, *, mode=None, max_tokens=1000):
         """By how much one step on all rows moves each parameter, and the step's statistics."""
         trainer = self.trainer
         mode = mode or trainer.args.loss_agg_mode
         trainer.args = replace(trainer.args, loss_agg_mode=mode)
-        trainer.updater.loss_agg_mode, trainer.updater.micro_batches = mode, micro_batches
+        trainer.updater.loss_agg_mode, trainer.updater.budget.max_tokens = mode, max_tokens
         rows = torch.arange(len(rollouts["responses"]))
         stats, stepped = trainer.updater.step(rollouts, rows, trainer.compute_loss, policy_unchanged=True)
         assert stepped
@@ -136,11 +136,11 @@ def test_prompts_in_another_order_have_their_rollouts_in_that_order_and_the_same
 @given(data=st.data(), name=st.sampled_from(list(SETTINGS)), prompts=prompts)
 def test_padding_and_the_sizes_of_batches_change_neither_rollouts_nor_update(data, name, prompts, laboratories):
     lab = laboratories[name]
-    width, per_device, micro_batches = (data.draw(st.integers(*ends)) for ends in ((4, 9), (2, 7), (1, 6)))
+    width, per_device, max_tokens = (data.draw(st.integers(*ends)) for ends in ((4, 9), (2, 7), (1, 50)))
     expected, other = lab.rollouts(prompts), lab.rollouts(prompts, width=width, per_device=per_device)
     assert_same_rollouts(other, expected, slice(None))
     mode = some_mode(data, lab)
-    assert_same_update(lab.update(other, mode=mode, micro_batches=micro_batches), lab.update(expected, mode=mode))
+    assert_same_update(lab.update(other, mode=mode, max_tokens=max_tokens), lab.update(expected, mode=mode))
 
 
 @examples(8, shrink=False)
@@ -163,8 +163,8 @@ def test_rollouts_beside_themselves_give_the_same_update(data, name, prompts, la
     lab = laboratories[name]
     rollouts, mode = lab.rollouts(prompts), some_mode(data, lab)
     twice = {key: torch.cat([value, value]) for key, value in rollouts.items()}
-    micro_batches = data.draw(st.integers(1, 4))
-    assert_same_update(lab.update(twice, mode=mode, micro_batches=micro_batches), lab.update(rollouts, mode=mode))
+    max_tokens = data.draw(st.integers(1, 100))
+    assert_same_update(lab.update(twice, mode=mode, max_tokens=max_tokens), lab.update(rollouts, mode=mode))
 
 
 @examples(14, shrink=False)
@@ -181,12 +181,12 @@ def test_what_stands_outside_the_mask_reaches_no_update(data, name, prompts, lab
     results = []
     for filler in (0.0, torch.nan):
         filled = {key: rollouts[key].where(mask, torch.tensor(filler, dtype=torch.float64)) for key in of_tokens}
-        results.append(lab.update({**rollouts, **filled, "response_mask": mask}, mode=mode, micro_batches=2))
+        results.append(lab.update({**rollouts, **filled, "response_mask": mask}, mode=mode, max_tokens=20))
     assert_same_update(results[1], results[0])
     # Tokens to the right of the last that counts are never read.
     after = torch.arange(shape[1]) > (mask * torch.arange(shape[1])).amax(dim=1, keepdim=True)
     garbled = {**rollouts, **filled, "response_mask": mask, "responses": rollouts["responses"].where(~after, 17)}
-    assert_same_update(lab.update(garbled, mode=mode, micro_batches=2), results[0])
+    assert_same_update(lab.update(garbled, mode=mode, max_tokens=20), results[0])
 
 
 @examples(8, shrink=False)

@@ -62,6 +62,9 @@ RUNS = {
     # A loss that is NaN on one rank.
     "skipping": SKIPPING,
     "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
+    # The second of two ranks has memory for one row; gradients are reduced as on a GPU.
+    "crowded": ("crowded=[1,1]", "ppo_epochs=2", "critic_warmup_steps=1"),
+    "crowded_adapter": ("crowded=[1,1]", *ADAPTER, "gradient_checkpointing=true", "max_tokens_per_micro_batch=20"),
 }
 HEAVY = {name.replace("clipped", "heavy"): (*RUNS[name], "vf_coef=100.0") for name in ("clipped", "clipped_adapter")}
 
@@ -76,7 +79,8 @@ def runs(tmp_path_factory) -> Path:
             name: [setting.replace("=saved", f"={folder / 'reward'}") for setting in settings]
             for name, settings in (RUNS if config is None else RUNS | HEAVY).items()
         }
-        start_tiny(config, *((folder / processes / name, *settings) for name, settings in given.items()))
+        output = start_tiny(config, *((folder / processes / name, *settings) for name, settings in given.items()))
+        (folder / processes / "output.txt").write_text(output)
     return folder
 
 
@@ -108,6 +112,13 @@ def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(name, runs):
     records = [json.loads(line) for line in (runs / "two" / name / "skipped_updates.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
+
+
+@pytest.mark.parametrize("name", ["crowded", "crowded_adapter"])
+def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
+    lowered = "process 1 ran out of memory in a micro-batch of 2 responses"
+    output = (runs / "two" / "output.txt").read_text().split("each of 2 processes")[1 + list(RUNS).index(name)]
+    assert output.count(lowered) == output.count("ran out of memory") >= 1
 
 
 @pytest.mark.parametrize("name", HEAVY)

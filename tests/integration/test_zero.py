@@ -57,6 +57,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "ragged": {"total_episodes": 11},
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
+    # Up to four micro-batches, where DeepSpeed's configuration has one.
+    "one_row_each": {"max_tokens_per_micro_batch": 9, "ppo_epochs": 2, "total_episodes": 10},
     # The copy keeps the adapter that training starts from.
     "copied_start": {"start_adapter": True, "critic_layout": "adapter", "reference": "copy"},
     "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
@@ -82,8 +84,8 @@ HEAVY = {f"heavy{layout}": {**RUNS[f"clipped{layout}"], "vf_coef": 100.0} for la
 CLIPPED_RUNS = ["clipped", "clipped_adapters", "clipped_offloaded"]
 STAGES = {
     "single": list(RUNS),
-    "zero1": ["adapters", "clipped"],
-    "zero2": ["skipped", "skipped_adapters", *CLIPPED_RUNS, *HEAVY, "half", "half_steep"],
+    "zero1": ["adapters", "clipped", "one_row_each"],
+    "zero2": ["one_row_each", "skipped", "skipped_adapters", *CLIPPED_RUNS, *HEAVY, "half", "half_steep"],
     "zero3": list(RUNS),
 }
 EXACT = [

@@ -31,11 +31,13 @@ def test_losses_add_up_means_are_weighted_by_tokens_and_extremes_are_kept():
 
 def test_the_padding_fraction_is_over_all_positions():
     stats = metrics.StatsAccumulator()
-    stats.add_padding([4, 2])
-    stats.add_padding([10])
-    stats.add_padding([])
-    # 2 of 8 + 10 positions are padding.
+    stats.add_padding([4, 2], padded=True)
+    stats.add_padding([10], padded=True)
+    stats.add_padding([], padded=True)
+    # 2 of 8 + 10 positions are padding; then 2 of 18 + 6, of which none are.
     assert stats.compute(1)["padding_fraction"] == pytest.approx(2 / 18)
+    stats.add_padding([5, 1], padded=False)
+    assert stats.compute(1)["padding_fraction"] == pytest.approx(2 / 24)
 
 
 def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():

@@ -1,9 +1,30 @@
 """Which rows make an optimizer step and a micro-batch: hand-worked cases, and that no row is lost or counted twice."""
 
+from functools import partial
+from statistics import mean
+
 import pytest
 import torch
 
-from alpaca_ppo.ppo.minibatches import chunks_by_length, optimizer_steps, plan_micro_batches, update_batches
+from alpaca_ppo.ppo.minibatches import (
+    chunks_by_length,
+    chunks_by_tokens,
+    optimizer_steps,
+    plan_equal_rows,
+    plan_micro_batches,
+    plan_padded_micro_batches,
+    update_batches,
+)
+from tests.ppo.recorded_lengths import CHAT, CHAT_FULL, REASONING, REASONING_FULL
+
+
+def tokens(lengths, rows):
+    return sum(lengths[i] for i in rows)
+
+
+def cells(lengths, rows):
+    """What rows cost that are padded to the longest."""
+    return len(rows) * max((lengths[i] for i in rows), default=0)
 
 
 def test_optimizer_steps_round_up_within_each_epoch():
@@ -23,18 +44,83 @@ def test_chunks_hold_rows_of_like_length():
     assert chunks_by_length([3, 9, 1, 7, 5], 2) == [[1, 3], [4, 0], [2]]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24])
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 6), (2, 3), (4, 6)])
-def test_a_plan_gives_each_row_to_one_rank_and_every_rank_as_many_micro_batches(rows, ranks, micro):
-    lengths = [(7 * i) % 11 + 1 for i in range(rows)]
-    plan = plan_micro_batches(lengths, num_ranks=ranks, num_micro_batches=micro)
-    assert [len(part) for part in plan] == [micro] * ranks
+def test_chunks_by_tokens_keep_the_order_and_the_samples_of_a_prompt_together():
+    # Groups of 7, 3, 8 and 9 tokens; the last is more than the budget.
+    lengths = [3, 4, 1, 2, 4, 4, 9, 0]
+    assert chunks_by_tokens(lengths, 8, group=2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert chunks_by_tokens(lengths, 11, group=2) == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert chunks_by_tokens([5, 5, 5], 10, group=1) == [[0, 1], [2]]
+    assert chunks_by_tokens([], 10, group=1) == []
+
+
+PLANS = {
+    "rows": partial(plan_equal_rows, num_micro_batches=3),
+    "tokens": partial(plan_micro_batches, max_tokens=16),
+    "padded": partial(plan_padded_micro_batches, max_tokens=16, max_rows=3),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 12, 13, 24])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_plan_gives_each_row_to_one_rank_and_every_rank_as_many_micro_batches(kind, rows, ranks):
+    lengths = [(7 * i) % 11 + 1 + 10 * (i == 3) for i in range(rows)]
+    plan = PLANS[kind](lengths, num_ranks=ranks)
+    assert len(plan) == ranks and len({len(part) for part in plan}) == 1
     assert sorted(row for part in plan for batch in part for row in batch) == list(range(rows))
-    sizes = [len(batch) for part in plan for batch in part]
-    assert max(sizes) - min(sizes) <= 1
+    batches = [batch for part in plan for batch in part]
+    if kind == "rows":
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
+    else:
+        # The row of 21 tokens is alone.
+        cost = tokens if kind == "tokens" else cells
+        assert all(cost(lengths, batch) <= 16 or batch == [3] for batch in batches)
+    if kind == "padded":
+        assert max(map(len, batches)) <= 3
 
 
-def test_a_plan_puts_rows_of_like_length_together_and_balances_ranks():
+def test_a_plan_by_rows_puts_rows_of_like_length_together_and_balances_ranks():
     # Sorted: 8 7 | 6 5 | 4 3 | 2 1. First rank 0 takes 8 7 and rank 1 takes 6 5, then rank 1 takes first.
-    plan = plan_micro_batches([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, num_micro_batches=2)
+    plan = plan_equal_rows([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, num_micro_batches=2)
     assert plan == [[[7, 6], [1, 0]], [[5, 4], [3, 2]]]
+
+
+def test_a_plan_by_tokens_takes_the_longest_row_first_and_fills_bins_alike():
+    # 36 tokens in 2 * 2 bins of at most 10: 8, 7, 6, 5 open the bins; 4 goes to 5, 3 to 6, 2 to 7, 1 to 8: 9 each.
+    # Bins of like cost in the order of their numbers, the first of each pair to the rank that has the least.
+    plan = plan_micro_batches([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, max_tokens=10)
+    assert plan == [[[7, 0], [5, 2]], [[6, 1], [4, 3]]]
+    # 12 tokens fit into one bin each, of 6 tokens.
+    assert plan_micro_batches([5, 4, 2, 1], num_ranks=2, max_tokens=6) == [[[0, 3]], [[1, 2]]]
+    # 3 3 2 2 2 would be 7 and 5 in two bins, so a budget of 6 needs a third: 3 | 3 | 2, then 2 to 2, and 2 to a 3.
+    assert plan_micro_batches([3, 3, 2, 2, 2], num_ranks=1, max_tokens=6) == [[[0, 4], [2, 3], [1]]]
+
+
+def test_a_padded_plan_has_the_least_cost_that_so_many_micro_batches_allow():
+    # At most 12 cells: 6 6 | 2 2 2 2 2 2 with 12 and 12 is a plan of two; no two runs cost less.
+    lengths = [6, 6, 2, 2, 2, 2, 2, 2]
+    assert plan_padded_micro_batches(lengths, num_ranks=1, max_tokens=14, max_rows=8) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
+    # With two ranks and at most four rows there are four runs, of which one may stay empty; 6 | 6 | 2 2 2 | 2 2 2.
+    plan = plan_padded_micro_batches(lengths, num_ranks=2, max_tokens=12, max_rows=4)
+    assert sorted(cells(lengths, batch) for part in plan for batch in part) == [6, 6, 6, 6]
+
+
+def slowest_rank(plan, cost):
+    """What the slowest rank does in each micro-batch, over all of them, relative to the mean of the ranks."""
+    steps = list(zip(*plan, strict=True))
+    return sum(max(map(cost, step)) for step in steps) / sum(mean(map(cost, step)) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "full", "rows", "before"), [(CHAT, CHAT_FULL, 8, 1.8), (REASONING, REASONING_FULL, 4, 1.2)]
+)
+def test_token_budgets_keep_eight_ranks_within_a_tenth_of_the_mean(lengths, full, rows, before):
+    equal_rows = plan_equal_rows(lengths, num_ranks=8, num_micro_batches=len(lengths) // (8 * rows))
+    assert slowest_rank(equal_rows, partial(cells, lengths)) > before, "what there is to gain"
+    for budget in (rows * full, 2 * full, full):
+        plan = plan_micro_batches(lengths, num_ranks=8, max_tokens=budget)
+        assert slowest_rank(plan, partial(tokens, lengths)) <= 1.1
+        totals = [sum(tokens(lengths, batch) for batch in part) for part in plan]
+        assert max(totals) <= 1.1 * mean(totals)
+        # As few passes as the tokens allow, plus one.
+        assert len(plan[0]) <= -(-sum(lengths) // (8 * budget)) + 1

@@ -193,7 +193,7 @@ def test_the_critic_has_adamw_settings_of_its_own():
     model = build_actor_critic(tiny_causal_lm("gpt2"), critic_layout="separate")
     critic = {id(parameter) for parameter in model.critic.parameters()}
     for settings, expected in (({**policys, **own}, (0.2, (0.5, 0.6), 1e-3)), (policys, (0.1, (0.8, 0.95), 1e-7))):
-        optimizer = make_optimizer(model, tiny_config("unused", **settings))
+        optimizer = make_optimizer(model, tiny_config("unused", **settings), torch.device("cpu"))
         found = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, join_scores, score_chunks
+from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, join_scores
 from tests.tiny_models import EOS, PAD
 from tests.tiny_runs import metric_lines, tiny_trainer
 
@@ -116,15 +116,14 @@ def test_scores_come_in_fixed_chunks_that_never_split_a_prompt_s_samples(chunk, 
     sizes = []
 
     class Chunked(PPOTrainer):
-        score_chunk_prompts = chunk
-
         def _score(self, samples, rows):
             sizes.append(samples["prompt_ids"].tolist())
             assert [row["prompt"] for row in rows][::2] == [row["prompt"] for row in rows][1::2]
             return super()._score(samples, rows)
 
     whole = tiny_trainer(tmp_path / "whole", num_return_sequences=2)
-    trainer = tiny_trainer(tmp_path / "chunks", trainer_class=Chunked, num_return_sequences=2)
+    run = {"num_return_sequences": 2, "score_chunk_prompts": chunk}
+    trainer = tiny_trainer(tmp_path / "chunks", trainer_class=Chunked, **run)
     rollouts = trainer.rollout(trainer.prompt_batches(0))
     assert [len(ids) for ids in sizes] == {None: [20], 1: [2] * 10, 3: [6, 6, 6, 2]}[chunk]
     assert all(ids[::2] == ids[1::2] for ids in sizes)
@@ -246,5 +245,3 @@ def test_chunks_with_rewards_per_token_and_per_response_are_joined():
     assert join_scores(parts, mask)["rewards"].tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
     with pytest.raises(ValueError, match="returned extra for some of its chunks only"):
         join_scores([{**parts[0], "extra": torch.zeros(1)}, parts[1]], mask)
-    with pytest.raises(ValueError, match="score_chunk_prompts is 0; it must be at least 1, or None"):
-        score_chunks(4, 2, 0)

@@ -210,7 +210,7 @@ def test_models_load_from_folders_in_float32_whatever_the_checkpoint_holds(tmp_p
 
 def test_weight_decay_acts_on_matrices_only():
     model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout="shared")
-    optimizer = make_optimizer(model, tiny_config("unused", weight_decay=0.1))
+    optimizer = make_optimizer(model, tiny_config("unused", weight_decay=0.1), torch.device("cpu"))
     for group in optimizer.param_groups:
         assert {p.dim() >= 2 for p in group["params"]} == {group["weight_decay"] == 0.1}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
@@ -219,7 +219,7 @@ def test_weight_decay_acts_on_matrices_only():
 @pytest.mark.parametrize("layout", ["separate", "shared"])
 def test_the_critic_has_a_learning_rate_of_its_own(layout):
     model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout=layout)
-    optimizer = make_optimizer(model, tiny_config("unused", critic_learning_rate=0.5))
+    optimizer = make_optimizer(model, tiny_config("unused", critic_learning_rate=0.5), torch.device("cpu"))
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert {rates[id(p)] for p in model.critic.parameters()} == {0.5}
     assert {rates[id(p)] for p in model.policy.parameters()} == {1e-3}

@@ -1,0 +1,242 @@
+"""Attention within the rows of a sequence without padding (`functional.packing`).
+
+On CUDA in half precision it is one call of torch's variable-length kernel, otherwise a call for each span, rows of
+equal length in one batch. A model whose attention is a flash attention of transformers does it by itself, from the
+lengths.
+"""
+
+import inspect
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+
+from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention, is_installed
+
+
+class RowLayout(NamedTuple):
+    """How a model reads rows: the keywords of `pack_rows`."""
+
+    padding_free: bool
+    share_prompts: bool
+
+
+def row_layout(backbone: nn.Module, *, padding_free: bool) -> RowLayout:
+    """The layout for `backbone`: prompts are shared in passes without gradients, unless it has a flash attention of
+    transformers.
+    """
+    return RowLayout(padding_free, padding_free and not torch.is_grad_enabled() and is_installed(backbone))
+
+
+def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]:
+    """The keywords of `backbone`'s forward pass besides `input_ids`, for rows with `spans`."""
+    assert packed.spans is not None
+    device = packed.input_ids.device
+    if is_installed(backbone):
+        mask = DUMMY_MASK.to(device)
+        return {"position_ids": packed.position_ids, "attention_mask": mask, "packing": PackedSequences(packed.spans)}
+    # The names of transformers' FlashAttentionKwargs. It has no prefixes.
+    assert not any(span.prefix_length for span in packed.spans)
+    lengths = [span.length for span in packed.spans]
+    ends, longest = _cumulative(lengths, device), max(lengths)
+    return {
+        "position_ids": packed.position_ids,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+class PackedSequences:
+    """The `packing` (see `packed_attention`) of rows in one sequence.
+
+    Args:
+        spans: what the tokens of the sequence see.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = tuple(spans)
+        self.longest = max(span.prefix_length + span.length for span in spans)
+        self._masks: dict[int | None, Tensor] = {}
+        self._kernel_arguments: tuple[Any, ...] | None = None
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> Self:
+        """Rows of these numbers of tokens, one after the other."""
+        return cls([Span(end - length, length) for end, length in zip(accumulate(lengths), lengths, strict=True)])
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
+        window = None if sliding_window is None or sliding_window >= self.longest else sliding_window
+        if query.is_cuda and softcap is None and sinks is None:
+            dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+            sizes = (query.size(1), key.size(1), query.size(-1), value.size(-1))
+            if kernel_works(query.device, dtype, *sizes, windowed=window is not None):
+                heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
+                return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
+        outputs = []
+        for (length, prefix_start, prefix), neighbours in groupby(self.spans, key=lambda span: span[1:]):
+            rows = list(neighbours)
+            columns = slice(rows[0].start, rows[0].start + len(rows) * length)
+            q, k, v = (_as_batch(part[:, :, columns], len(rows)) for part in (query, key, value))
+            if prefix:
+                shared = slice(prefix_start, prefix_start + prefix)
+                k, v = (
+                    torch.cat([part[:, :, shared].expand(len(rows), -1, -1, -1), own], dim=2)
+                    for part, own in ((key, k), (value, v))
+                )
+            allowed = None
+            if prefix or (window is not None and length > window):
+                allowed = self._mask(window, query.device)[prefix : prefix + length, : prefix + length]
+            out = dense_attention(q, k, v, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).unsqueeze(0)
+
+    def _mask(self, window: int | None, device: torch.device) -> Tensor:
+        """(longest, longest) bool: causal, within `window` keys."""
+        if window not in self._masks:
+            ones = torch.ones(self.longest, self.longest, dtype=torch.bool, device=device)
+            self._masks[window] = ones.tril() if window is None else ones.tril().triu(1 - window)
+        return self._masks[window]
+
+    def _by_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
+    ) -> Tensor:
+        if self._kernel_arguments is None:
+            self._kernel_arguments = self._prepare_kernel(query.device)
+        key_columns, query_ends, key_ends, longest_query = self._kernel_arguments
+        if key_columns is not None:
+            key, value = key[key_columns], value[key_columns]
+        return variable_length_attention(
+            query, key, value, query_ends, key_ends, longest_query, self.longest, scaling=scaling, window=window
+        )
+
+    def _prepare_kernel(self, device: torch.device) -> tuple[Any, ...]:
+        """Columns of the keys (None = each once, in order), cumulative lengths of queries and keys, longest query."""
+        query_ends = _cumulative([span.length for span in self.spans], device)
+        longest = max(span.length for span in self.spans)
+        if not any(span.prefix_length for span in self.spans):
+            return None, query_ends, query_ends, longest
+        columns = [
+            torch.arange(start, start + length)
+            for span in self.spans
+            for start, length in ((span.prefix_start, span.prefix_length), (span.start, span.length))
+        ]
+        key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
+        return torch.cat(columns).to(device), query_ends, key_ends, longest
+
+
+def _as_batch(heads: Tensor, rows: int) -> Tensor:
+    """(1, heads, rows * L, d) as (rows, heads, L, d)."""
+    return heads if rows == 1 else heads[0].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(rows + 1,) int32: 0 and the cumulative sums of `lengths`."""
+    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    ends[1:] = torch.tensor(lengths).cumsum(0)
+    return ends.to(device)
+
+
+def variable_length_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of rows laid end to end, by torch's kernel for CUDA; (T, heads, width of the values).
+
+    The last query of a row sees its last key.
+
+    Args:
+        query: (T, heads, d) in half precision.
+        key: (S, kv_heads, d).
+        value: (S, kv_heads, width <= d).
+        query_ends: (rows + 1,) int32, 0 and the cumulative numbers of queries.
+        key_ends: the same of keys.
+        longest_query: the largest number of queries in a row.
+        longest_key: the same of keys.
+        scaling: of the scores; None = 1 / sqrt(d).
+        window: keys that a query sees, itself included; None = all up to it.
+    """
+    width = value.size(-1)
+    # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
+    value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+    out = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        query_ends,
+        key_ends,
+        longest_query,
+        longest_key,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    assert isinstance(out, Tensor)
+    return out[..., :width]
+
+
+@lru_cache
+def kernel_works(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, width: int, *, windowed: bool
+) -> bool:
+    """Whether `variable_length_attention` gives the right numbers and gradients here, found by trying it once.
+
+    It depends on the version of torch, the GPU, the dtype and the sizes.
+    """
+    # torch 2.11 has the function without some of these.
+    known = inspect.signature(varlen.varlen_attn).parameters.keys() >= {"scale", "window_size", "enable_gqa"}
+    if not known or dtype not in (torch.float16, torch.bfloat16) or width > d:
+        return False
+    spans = [Span(0, 5), Span(5, 3), Span(8, 2, 0, 5)]
+    sequences = PackedSequences(spans)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        torch.randn(10, number, size, generator=generator)
+        for number, size in ((heads, d), (kv_heads, d), (kv_heads, width), (heads, width))
+    ]
+    window = 2 if windowed else None
+
+    def gradients(parts: list[Tensor], by_kernel: bool) -> list[Tensor]:
+        inputs = [part.detach().requires_grad_() for part in parts[:3]]
+        if by_kernel:
+            out = sequences._by_kernel(*inputs, scaling=None, window=window)
+        else:
+            q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in inputs)
+            # Tensors on the CPU never take the kernel.
+            options: Any = {"scaling": None, "sliding_window": window, "softcap": None, "sinks": None}
+            out = PackedSequences(spans).attend(nn.Identity(), q, k, v, **options)[0]
+        return [out.detach(), *torch.autograd.grad((out * parts[3]).sum(), inputs)]
+
+    try:
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            found = gradients([part.to(device, dtype) for part in drawn], by_kernel=True)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return False
+    wanted = gradients(drawn, by_kernel=False)
+    return all(torch.allclose(a.float().cpu(), b, rtol=0.05, atol=0.05) for a, b in zip(found, wanted, strict=True))

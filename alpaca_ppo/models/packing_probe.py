@@ -1,0 +1,199 @@
+"""Which models compute the same from rows laid end to end as from rows of their own: found by trying it.
+
+Not so are models with an attention of their own, or a state that runs from one row into the next.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.packed_attention import (
+    dense_attention,
+    install_attention,
+    is_installed,
+    underlying_attention,
+    uninstall_attention,
+)
+from alpaca_ppo.models.packed_sequences import sequence_keywords
+
+_LENGTHS = (6, 5, 3, 3)
+_RECORDER = "packing_probe"
+_FLASH = ("flash_attention_", "kernels-community/")
+_problems: dict[tuple[Any, ...], str | None] = {}
+"""What was found, by what it depends on: a run has copies of a model, and a test suite many alike."""
+
+
+def supports_packing(model: PreTrainedModel) -> bool:
+    """Whether `model` (a backbone, or a model with a head) can read rows without padding; installs the attention for it
+    (`install_attention`) where it can.
+    """
+    return packing_problem(model) is None
+
+
+def packing_problem(model: PreTrainedModel) -> str | None:
+    """Why `model` cannot read rows without padding, or None if it can; then the attention for it is installed."""
+    backbone: Any = model.base_model
+    device = backbone.get_input_embeddings().weight.device
+    if device.type == "meta":
+        return "its weights are on the meta device"
+    attention = underlying_attention(backbone)
+    key = (type(backbone), backbone.config.to_json_string(), backbone.dtype, device.type, attention)
+    if key not in _problems:
+        _problems[key] = _try(backbone)
+    if _problems[key] is None and not _has_flash_attention(backbone):
+        install_attention(backbone)
+    return _problems[key]
+
+
+def use_padding_free(model: PreTrainedModel, choice: str | bool) -> bool:
+    """What the option `padding_free` means for `model`: whether its rows are packed.
+
+    Raises:
+        ValueError: when it must be so and the model cannot.
+    """
+    if not choice:
+        return False
+    problem = packing_problem(model)
+    if problem is not None and choice != "auto":
+        raise ValueError(
+            f"padding_free is true, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot compute "
+            f"rows without padding: {problem}; set padding_free: auto or false, or use another model"
+        )
+    return problem is None
+
+
+def _has_flash_attention(backbone: PreTrainedModel) -> bool:
+    return underlying_attention(backbone).startswith(_FLASH)
+
+
+@torch.no_grad()
+def _try(backbone: PreTrainedModel) -> str | None:
+    """`packing_problem` of a backbone whose attention is left as it was."""
+    parameters = inspect.signature(backbone.forward).parameters
+    if "position_ids" not in parameters or all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
+        return "its forward pass takes no position_ids, or no further keywords"
+    was_training, had_it = backbone.training, is_installed(backbone)
+    backbone.eval()
+    try:
+        with torch.autocast(backbone.device.type, enabled=False):
+            return _problem(backbone)
+    except Exception as error:
+        # Models of any kind come here, and what is wrong with one is no error of a run without packing.
+        return f"a trial raised {type(error).__name__}: {error}"
+    finally:
+        backbone.train(was_training)
+        if is_installed(backbone) and not had_it:
+            uninstall_attention(backbone)
+
+
+def _problem(backbone: PreTrainedModel) -> str | None:
+    padded_rows, packed = _rows(backbone)
+    padded = _padded(backbone, padded_rows)
+    if not _has_flash_attention(backbone):
+        if (name := underlying_attention(backbone)) not in ("sdpa", "eager") or not install_attention(backbone):
+            return f"its attention ({name}) cannot be replaced"
+        if not torch.equal(_padded(backbone, padded_rows), padded):
+            return "its results depend on the name of its attention"
+        if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
+            return problem
+    found = _states(backbone, packed)
+    # Rounding in a deep model, parts of which are float32 whatever its dtype; what mixes rows is found below.
+    tolerance = 1e-4 if padded.dtype in (torch.float64, torch.float32) else 0.1
+    if not torch.allclose(found, padded, rtol=tolerance, atol=tolerance * float(padded.abs().max())):
+        return f"its states differ by {float((found - padded).abs().max()):.3g} from those of rows with padding"
+    assert packed.spans is not None
+    for spoilt, span in enumerate(packed.spans):
+        # NaN reaches whatever is computed from these tokens, and nothing else.
+        with_nan = _states(backbone, packed, nan=slice(span.start, span.start + span.length))
+        others = torch.cat([with_nan[s.start : s.start + s.length] for i, s in enumerate(packed.spans) if i != spoilt])
+        if bool(others.isnan().any()):
+            return "what it computes for one row depends on another"
+    return None
+
+
+def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
+    """A few rows of tokens, left-aligned with padding and end to end."""
+    embeddings: Any = backbone.get_input_embeddings()
+    prompts, width = [1] * len(_LENGTHS), max(_LENGTHS)
+    queries = torch.arange(len(prompts)).unsqueeze(1)
+    responses = torch.arange(len(prompts), len(prompts) * (width + 1)).reshape(len(prompts), width)
+    # Of L response tokens, L - 1 are read besides the prompt.
+    mask = torch.arange(width) < torch.tensor(_LENGTHS).unsqueeze(1)
+    size, device = embeddings.weight.size(0), embeddings.weight.device
+    rows = [part.to(device) for part in (queries % size, torch.ones_like(queries), responses % size, mask)]
+    return pack_rows(*rows), pack_rows(*rows, padding_free=True)
+
+
+def _padded(backbone: nn.Module, rows: PackedRows) -> Tensor:
+    """(T, H) the states of the real tokens, row by row."""
+    hidden: Tensor = backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
+    return torch.cat([row[:length] for row, length in zip(hidden, _LENGTHS, strict=True)])
+
+
+def _states(backbone: PreTrainedModel, packed: PackedRows, nan: slice | None = None) -> Tensor:
+    """(T, H) the states of rows end to end; with the embeddings of some tokens set to NaN."""
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, nan] = torch.nan
+        return output
+
+    handle = None if nan is None else backbone.get_input_embeddings().register_forward_hook(spoil)
+    try:
+        keywords = sequence_keywords(backbone, packed)
+        hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
+    finally:
+        if handle is not None:
+            handle.remove()
+    return hidden[0]
+
+
+def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
+    """Whether some layer's mask is not what its attention is told: causal, within the window in its keywords.
+
+    A trial on short rows cannot tell, because windows and chunks have thousands of tokens.
+    """
+    windows: list[int | None] = []
+    problems: list[str] = []
+
+    def mask(**arguments: Any) -> Tensor:
+        if not _is_causal_window(arguments, input_ids.device):
+            problems.append("its masks are not causal masks or sliding windows")
+        windows.append(arguments.get("local_size"))
+        return torch.full((1, 1, 1, 1), len(windows) - 1, device=input_ids.device)
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any):  # type: ignore[no-untyped-def]
+        called.append(True)
+        window = None if attention_mask is None else windows[int(attention_mask.flatten()[0])]
+        if kw.get("sliding_window") != window:
+            problems.append(f"a layer with a window of {window} tokens has the keyword {kw.get('sliding_window')}")
+        if kw.get("is_causal") is False or kw.get("position_bias") is not None:
+            problems.append("a layer is not causal, or has biases of positions")
+        out = dense_attention(query, key, value, None, scaling=kw.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+
+    called: list[bool] = []
+    before = backbone.config._attn_implementation
+    AttentionInterface.register(_RECORDER, attention)
+    AttentionMaskInterface.register(_RECORDER, mask)
+    backbone.set_attn_implementation(_RECORDER)
+    try:
+        backbone(input_ids=input_ids, use_cache=False)
+    finally:
+        backbone.set_attn_implementation(before)
+    return problems[0] if problems else None if called else "it has no attention of transformers' interface"
+
+
+def _is_causal_window(arguments: dict[str, Any], device: torch.device) -> bool:
+    """Whether a mask function of transformers is causal, within `local_size` keys if there is one."""
+    window = arguments.get("local_size")
+    edges = {0, 1, 5} | (set() if window is None else {window - 1, window, window + 1, 2 * window + 1})
+    positions = torch.tensor(sorted(edges), device=device)
+    q, k, zero = positions.unsqueeze(1), positions.unsqueeze(0), torch.zeros(1, 1, dtype=torch.long, device=device)
+    wanted = (k <= q) if window is None else (k <= q) & (q - k < window)
+    found = arguments["mask_function"](zero, zero, q, k)
+    return bool((found == wanted).all())

@@ -1,0 +1,129 @@
+"""Runs whose reward functions are called while other responses are sampled: the same run to the last bit."""
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from alpaca_ppo import PPOTrainer
+from alpaca_ppo.checkpoint.directory import newest_checkpoint
+from alpaca_ppo.ppo import rollouts
+from alpaca_ppo.rewards import RewardError
+from tests.distributed.test_preemption import signal_at, slow_async_judge, slow_judge
+from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
+
+
+class AfterSampling(PPOTrainer):
+    """Calls every function after the sampling, since it may score in another way."""
+
+    def _score(self, samples, rows):
+        return super()._score(samples, rows)
+
+
+def noisy(completions, completion_ids, **columns):
+    return [score + random.random() for score in count_even([], completions, completion_ids)]
+
+
+async def noisy_judge(completions, **columns):
+    drawn = [float(torch.rand(())) for _ in completions]
+    await asyncio.sleep(0)
+    return drawn
+
+
+RUN = {"score_chunk_prompts": 2, "trainer_arguments": {"reward_funcs": [noisy, noisy_judge]}}
+
+
+def trained(folder, **run):
+    trainer = tiny_trainer(folder, **{**RUN, **run})
+    trainer.train()
+    return weights(trainer)
+
+
+def test_a_run_is_the_same_whether_functions_are_called_early_or_late_and_across_interruptions(tmp_path, monkeypatch):
+    late = trained(tmp_path / "late", trainer_class=AfterSampling)
+    early = trained(tmp_path / "early")
+    parts = tmp_path / "parts"
+    for attempt in itertools.count(1):
+        trainer = tiny_trainer(parts, **RUN)
+        signal_at(trainer, monkeypatch, check=attempt * 31)
+        try:
+            trainer.train(resume_from_checkpoint=newest_checkpoint(parts) is not None)
+            break
+        except SystemExit:
+            continue
+    assert attempt > 1, "there was an interruption"
+    lines = metric_lines(tmp_path / "late")
+    assert metric_lines(tmp_path / "early") == lines == metric_lines(parts)
+    for name, value in late.items():
+        assert torch.equal(early[name], value) and torch.equal(weights(trainer)[name], value), name
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_chunk_is_judged_before_the_last_response_is_sampled(fails, asynchronous, tmp_path, monkeypatch):
+    events, called, sample = [], threading.Event(), rollouts.generate
+
+    def judge(completions, **columns):
+        events.append(f"judged {len(completions)}")
+        called.set()
+        if fails:
+            raise TimeoutError("no answer")
+        return [0.0] * len(completions)
+
+    async def async_judge(completions, **columns):
+        return judge(completions)
+
+    async_judge.__name__ = "judge"
+
+    def generate(model, queries, *args, before_token, **how):
+        number = sum(event == "sampled" for event in events)
+        if number == 4:
+            assert called.wait(20)
+            while fails and trainer._early._failure is None:
+                time.sleep(0.001)
+        generation = sample(model, queries, *args, before_token=before_token, **how)
+        events.append("sampled")
+        return generation
+
+    monkeypatch.setattr(rollouts, "generate", generate)
+    run = {"rollout_per_device_batch_size": 2, "score_chunk_prompts": 2}
+    functions = {"trainer_arguments": {"reward_funcs": async_judge if asynchronous else judge}}
+    trainer = tiny_trainer(tmp_path / "run", **run, **functions)
+    # Prompts 0 to 9 have 1 to 4 tokens; in this order, the first two chunks are finished before the last two prompts.
+    monkeypatch.setattr(rollouts, "chunks_by_length", lambda lengths, rows: [[2, 9], [1, 0], [3, 4], [5, 8], [6, 7]])
+    if not fails:
+        trainer.rollout(trainer.prompt_batches(0))
+        assert events.count("sampled") == events.count("judged 2") == 5
+        assert "judged 2" in events[: len(events) - events[::-1].index("sampled")]
+        return
+    with pytest.raises(RewardError) as found:
+        trainer.rollout(trainer.prompt_batches(0))
+    assert events.count("sampled") < 5
+    monkeypatch.undo()
+    late = tiny_trainer(tmp_path / "late", trainer_class=AfterSampling, **run, **functions)
+    with pytest.raises(RewardError) as expected:
+        late.rollout(late.prompt_batches(0))
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("judge", [slow_judge, slow_async_judge])
+def test_a_signal_ends_the_wait_for_a_function_in_another_thread(judge, tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path, score_chunk_prompts=5, trainer_arguments={"reward_funcs": judge})
+    wait = trainer.collector.scorer.next_early
+
+    def interrupted(early):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return wait(early)
+
+    monkeypatch.setattr(trainer.collector.scorer, "next_early", interrupted)
+    start = time.monotonic()
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert time.monotonic() - start < 30
+    assert newest_checkpoint(tmp_path).name == "checkpoint-0"
