@@ -61,10 +61,11 @@ class Peak:
     """Where the two are from."""
 
 
-def build(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of `SHAPES[shape]` with random weights, made on `device`."""
+def build(shape: str, device: torch.device, dtype: torch.dtype, **fields: Any) -> PreTrainedModel:
+    """A model of `SHAPES[shape]` with random weights, made on `device`; `fields` replace those of its configuration."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2", **{**_COMMON, **SHAPES[shape]}, pad_token_id=PAD, eos_token_id=EOS)
+    given = {**_COMMON, **SHAPES[shape], "pad_token_id": PAD, "eos_token_id": EOS, **fields}
+    config = AutoConfig.for_model("qwen2", **given)
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()

@@ -101,7 +101,7 @@ class StepMeter:
 def given_workload() -> Workload:
     """The workload in this process's first argument."""
     fields = json.loads(sys.argv[1])
-    return Workload(**{**fields, "lengths": tuple(fields["lengths"])})
+    return Workload(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def versions(*modules: Any) -> dict[str, str]:

@@ -41,7 +41,8 @@ class Workload:
     """Tokens of the response to each prompt, the eos included."""
     response_len: int
     """The most tokens that a program reckons with."""
-    prompt_len: int = 32
+    prompt_lengths: tuple[int, ...]
+    """Tokens of each prompt."""
     vocab_size: int = 8192
     hidden_size: int = 256
     num_hidden_layers: int = 4
@@ -52,6 +53,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         assert 1 <= min(self.lengths) and max(self.lengths) <= self.response_len, self.lengths
+        assert len(self.prompt_lengths) == len(self.lengths)
         # One direction for each class, and one for the mean, which a layer norm removes.
         assert max(self.lengths) + 1 < self.hidden_size, "more lengths than the hidden size has directions"
 
@@ -59,6 +61,11 @@ class Workload:
     def num_prompts(self) -> int:
         """Prompts of a step."""
         return len(self.lengths)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self.prompt_lengths)
 
 
 def spread_lengths(count: int, mean: int) -> tuple[int, ...]:
@@ -75,14 +82,14 @@ def spread_lengths(count: int, mean: int) -> tuple[int, ...]:
     return tuple(1 + end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-def realistic(num_prompts: int = 32, mean: int = 16, **sizes: Any) -> Workload:
+def realistic(num_prompts: int = 32, mean: int = 16, prompt_len: int = 32, **sizes: Any) -> Workload:
     """Lengths as they are in practice: at most eight times their mean is allowed for."""
-    return Workload(spread_lengths(num_prompts, mean), 8 * mean, **sizes)
+    return Workload(spread_lengths(num_prompts, mean), 8 * mean, (prompt_len,) * num_prompts, **sizes)
 
 
-def fixed(num_prompts: int = 32, length: int = 64, **sizes: Any) -> Workload:
+def fixed(num_prompts: int = 32, length: int = 64, prompt_len: int = 32, **sizes: Any) -> Workload:
     """All responses equally long: nothing to pad, and no tail."""
-    return Workload((length,) * num_prompts, length, **sizes)
+    return Workload((length,) * num_prompts, length, (prompt_len,) * num_prompts, **sizes)
 
 
 def token_classes(workload: Workload) -> torch.Tensor:
@@ -138,7 +145,7 @@ def prompt_ids(workload: Workload) -> list[list[int]]:
     ids = torch.randint(len(SPECIAL), workload.vocab_size, shape, generator=generator)
     # The first token of class L is the one with id 3 + L.
     ids[:, -1] = torch.tensor(workload.lengths) + len(SPECIAL) - 1
-    return ids.tolist()
+    return [row[-length:] for row, length in zip(ids.tolist(), workload.prompt_lengths, strict=True)]
 
 
 def prompt_texts(workload: Workload) -> list[str]:
