@@ -36,6 +36,8 @@ def generate(
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
     backend: str = "auto",
+    cuda_graphs: bool = True,
+    compile_decoding: bool = False,
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
     slots: int | None = None,
@@ -68,6 +70,9 @@ def generate(
         backend: "slots" is this package's own loop, which fills the places of ended rows; "decode" is its loop for
             models that cannot be sampled so; "auto" chooses between these two; "generate" runs `model.generate`, for
             models whose cache does not support dropping rows; others are added by `register_generation_backend`.
+        cuda_graphs: with "slots" on a GPU, True captures decode steps in CUDA graphs, and keeps the KV cache allocated
+            between calls with the same model.
+        compile_decoding: with "slots", True runs decode steps through `torch.compile`.
         any_rank: returns whether its argument is True on any rank. Pass it if the model's parameters are sharded over
             ranks (ZeRO 3); all ranks then make the same number of forward passes.
         before_token: called before tokens are chosen; an exception in it ends the sampling.
@@ -91,6 +96,8 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         backend=backend,
+        cuda_graphs=cuda_graphs,
+        compile_decoding=compile_decoding,
         seed=seed,
         step=step,
     )

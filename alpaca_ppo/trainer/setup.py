@@ -100,6 +100,8 @@ def make_sampling_params(
         truncate_after=args.truncate_after,
         num_return_sequences=args.num_return_sequences,
         backend=args.generation_backend,
+        cuda_graphs=args.cuda_graphs,
+        compile_decoding=args.compile_decoding,
     )
 
 
