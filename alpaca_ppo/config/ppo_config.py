@@ -131,11 +131,18 @@ class PPOConfig:
     response_len: int = argument(300, "Maximum length of a response, in tokens.", at_least=1, group="Generation")
     temperature: float = argument(1.0, "Temperature of the sampling and of every log-probability.", above=0)
     generation_backend: str = argument(
-        "decode",
-        "How responses are sampled: decode is this package's loop; generate is for models whose KV cache cannot drop "
-        "rows.",
+        "auto",
+        "How responses are sampled: slots decodes rollout_per_device_batch_size rows at once and gives the places of "
+        "ended rows to waiting prompts; decode finishes one batch before the next; auto takes slots, or decode where "
+        "the model or sharded parameters do not allow them; generate is for models whose KV cache cannot drop rows.",
         registry=GENERATION_BACKENDS,
     )
+    cuda_graphs: bool = argument(
+        True,
+        "On a GPU, capture decode steps of generation_backend slots in CUDA graphs: a small batch is then not slowed "
+        "down by the host. The KV cache stays allocated between rollouts; false frees it.",
+    )
+    compile_decoding: bool = argument(False, "Run decode steps of generation_backend slots through torch.compile.")
     truncate_tokens: list[str | int] | None = argument(
         None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."
     )

@@ -125,7 +125,7 @@ class PPOTrainer(BaseTrainer):
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.has_own_schedule = optimizers[1] is not None
-        self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
+        self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         has_reference, report = reference is not None, lambda text: self.run_log.message(text)
         self.old_policy = OldPolicySource(self.mismatch_guard, args, has_reference=has_reference, report=report)
@@ -249,7 +249,7 @@ class PPOTrainer(BaseTrainer):
             add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
-                self.actor_critic, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
+                self.updater.engine, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
             )
 
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
@@ -448,6 +448,7 @@ class PPOTrainer(BaseTrainer):
             temperature=self.args.temperature,
             chunk_size=self.args.logprob_chunk_size,
             kept_bytes=self.args.kept_logits_gib * 2**30,
+            packed=self.updater.packed(batch),
             **parts,
         )
         return outputs
