@@ -21,7 +21,7 @@ from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.rollouts import EvaluationSettings, RolloutCollector, evaluate_responses
+from alpaca_ppo.ppo.rollouts import RolloutCollector, evaluate_responses
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -234,9 +234,7 @@ class MismatchGuard:
     def _logprobs(
         self, collector: RolloutCollector, samples: dict[str, Tensor], sampling_params: SamplingParams
     ) -> Tensor:
-        settings = EvaluationSettings(
-            sampling_params.temperature, collector.chunk_size, collector.per_device_batch_size
-        )
+        settings = collector.evaluation_settings(self._engine, sampling_params.temperature)
         model, device = self._engine.actor_critic, self._accelerator.device
         with self._accelerator.autocast():
             outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)

@@ -213,6 +213,7 @@ def make_collector(
         scorer=scorer,
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
+        row_tokens=args.query_len + args.response_len,
     )
 
 
