@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
@@ -262,7 +263,7 @@ def recovers_memory(machine: Machine) -> str:
     budget = halved.updater.budget
     require(budget.max_tokens < budget.configured, "the budget of tokens was not lowered")
     pairs = zip(plain.actor_critic.parameters(), halved.actor_critic.parameters(), strict=True)
-    gap = max(float((a - b).abs().max()) for a, b in pairs)
+    gap = max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
     return require(gap <= 1e-4, f"{budget.configured} tokens lowered to {budget.max_tokens}, weights within {gap:.1e}")
 
 
@@ -346,6 +347,8 @@ def outcome(check: Check, machine: Machine) -> tuple[str, str]:
         traceback.print_exc()
         return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
+        # A process has one Accelerator, and checks differ in its precision.
+        AcceleratorState._reset_state(reset_partial_state=True)
         if machine.gpus:
             torch.cuda.empty_cache()
 

@@ -1,5 +1,6 @@
-"""How fast this machine decodes and trains models of known shapes, as shares of what its memory and its arithmetic can
-do. `gpu_smoke` and the GPU part of the benchmark use it; on a CPU it runs with tiny shapes and says nothing about speed.
+"""How fast this machine decodes with models of known shapes, as shares of what its memory can do.
+
+`gpu_smoke` and the GPU part of the benchmark use it. On a CPU it runs with tiny shapes and says nothing about speed.
 
 Weights are random, and no response ends before its last token, so that every way decodes the same number of tokens.
 """
@@ -33,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "vocab_size": 64,
+        "vocab_size": 128,
     },
 }
 """Qwen2.5's, and one for tests."""

@@ -69,9 +69,11 @@ class Backbone:
         """
         return sum(2 * self.weights * n + 4 * self.attention * n * n for n in lengths)
 
-    def backward(self, lengths: Iterable[int]) -> int:
-        """Of rows of `lengths` tokens: each product has two gradients, and attention computes its scores again."""
-        return sum(4 * self.weights * n + 10 * self.attention * n * n for n in lengths)
+    def backward(self, lengths: Iterable[int], *, frozen: bool = False) -> int:
+        """Of rows of `lengths` tokens: each product has two gradients, or one where the weights are `frozen` under an
+        adapter, and attention computes its scores again.
+        """
+        return sum((2 if frozen else 4) * self.weights * n + 10 * self.attention * n * n for n in lengths)
 
     def decode(self, past: int, tokens: int) -> int:
         """Of `tokens` tokens of a row, one after the other, with `past` tokens in the cache before the first."""
@@ -108,6 +110,7 @@ def needed_flops(
     epochs: int,
     old_policy_pass: bool,
     logits_made_twice: bool,
+    lora: bool = False,
 ) -> NeededFlops:
     """The FLOPs that one step of PPO needs for its real tokens, with a separate critic, a reference and a reward model.
 
@@ -122,13 +125,14 @@ def needed_flops(
         epochs: passes over the rollouts.
         old_policy_pass: whether the policy's log-probs are computed again after sampling.
         logits_made_twice: whether the backward pass computes the logits again, instead of keeping them.
+        lora: whether policy and critic train adapters on a frozen base. Their own few FLOPs are left out.
     """
     rows = [p + r - 1 for p, r in zip(prompts, responses, strict=True)]
     tokens = sum(responses)
     of_policy, of_critic, of_reward = (Backbone.of(model) for model in (policy, critic, reward))
     head, label = policy.get_output_embeddings().weight.numel(), critic.config.hidden_size
     pairs = list(zip(prompts, responses, strict=True))
-    backward = 4 + 2 * logits_made_twice
+    backward = (2 if lora else 4) + 2 * logits_made_twice
     return NeededFlops(
         rollout=of_policy.forward(prompts) + sum(of_policy.decode(p, r - 1) for p, r in pairs) + 2 * head * tokens,
         score=of_reward.forward(texts) + 2 * reward.config.hidden_size * sum(texts),
@@ -138,10 +142,10 @@ def needed_flops(
         update=epochs
         * (
             of_policy.forward(rows)
-            + of_policy.backward(rows)
+            + of_policy.backward(rows, frozen=lora)
             + (2 + backward) * head * tokens
             + of_critic.forward(rows)
-            + of_critic.backward(rows)
+            + of_critic.backward(rows, frozen=lora)
             + 6 * label * tokens
         ),
     )
