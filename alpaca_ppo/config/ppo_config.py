@@ -131,6 +131,12 @@ class PPOConfig:
         "the model or sharded parameters do not allow them; generate is for models whose KV cache cannot drop rows.",
         registry=GENERATION_BACKENDS,
     )
+    cuda_graphs: bool = argument(
+        True,
+        "On a GPU, capture decode steps of generation_backend slots in CUDA graphs: a small batch is then not slowed "
+        "down by the host. The KV cache stays allocated between rollouts; false frees it.",
+    )
+    compile_decoding: bool = argument(False, "Run decode steps of generation_backend slots through torch.compile.")
     truncate_tokens: list[str | int] | None = argument(
         None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."
     )

@@ -256,13 +256,15 @@ class RolloutCollector:
     per_device_batch_size: int
     row_tokens: int
 
-    def prepare_frozen_models(self, prepare: Callable[..., None]) -> None:
-        """Passes the frozen models of reference and rewards to `prepare` (`Engine.prepare_frozen_model`)."""
+    def prepare_frozen_models(self, engine: Engine) -> None:
+        """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
-            prepare(self.reference.policy, offload=self.reference.offloaded)
+            engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
-            if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
-                prepare(source.model)
+            if isinstance(source, ModelReward):
+                source.prepare(equal_passes=engine.synced_forwards)
+                if isinstance(source.model, PreTrainedModel):
+                    engine.prepare_frozen_model(source.model)
 
     def local_prompts(
         self, engine: Engine, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]

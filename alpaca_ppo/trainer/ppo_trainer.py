@@ -124,7 +124,7 @@ class PPOTrainer(BaseTrainer):
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.has_own_schedule = optimizers[1] is not None
-        self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
+        self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])

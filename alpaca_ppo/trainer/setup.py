@@ -100,6 +100,8 @@ def make_sampling_params(
         truncate_after=args.truncate_after,
         num_return_sequences=args.num_return_sequences,
         backend=args.generation_backend,
+        cuda_graphs=args.cuda_graphs,
+        compile_decoding=args.compile_decoding,
     )
 
 
@@ -136,6 +138,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         device=device,
         trust_remote_code=args.trust_remote_code,
         policy=policy,
+        padding_free=bool(args.padding_free),
     )
 
 
@@ -157,7 +160,13 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
     model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
-    source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
+    source = ModelReward(
+        model,
+        tokenizer,
+        name="reward_adapter",
+        batch_size=args.rollout_per_device_batch_size,
+        padding_free=bool(args.padding_free),
+    )
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
