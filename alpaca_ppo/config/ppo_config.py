@@ -47,6 +47,12 @@ class PPOConfig:
     logging_steps: int = argument(
         1, "Steps between two reports to the trackers; metrics.jsonl gets every step.", at_least=1
     )
+    entropy_logging_steps: int = argument(
+        10,
+        "Steps between two with the metrics objective/entropies, objective/ref_entropies and ppo/policy/entropy; the "
+        "first step has them too. In other steps no entropies are computed, unless entropy_coef needs them.",
+        at_least=1,
+    )
     num_logged_rollouts: int = argument(
         8, "Samples per step written to rollouts/ with their per-token numbers; 0 = none.", at_least=0
     )
@@ -200,10 +206,16 @@ class PPOConfig:
     )
     loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
     entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
-    old_policy: Literal["recompute", "rollout", "correct"] = argument(
-        "recompute",
+    old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
+        "auto",
         "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
-        "correct recomputes and weights the loss by the ratio of the two.",
+        "correct recomputes and weights the loss by the ratio of the two. auto recomputes, and in float32 takes the "
+        "sampler's once the two have agreed.",
+    )
+    mismatch_check_steps: int = argument(
+        50,
+        "With old_policy auto: steps between two that recompute all the same, to compare sampler and trainer.",
+        at_least=1,
     )
     rollout_correction_level: RolloutCorrectionLevel = argument(
         "token", "With old_policy correct: one weight per token, or one per sequence."
@@ -369,6 +381,12 @@ class PPOConfig:
         "error where it does not), or never.",
     )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
+    kept_logits_gib: float = argument(
+        1.0,
+        "Most GiB of a micro-batch's logits that are kept for the backward pass, which recomputes the others; 1 holds "
+        "those of 3,500 tokens in bfloat16 at a vocabulary of 150,000. 0 saves memory and changes no number.",
+        at_least=0,
+    )
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(
         None,

@@ -29,6 +29,7 @@ NOT_COMPARED = {
     "max_kl_to_ref": "ends the run; tests/trainer",
     "max_skipped_updates": "allows updates that are not finite; tests/trainer",
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
+    "mismatch_check_steps": "which steps compare sampler and trainer; tests/trainer/test_old_policy_auto.py",
     "reward_retries": "calls a failing source again; tests/rewards",
     "reward_retry_pause": "between those calls; tests/rewards",
     "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",
