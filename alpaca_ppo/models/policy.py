@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.half_weights import head_weights
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout, sequence_keywords
 
 
@@ -87,13 +88,14 @@ class Policy(nn.Module):
     ) -> PolicyOutputs:
         """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`."""
         scale, transform = logit_scaling(self.model.config)
+        weight, bias = head_weights(self.head)
         flat = chunked_logprobs(
             states,
-            self.head.weight,
+            weight,
             responses[packed.rows, packed.actions],
             temperature=temperature / scale,
             chunk_size=chunk_size,
-            bias=self.head.bias,
+            bias=bias,
             logit_transform=transform,
         )
         assert flat.entropies is not None
