@@ -61,7 +61,7 @@ EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, gr
 BUCKETED = StepShapes(
     slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30
 )
-"""For an accelerator, which is to see few different shapes and is to be asked rarely."""
+"""For steps that are captured or compiled, and for an accelerator, which is to be asked rarely."""
 
 
 def sample_in_slots(
@@ -97,7 +97,8 @@ def sample_in_slots(
     ]
     keys = sampling_params.random_keys(prompt_ids)
     if shapes is None:
-        shapes = EXACT if queries.device.type == "cpu" else BUCKETED
+        exact = queries.device.type == "cpu" and not sampling_params.compile_decoding
+        shapes = EXACT if exact else BUCKETED
     slots = min(slots or len(keys), len(keys))
     common, longest = _common_beginning(prompts), max(map(len, prompts))
     most_columns = shapes.columns(longest + sampling_params.max_new_tokens)
