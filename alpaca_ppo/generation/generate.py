@@ -1,7 +1,6 @@
 """`generate`, the entry point of the sampler: it checks its arguments and restores the model's modes afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from alpaca_ppo.generation.backends import run_backend
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slots import OnFinished
+from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
@@ -106,7 +106,7 @@ def generate(
         raise ValueError(f"slots ({slots}) must be at least 1; None decodes all rows at once")
     queries, mask = _trim(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
-    with _eval_mode(model):
+    with eval_mode(model):
         generation = run_backend(
             model,
             queries,
@@ -156,18 +156,6 @@ def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
         row = int((left_padded != mask.bool()).any(dim=1).nonzero()[0])
         raise ValueError(f"query_attn_masks has padding after a token in row {row}; queries must be left-padded")
     return queries[:, -width:], mask[:, -width:]
-
-
-@contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Puts every module of `model` into eval mode, and restores each module's own mode at the end."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def _check_finite(generation: Generation, rows: list[int] | None = None) -> Generation:

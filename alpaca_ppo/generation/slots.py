@@ -49,17 +49,23 @@ class StepShapes:
     """Steps between two looks, each of which synchronizes an accelerator with the host."""
     growth: int
     """Columns beyond the longest prompt that are allocated at once."""
+    admission_cost: float
+    """What a pass over waiting prompts costs beyond the work on its own tokens, in decode steps."""
 
     def columns(self, count: int) -> int:
         """Returns `count` rounded up."""
         return -(-count // self.column_unit) * self.column_unit
 
 
-EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64)
+EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64, admission_cost=0.5)
 """For a CPU, where other shapes cost nothing, but unused slots and columns do."""
 
 BUCKETED = StepShapes(
-    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30
+    slot_unit=lambda rows: 1 << (rows - 1).bit_length(),
+    column_unit=256,
+    check_every=8,
+    growth=1 << 30,
+    admission_cost=4.0,
 )
 """For steps that are captured or compiled, and for an accelerator, which is to be asked rarely."""
 
@@ -193,15 +199,14 @@ class _SlotLoop:
     def _should_admit(self) -> bool:
         """Whether enough slots are free that a pass over waiting prompts costs less than the free slots waste.
 
-        A pass costs about as much as a decode step beyond the work on its own tokens. With responses of L tokens, S / L
-        slots become free per step, so that k of them take k * L / S steps and are idle for half of these on average,
-        k**2 * L / (2 * S) slot-steps of 1 / S steps each. The cost per row, 1 / k + k * L / (2 * S**2), is least at
-        k = S * sqrt(2 / L).
+        A pass costs c steps (`StepShapes.admission_cost`). With responses of L tokens, S / L slots become free per
+        step, so that k of them take k * L / S steps and are idle for half of these on average, k**2 * L / (2 * S)
+        slot-steps of 1 / S steps each. The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L).
         """
         if not self._waiting or not self._busy:
             return bool(self._waiting)
         length = max(2.0, self._decoded / self._finished) if self._finished else float(self._params.max_new_tokens)
-        enough = min(math.ceil(self._slots * math.sqrt(2 / length)), len(self._waiting))
+        enough = min(math.ceil(self._slots * math.sqrt(2 * self._shapes.admission_cost / length)), len(self._waiting))
         return self._slots - len(self._busy) >= enough
 
     def _admit(self) -> None:
