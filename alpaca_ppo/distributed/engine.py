@@ -190,8 +190,8 @@ class Engine(TrainState):
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         self.accelerator.unscale_gradients()
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # torch multiplies by min(1, max_norm / (norm + 1e-6)) even where that is 1, to spare a GPU's synchronization. The
-        # norm is read on the host anyway, so a gradient within the limit need not be written again.
+        # torch multiplies by min(1, max_norm / (norm + 1e-6)) even where that is 1, to spare a GPU the synchronization.
+        # Here the host reads the norm anyway, so a gradient within the limit need not be written again.
         if not float(max_norm / (norm + 1e-6)) >= 1:
             clip_grads_with_norm_(parameters, max_norm, norm)
         return float(norm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
-from alpaca_ppo.models.packed_sequences import row_layout
+from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
 
 
@@ -85,6 +85,13 @@ class ActorCritic(nn.Module):
             return self.policy.padding_free
         return self.policy.padding_free and self.critic.padding_free
 
+    @property
+    def layouts(self) -> tuple[RowLayout, RowLayout]:
+        """How policy and critic read rows."""
+        if self.critic is None or self.critic.backbone is None:
+            return self.policy.layout, self.policy.layout
+        return self.policy.layout, row_layout(self.critic.backbone, padding_free=self.critic.padding_free)
+
     def pack(
         self,
         queries: Tensor,
@@ -97,12 +104,10 @@ class ActorCritic(nn.Module):
         """Returns the rows as the policy and as the critic read them; see `pack_rows`."""
         rows = (queries, query_attn_masks, responses, response_mask)
         packed = self.policy.pack(*rows, device=device)
-        if self.critic is None or self.critic.backbone is None:
+        policy_layout, critic_layout = self.layouts
+        if critic_layout == policy_layout:
             return packed, packed
-        layout = row_layout(self.critic.backbone, padding_free=self.critic.padding_free)
-        if layout == row_layout(self.policy.model.base_model, padding_free=self.policy.padding_free):
-            return packed, packed
-        return packed, pack_rows(*rows, **layout._asdict(), device=device)
+        return packed, pack_rows(*rows, **critic_layout._asdict(), device=device)
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.packed_sequences import row_layout, sequence_keywords
+from alpaca_ppo.models.packed_sequences import RowLayout, row_layout, sequence_keywords
 
 
 class PolicyOutputs(NamedTuple):
@@ -61,6 +61,11 @@ class Policy(nn.Module):
         assert isinstance(head, nn.Linear)
         return head
 
+    @property
+    def layout(self) -> RowLayout:
+        """How the backbone reads rows."""
+        return row_layout(self.model.base_model, padding_free=self.padding_free)
+
     def pack(
         self,
         queries: Tensor,
@@ -71,8 +76,7 @@ class Policy(nn.Module):
         device: torch.device | None = None,
     ) -> PackedRows:
         """Returns the rows as the backbone reads them; see `pack_rows`."""
-        layout = row_layout(self.model.base_model, padding_free=self.padding_free)
-        return pack_rows(queries, query_attn_masks, responses, response_mask, **layout._asdict(), device=device)
+        return pack_rows(queries, query_attn_masks, responses, response_mask, **self.layout._asdict(), device=device)
 
     def states(self, packed: PackedRows) -> Tensor:
         """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""

@@ -20,8 +20,9 @@ from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models.packed_attention import underlying_attention
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.rollouts import EvaluationSettings, RolloutCollector, evaluate_responses
+from alpaca_ppo.ppo.rollouts import RolloutCollector, evaluate_responses
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -234,9 +235,7 @@ class MismatchGuard:
     def _logprobs(
         self, collector: RolloutCollector, samples: dict[str, Tensor], sampling_params: SamplingParams
     ) -> Tensor:
-        settings = EvaluationSettings(
-            sampling_params.temperature, collector.chunk_size, collector.per_device_batch_size
-        )
+        settings = collector.evaluation_settings(self._engine, sampling_params.temperature)
         model, device = self._engine.actor_critic, self._accelerator.device
         with self._accelerator.autocast():
             outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)
@@ -256,12 +255,12 @@ class MismatchGuard:
             return (
                 f"something that depends on the length or on trained weights, as responses of {SHORT} tokens agreed "
                 "before the run: rotations or windows that change with the length, an attention implementation (here "
-                f"{model.config._attn_implementation}), a sampler that still has older weights"
+                f"{underlying_attention(model)}), a sampler that still has older weights"
             )
         return (
             "a generation_backend or _generate that changes the logits (top_k, top_p, a penalty, the model's "
             f"generation_config, a temperature other than {args.temperature:g}) or has other weights or another dtype; "
-            f"or an attention implementation (here {model.config._attn_implementation}) that reads padding"
+            f"or an attention implementation (here {underlying_attention(model)}) that reads padding"
         )
 
     def _report(self, stats: Mapping[str, float], where: str, cause: str, *, may_stop: bool) -> str | None:

@@ -124,7 +124,7 @@ class PPOTrainer(BaseTrainer):
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
         self.has_own_schedule = optimizers[1] is not None
-        self.collector.prepare_frozen_models(self.updater.engine.prepare_frozen_model)
+        self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
@@ -240,7 +240,7 @@ class PPOTrainer(BaseTrainer):
             add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
-                self.actor_critic, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
+                self.updater.engine, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
             )
 
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
@@ -437,6 +437,7 @@ class PPOTrainer(BaseTrainer):
             value_taus=batch.get("value_taus"),
             temperature=self.args.temperature,
             chunk_size=self.args.logprob_chunk_size,
+            packed=self.updater.packed(batch),
             **parts,
         )
         return outputs

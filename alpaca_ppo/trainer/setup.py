@@ -138,6 +138,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         device=device,
         trust_remote_code=args.trust_remote_code,
         policy=policy,
+        padding_free=bool(args.padding_free),
     )
 
 
@@ -159,7 +160,13 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
     model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
-    source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
+    source = ModelReward(
+        model,
+        tokenizer,
+        name="reward_adapter",
+        batch_size=args.rollout_per_device_batch_size,
+        padding_free=bool(args.padding_free),
+    )
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
@@ -206,6 +213,7 @@ def make_collector(
         scorer=scorer,
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
+        row_tokens=args.query_len + args.response_len,
     )
 
 
