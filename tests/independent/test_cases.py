@@ -21,6 +21,8 @@ GROUPS = (
 """Groups of options that decide what is learned."""
 NOT_COMPARED = {
     "generation_backend": "tests/generation compares the samplers",
+    "cuda_graphs": "has no effect without a GPU; tests/generation/test_slot_step.py",
+    "compile_decoding": "takes minutes; tests/generation/test_slot_step.py",
     "truncate_after": "tests/generation: the independent PPO takes the sampled tokens",
     "truncate_tokens": "tests/generation",
     "reward_adapter": "tests/rewards: the independent PPO scores by functions",
