@@ -84,8 +84,8 @@ class PPOConfig(RunOptions):
     )
     compile_decoding: bool = argument(
         False,
-        "Run decode steps of generation_backend slots through torch.compile. Each number of rows and of columns takes a "
-        "minute or more to compile, so it pays in long runs of small models (on a CPU, steps of one row are 1.6 to 3 "
+        "Run decode steps of generation_backend slots through torch.compile. Each number of rows and of columns takes "
+        "a minute or more to compile, so it pays in long runs of small models (on a CPU, steps of one row are 1.6 to 3 "
         "times as fast, of 32 rows 1.1 times).",
     )
     truncate_tokens: list[str | int] | None = argument(
