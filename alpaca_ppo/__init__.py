@@ -3,9 +3,12 @@
 `PPOTrainer` is the training loop and `PPOConfig` its configuration. `functional` has the mathematics, `generation` the
 sampler, `rewards` the reward sources, and `data` the prompts. Public names are imported on first use, because most of
 them need transformers and accelerate, which take seconds to import.
+
+The import sets how OpenMP's threads wait, unless the environment does: see `_WAITING`.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +21,13 @@ if TYPE_CHECKING:
     from alpaca_ppo.trainer import PPOTrainer as PPOTrainer
 
 __version__ = "0.1.0"
+
+_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for others sleep (in GNU's OpenMP, and in Intel's and LLVM's) instead of occupying their cores in a
+busy loop, which makes a run many times slower as soon as another program needs one of them. OpenMP reads this when
+torch is first imported; set here, because nothing of this package is imported earlier."""
+if not _WAITING.keys() & os.environ.keys():
+    os.environ.update(_WAITING)
 
 _SUBPACKAGES = {
     "ActorCritic": "models",

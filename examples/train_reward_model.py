@@ -11,6 +11,9 @@ Every argument of `transformers.TrainingArguments` is a flag too; with `--use_pe
 `train_ppo.py --reward_adapter` puts on the policy's base.
 """
 
+import alpaca_ppo  # noqa: F401  before torch: it sets how threads wait
+
+# isort: split
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -9,6 +9,9 @@ prompts by the same code. Packing of several examples into one row is left out: 
 group_by_length` keeps padding small.
 """
 
+import alpaca_ppo  # noqa: F401  before torch: it sets how threads wait
+
+# isort: split
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -9,6 +9,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, disable_zero3_init, wants_deepspeed
 from alpaca_ppo.distributed.launcher import watch_launcher
+from alpaca_ppo.distributed.threads import limit_threads
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
@@ -23,8 +24,12 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             other settings.
     """
     watch_launcher()
-    if accelerator is not None:
-        return _checked(accelerator, args)
+    made = _made(args) if accelerator is None else _checked(accelerator, args)
+    limit_threads(made)
+    return made
+
+
+def _made(args: PPOConfig) -> Accelerator:
     plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
     on_cpu = args.use_cpu or not torch.cuda.is_available()
     if plugin is not None:

@@ -1,7 +1,6 @@
 """`generate`, the entry point of the sampler: it checks its arguments and restores the model's modes afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from alpaca_ppo.generation.backends import run_backend
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slots import OnFinished
+from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
@@ -36,6 +36,8 @@ def generate(
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
     backend: str = "auto",
+    cuda_graphs: bool = True,
+    compile_decoding: bool = False,
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
     slots: int | None = None,
@@ -68,6 +70,9 @@ def generate(
         backend: "slots" is this package's own loop, which fills the places of ended rows; "decode" is its loop for
             models that cannot be sampled so; "auto" chooses between these two; "generate" runs `model.generate`, for
             models whose cache does not support dropping rows; others are added by `register_generation_backend`.
+        cuda_graphs: with "slots" on a GPU, True captures decode steps in CUDA graphs, and keeps the KV cache allocated
+            between calls with the same model.
+        compile_decoding: with "slots", True runs decode steps through `torch.compile`.
         any_rank: returns whether its argument is True on any rank. Pass it if the model's parameters are sharded over
             ranks (ZeRO 3); all ranks then make the same number of forward passes.
         before_token: called before tokens are chosen; an exception in it ends the sampling.
@@ -91,6 +96,8 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         backend=backend,
+        cuda_graphs=cuda_graphs,
+        compile_decoding=compile_decoding,
         seed=seed,
         step=step,
     )
@@ -99,7 +106,7 @@ def generate(
         raise ValueError(f"slots ({slots}) must be at least 1; None decodes all rows at once")
     queries, mask = _trim(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
-    with _eval_mode(model):
+    with eval_mode(model):
         generation = run_backend(
             model,
             queries,
@@ -149,18 +156,6 @@ def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
         row = int((left_padded != mask.bool()).any(dim=1).nonzero()[0])
         raise ValueError(f"query_attn_masks has padding after a token in row {row}; queries must be left-padded")
     return queries[:, -width:], mask[:, -width:]
-
-
-@contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Puts every module of `model` into eval mode, and restores each module's own mode at the end."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def _check_finite(generation: Generation, rows: list[int] | None = None) -> Generation:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_extend import NewTokens, extend
 from alpaca_ppo.generation.slot_step import SlotState, read_tokens
+from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
 from alpaca_ppo.models.packing_probe import packing_problem
 
@@ -41,16 +42,12 @@ def _try(model: PreTrainedModel) -> str | None:
     parameters = inspect.signature(type(model).forward).parameters
     if "past_key_values" not in parameters or all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
         return "its forward pass takes no past_key_values, or no further keywords"
-    was_training = model.training
-    model.eval()
     try:
-        with torch.autocast(model.device.type, enabled=False):
+        with eval_mode(model), torch.autocast(model.device.type, enabled=False):
             return _problem(model)
     except Exception as error:
         # Models of any kind come here, and what is wrong with one is no error of a run without slots.
         return f"a trial raised {type(error).__name__}: {error}"
-    finally:
-        model.train(was_training)
 
 
 def _problem(model: PreTrainedModel) -> str | None:

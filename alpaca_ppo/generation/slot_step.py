@@ -56,6 +56,12 @@ class SlotState:
         running = torch.zeros(slots, dtype=torch.bool, device=device)
         return cls(zeros(), zeros(), zeros(), zeros() + scratch_row, zeros(), running)
 
+    def clear(self, *, scratch_row: int) -> None:
+        """Makes all slots idle."""
+        for tensor in vars(self).values():
+            tensor.zero_()
+        self.rows.fill_(scratch_row)
+
 
 @dataclass(frozen=True)
 class SlotOutputs:
@@ -80,6 +86,12 @@ class SlotOutputs:
             torch.zeros(shape, dtype=logprob_dtype, device=device),
             torch.zeros(rows + 1, dtype=torch.bool, device=device),
         )
+
+    def clear(self, pad_token_id: int) -> None:
+        """Forgets what has been chosen."""
+        self.responses.fill_(pad_token_id)
+        for tensor in (self.mask, self.logprobs, self.stopped):
+            tensor.zero_()
 
     @property
     def scratch_row(self) -> int:
@@ -124,7 +136,7 @@ def decode_step(
         columns: how many columns of the cache are read; more than `lengths` of every row that runs.
     """
     logits = read_tokens(model, cache, state, slots=slots, columns=columns)
-    state.lengths[:slots] += state.running[:slots]
+    state.lengths[:slots].add_(state.running[:slots])
     choose_and_record(logits, state, outputs, rules, slots=slice(0, slots))
 
 
@@ -171,7 +183,7 @@ def choose_and_record(
     ends = rules.stop_rule(tokens, positions)
     rows = state.rows[slots].where(running, outputs.scratch_row)
     # The position of a row that has ended may be R, which the scratch row does not have.
-    columns = positions.where(running, 0)
+    columns = positions * running
     outputs.responses.index_put_((rows, columns), tokens)
     outputs.logprobs.index_put_((rows, columns), logprobs.to(outputs.logprobs.dtype))
     outputs.mask.index_put_((rows, columns), running)

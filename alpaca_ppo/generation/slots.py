@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alpaca_ppo.generation.graphs import SlotMemory, slot_memory
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_extend import NewTokens, extend
-from alpaca_ppo.generation.slot_step import SlotOutputs, SlotState, StepRules, choose_and_record, decode_step
+from alpaca_ppo.generation.slot_step import choose_and_record
 
 OnFinished = Callable[[list[int], Generation], Any]
 """Called with the rows whose responses are complete, and these responses in the same order."""
@@ -49,19 +49,25 @@ class StepShapes:
     """Steps between two looks, each of which synchronizes an accelerator with the host."""
     growth: int
     """Columns beyond the longest prompt that are allocated at once."""
+    admission_cost: float
+    """What a pass over waiting prompts costs beyond the work on its own tokens, in decode steps."""
 
     def columns(self, count: int) -> int:
         """Returns `count` rounded up."""
         return -(-count // self.column_unit) * self.column_unit
 
 
-EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64)
+EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64, admission_cost=0.5)
 """For a CPU, where other shapes cost nothing, but unused slots and columns do."""
 
 BUCKETED = StepShapes(
-    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30
+    slot_unit=lambda rows: 1 << (rows - 1).bit_length(),
+    column_unit=256,
+    check_every=8,
+    growth=1 << 30,
+    admission_cost=4.0,
 )
-"""For an accelerator, which is to see few different shapes and is to be asked rarely."""
+"""For steps that are captured or compiled, and for an accelerator, which is to be asked rarely."""
 
 
 def sample_in_slots(
@@ -97,11 +103,24 @@ def sample_in_slots(
     ]
     keys = sampling_params.random_keys(prompt_ids)
     if shapes is None:
-        shapes = EXACT if queries.device.type == "cpu" else BUCKETED
-    loop = _SlotLoop(model, prompts, keys, sampling_params, min(slots or len(keys), len(keys)), shapes)
-    loop.on_finished, loop.on_stop, loop.before_token = on_finished, on_stop, before_token
-    loop.run()
-    return loop.generation()
+        exact = queries.device.type == "cpu" and not sampling_params.compile_decoding
+        shapes = EXACT if exact else BUCKETED
+    slots = min(slots or len(keys), len(keys))
+    common, longest = _common_beginning(prompts), max(map(len, prompts))
+    most_columns = shapes.columns(longest + sampling_params.max_new_tokens)
+    with slot_memory(
+        model,
+        sampling_params,
+        slots=slots,
+        # One for what all prompts begin with, and one for a prompt whose other samples wait.
+        extra_slots=bool(common) + (sampling_params.num_return_sequences > 1),
+        columns=min(shapes.columns(longest + shapes.growth), most_columns),
+        rows=len(keys),
+    ) as memory:
+        loop = _SlotLoop(model, prompts, keys, sampling_params, slots, shapes, memory, common, most_columns)
+        loop.on_finished, loop.on_stop, loop.before_token = on_finished, on_stop, before_token
+        loop.run()
+        return loop.generation()
 
 
 @dataclass
@@ -126,6 +145,9 @@ class _SlotLoop:
         params: how tokens are chosen.
         slots: S.
         shapes: of the steps.
+        memory: the tensors of the steps, with at least S slots.
+        common: how many tokens all prompts begin with that are computed once.
+        most_columns: that a row can have.
     """
 
     on_finished: OnFinished | None
@@ -140,26 +162,20 @@ class _SlotLoop:
         params: SamplingParams,
         slots: int,
         shapes: StepShapes,
+        memory: SlotMemory,
+        common: int,
+        most_columns: int,
     ) -> None:
         self._model, self._prompts, self._keys, self._params = model, prompts, keys, params
-        self._slots, self._shapes = slots, shapes
+        self._slots, self._shapes, self._memory, self._most_columns = slots, shapes, memory, most_columns
+        self._cache, self._state, self._outputs, self._rules = memory.cache, memory.state, memory.outputs, memory.rules
         self._waiting = deque(range(len(keys)))
         self._busy: dict[int, _Busy] = {}
         self._finished = self._decoded = 0
-        self._common = _common_beginning(prompts)
-        self._common_is_cached = False
+        self._common, self._common_is_cached = common, False
         self._split: tuple[int, Tensor] | None = None
-        # Beyond the slots: one for what all prompts begin with, and one for a prompt whose other samples wait.
-        self._common_slot, self._split_slot = slots, slots + bool(self._common)
-        spare = bool(self._common) + (params.num_return_sequences > 1)
-        self._most_columns = shapes.columns(max(map(len, prompts)) + params.max_new_tokens)
-        self._cache = SlotCache(
-            slots + spare, min(shapes.columns(max(map(len, prompts)) + shapes.growth), self._most_columns)
-        )
-        dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        self._outputs = SlotOutputs.empty(len(keys), params, logprob_dtype=dtype, device=keys.device)
-        self._state = SlotState.idle(slots, scratch_row=self._outputs.scratch_row, device=keys.device)
-        self._rules = StepRules(params, keys.device)
+        # Beyond the slots that take part in steps.
+        self._common_slot, self._split_slot = self._cache.slots - 1, self._cache.slots - 1 - bool(common)
 
     def run(self) -> None:
         """Samples every row to its end."""
@@ -173,24 +189,24 @@ class _SlotLoop:
 
     def generation(self) -> Generation:
         """Returns the responses of all rows."""
-        return self._responses(slice(0, -1))
+        return self._responses(torch.arange(len(self._keys), device=self._keys.device))
 
-    def _responses(self, rows: Any) -> Generation:
+    def _responses(self, rows: Tensor) -> Generation:
+        # A copy, because the next call may get the same buffers.
         out = self._outputs
         return Generation(out.responses[rows], out.mask[rows], out.logprobs[rows], out.stopped[rows])
 
     def _should_admit(self) -> bool:
         """Whether enough slots are free that a pass over waiting prompts costs less than the free slots waste.
 
-        A pass costs about as much as a decode step beyond the work on its own tokens. With responses of L tokens, S / L
-        slots become free per step, so that k of them take k * L / S steps and are idle for half of these on average,
-        k**2 * L / (2 * S) slot-steps of 1 / S steps each. The cost per row, 1 / k + k * L / (2 * S**2), is least at
-        k = S * sqrt(2 / L).
+        A pass costs c steps (`StepShapes.admission_cost`). With responses of L tokens, S / L slots become free per
+        step, so that k of them take k * L / S steps and are idle for half of these on average, k**2 * L / (2 * S)
+        slot-steps of 1 / S steps each. The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L).
         """
         if not self._waiting or not self._busy:
             return bool(self._waiting)
         length = max(2.0, self._decoded / self._finished) if self._finished else float(self._params.max_new_tokens)
-        enough = min(math.ceil(self._slots * math.sqrt(2 / length)), len(self._waiting))
+        enough = min(math.ceil(self._slots * math.sqrt(2 * self._shapes.admission_cost / length)), len(self._waiting))
         return self._slots - len(self._busy) >= enough
 
     def _admit(self) -> None:
@@ -287,19 +303,14 @@ class _SlotLoop:
             self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values())
         )
         slots = self._step_slots(max(self._busy) + 1)
-        for _ in range(steps):
+        for step in range(steps):
             self.before_token()
-            columns = self._shapes.columns(1 + max(busy.length for busy in self._busy.values()))
+            # A row that has ended on the device counts on here until the next look.
+            columns = min(self._shapes.columns(1 + max(b.length for b in self._busy.values())), self._most_columns)
             self._reserve(columns)
-            decode_step(
-                self._model,
-                self._cache,
-                self._state,
-                self._outputs,
-                self._rules,
-                slots=slots,
-                columns=columns,
-            )
+            if step == steps - 1:
+                self._memory.request_running()
+            self._memory.step(self._model, slots=slots, columns=columns)
             for busy in self._busy.values():
                 busy.length += 1
                 busy.position += 1
@@ -311,7 +322,7 @@ class _SlotLoop:
 
     def _look(self) -> None:
         """Finishes the rows that have ended, or lets them go on."""
-        running = self._state.running.tolist()
+        running = self._memory.running()
         while ended := [slot for slot in self._busy if not running[slot]]:
             resumed = self._resume(ended) if self.on_stop is not None else []
             finished = [self._busy.pop(slot) for slot in ended if slot not in resumed]
@@ -322,7 +333,7 @@ class _SlotLoop:
                 self.on_finished(rows, self._responses(torch.tensor(rows, device=self._keys.device)))
             if not resumed:
                 return
-            running = self._state.running.tolist()
+            running = self._memory.running()
 
     def _resume(self, ended: list[int]) -> list[int]:
         """Appends what `on_stop` returns to the rows in the slots `ended`, chooses the tokens that follow, and returns

@@ -53,7 +53,7 @@ def choose_tokens(
     else:
         tokens = _Blocks(_filter_top_k_top_p(weights, top_k, top_p)).inverse_cdf(uniforms)
     chosen = weights.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Choice(tokens, (chosen.double().log() - blocks.total().log()).to(weights.dtype))
+    return Choice(tokens, (chosen.double().log() - blocks.total.log()).to(weights.dtype))
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
@@ -88,15 +88,16 @@ class _Blocks:
             sums = last if sums is None else torch.cat([sums, last], dim=1)
         assert sums is not None, "a vocabulary has tokens"
         self._sums = sums
-
-    def total(self) -> Tensor:
-        """Returns the sum of each row, (N,) float64."""
-        return self._sums.sum(dim=-1)
+        self.total = sums.sum(dim=-1)
+        """(N,) float64: the sum of each row."""
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
         """Returns (N,) int64: the first index at which a row's cumulative sum exceeds `uniforms` (N,) of its total."""
-        block, rest = _first_exceeding(self._sums, uniforms * self.total())
-        return block * _BLOCK_SIZE + _first_exceeding(self._block(block).double(), rest)[0]
+        sums = self._sums.cumsum(dim=-1)
+        block, target = _first_exceeding(sums, uniforms * self.total)
+        before = (sums - self._sums).gather(1, block.unsqueeze(1)).squeeze(1)
+        within = self._block(block).double().cumsum(dim=-1)
+        return block * _BLOCK_SIZE + _first_exceeding(within, (target - before).clamp_min(0.0))[0]
 
     def _block(self, block: Tensor) -> Tensor:
         """Returns the weights (N, _BLOCK_SIZE) of one block of each row, `block` (N,)."""
@@ -119,16 +120,12 @@ def _block_sums(blocks: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _first_exceeding(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the first index (N,) whose cumulative sum exceeds `target` (N,), and `target` less the sum before it."""
-    sums = masses.cumsum(dim=-1)
-    total = sums[:, -1]
+def _first_exceeding(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the first index (N,) at which cumulative sums (N, M) exceed `target` (N,), and the target used."""
     # Rounding may raise the target to the total, which no sum exceeds. Just below the total, the last index with mass
-    # is found.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    index = (sums > target.unsqueeze(1)).int().argmax(dim=-1)
-    before = (sums - masses).gather(1, index.unsqueeze(1)).squeeze(1)
-    return index, (target - before).clamp_min(0.0)
+    # is found: the product is the largest float64 below it.
+    target = torch.minimum(target, sums[:, -1] * (1 - 2**-53))
+    return (sums > target.unsqueeze(1)).int().argmax(dim=-1), target
 
 
 def _filter_top_k_top_p(weights: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

@@ -4,8 +4,9 @@ This module does not read the configuration. `PPOTrainer.rollout` decides the or
 scored.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.distributed.collectives import gather_rows, pad_to_longest_rank
+from alpaca_ppo.distributed.collectives import gather_rows, max_int_over_ranks, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
 from alpaca_ppo.generation import Generation, generate
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
+from alpaca_ppo.models.packed_sequences import RowLayout
+from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceBatch, DeviceRows
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
-from alpaca_ppo.ppo.minibatches import chunks_by_length
+from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.rewards.early_calls import EarlyCalls
@@ -36,6 +40,8 @@ class RolloutPasses:
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
+    with_entropies: bool = False
+    """The entropies of policy and reference."""
     greedy_baseline: bool = False
     """The score of each prompt's greedy response, as `baseline_scores`."""
     compares_group: bool = False
@@ -53,7 +59,13 @@ class EvaluationSettings:
     chunk_size: int
     """Tokens whose logits are in memory at once."""
     per_device_batch_size: int
-    """Rows of one forward pass."""
+    """Rows of one forward pass with padding."""
+    max_tokens: int | None = None
+    """Tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding."""
+    most_passes: Callable[[int], int] = int
+    """From this rank's number of passes the number that all ranks make, where they have to make equally many."""
+    with_entropies: bool = False
+    """Whether entropies are computed."""
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -142,47 +154,93 @@ def sample_responses(
     return samples
 
 
+class EvaluatedRows:
+    """The rows that some models evaluate: divided into passes, copied to the device and packed once for all models that
+    read them alike.
+
+    Args:
+        samples: rows with the ROW_KEYS, on the CPU.
+        settings: sizes of the passes.
+        device: where the models are.
+    """
+
+    def __init__(self, samples: Mapping[str, Tensor], settings: EvaluationSettings, device: torch.device) -> None:
+        self.settings, self.shape = settings, samples["responses"].shape
+        self._rows = {key: samples[key] for key in ROW_KEYS}
+        self._group = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
+        self._device = device
+        self._chunks: dict[bool, list[list[int]]] = {}
+        self._batches: dict[bool, list[DeviceBatch]] = {}
+        self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
+
+    def passes(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
+        """The rows of each pass of `model`, their tensors on the device, and what `model.pack` returns for them."""
+        free = model.padding_free
+        if free not in self._chunks:
+            self._chunks[free] = self._divide(free)
+            self._batches[free] = list(DeviceRows(self._rows, self._chunks[free], self._device))
+        for number, (rows, batch) in enumerate(zip(self._chunks[free], self._batches[free], strict=True)):
+            if isinstance(model, Policy):
+                packed: Any = self._pack(batch, (free, number, model.layout))
+            else:
+                packed = tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
+            yield rows, list(batch.device.values()), packed
+
+    def _divide(self, padding_free: bool) -> list[list[int]]:
+        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
+        settings = self.settings
+        if padding_free and settings.max_tokens is not None:
+            chunks = chunks_by_tokens(lengths, settings.max_tokens, group=self._group)
+        else:
+            chunks = chunks_by_length(lengths, settings.per_device_batch_size)
+        return chunks + [[] for _ in range(settings.most_passes(len(chunks)) - len(chunks))]
+
+    def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
+        if key not in self._packed:
+            # On the CPU: the device need not be asked for lengths.
+            self._packed[key] = pack_rows(*batch.host.values(), **key[-1]._asdict(), device=self._device)
+        return self._packed[key]
+
+
 @torch.no_grad()
 def evaluate_responses(
     model: ActorCritic | Policy,
-    samples: dict[str, Tensor],
+    samples: Mapping[str, Tensor] | EvaluatedRows,
     settings: EvaluationSettings,
     *,
     device: torch.device,
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU, from a
-    forward pass of the trainer without gradients.
+    """`logprobs`, `entropies` (if asked for) and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU,
+    from a forward pass of the trainer without gradients.
 
     Args:
         model: what to run.
-        samples: rows with `queries`, `query_attn_masks`, `responses` and `response_mask`.
+        samples: rows with `queries`, `query_attn_masks`, `responses` and `response_mask`; as `EvaluatedRows` if other
+            models evaluate them too.
         settings: temperature and sizes of the passes.
         device: where the model is.
         poll: called before each pass; an exception in it ends the evaluation.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
-    keys = ("queries", "query_attn_masks", "responses", "response_mask")
-    lengths = (samples["query_attn_masks"].sum(dim=1) + samples["response_mask"].sum(dim=1)).tolist()
+    whole = samples if isinstance(samples, EvaluatedRows) else EvaluatedRows(samples, settings, device)
     out: dict[str, Tensor] = {}
-    for chunk in chunks_by_length(lengths, settings.per_device_batch_size):
+    for rows, tensors, packed in whole.passes(model):
         poll()
-        rows = [samples[key][chunk] for key in keys]
-        # Packed on the CPU: the device need not be asked for lengths.
-        packed = model.pack(*rows, device=device)
         outputs = model(
-            *(part.to(device) for part in rows),
+            *tensors,
             temperature=settings.temperature,
             chunk_size=settings.chunk_size,
+            with_entropies=settings.with_entropies,
             packed=packed,
             **parts,
         )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
-            whole = out.setdefault(name, torch.zeros(samples["responses"].shape, dtype=value.dtype))
-            whole[chunk] = value.cpu()
+            result = out.setdefault(name, torch.zeros(whole.shape, dtype=value.dtype))
+            result[rows] = value[: len(rows)].cpu()
     return out
 
 
@@ -196,6 +254,8 @@ class RolloutCollector:
         scorer: the reward sources.
         chunk_size: tokens whose logits are in memory at once.
         per_device_batch_size: responses sampled or evaluated at once.
+        row_tokens: most tokens of prompt and response; without padding, as many tokens are evaluated at once as
+            `per_device_batch_size` such rows have.
     """
 
     accelerator: Accelerator
@@ -203,6 +263,7 @@ class RolloutCollector:
     scorer: RewardScorer
     chunk_size: int
     per_device_batch_size: int
+    row_tokens: int
 
     def prepare_frozen_models(self, engine: Engine) -> None:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
@@ -280,7 +341,7 @@ class RolloutCollector:
                 early.check()
 
         with (
-            self.accelerator.autocast(),
+            engine.autocast(sampling=True),
             engine.sampling() as (model, any_rank),
             poll.sampling(any_rank) as before_token,
         ):
@@ -295,39 +356,51 @@ class RolloutCollector:
                 on_finished=(lambda rows, samples: None) if early is None else early.on_finished,
             )
 
+    def evaluation_settings(self, engine: Engine, temperature: float) -> EvaluationSettings:
+        """How responses are evaluated with models of `engine`."""
+        return EvaluationSettings(
+            temperature,
+            self.chunk_size,
+            self.per_device_batch_size,
+            max_tokens=self.per_device_batch_size * self.row_tokens,
+            most_passes=partial(max_int_over_ranks, accelerator=self.accelerator) if engine.synced_forwards else int,
+        )
+
     def evaluate(
         self,
-        actor_critic: ActorCritic,
+        engine: Engine,
         samples: dict[str, Tensor],
         passes: RolloutPasses,
         *,
         temperature: float,
         poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
+        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
-        Without `passes.with_policy` the sampler's log-probs take the place of the policy's; without a reference,
-        `ref_logprobs` is a copy of the policy's log-probs.
+        Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
+        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
         """
-        settings = EvaluationSettings(temperature, self.chunk_size, self.per_device_batch_size)
+        settings = replace(self.evaluation_settings(engine, temperature), with_entropies=passes.with_entropies)
         device = self.accelerator.device
+        rows = EvaluatedRows(samples, settings, device)
         out: dict[str, Tensor] = {}
         if passes.with_policy or passes.with_critic:
-            # One block for each model: autocast caches the cast weights until its block ends.
-            with self.accelerator.autocast():
+            with engine.autocast():
                 out = evaluate_responses(
-                    actor_critic,
-                    samples,
+                    engine.actor_critic,
+                    rows,
                     settings,
                     device=device,
                     poll=poll,
                     with_policy=passes.with_policy,
                     with_critic=passes.with_critic,
                 )
-        if not passes.with_policy:
+        if passes.with_policy:
+            out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
+        else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
-        with self.reference.on_device(device) as reference, self.accelerator.autocast():
-            ref_outputs = evaluate_responses(reference, samples, settings, device=device, poll=poll)
+        with self.reference.on_device(device) as reference, engine.autocast():
+            ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=poll)
         return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

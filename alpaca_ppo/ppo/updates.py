@@ -29,8 +29,9 @@ from alpaca_ppo.distributed.optimizer import (
     make_optimizer,
     make_scheduler,
 )
-from alpaca_ppo.functional.packing import row_lengths
+from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
 from alpaca_ppo.ppo.metrics import StatsAccumulator
@@ -60,6 +61,9 @@ class Updater:
         self.num_updates = 0
         """Optimizer steps taken by this object."""
         self._inside_step = False
+        self._packed: tuple[PackedRows, PackedRows] | None = None
+        # The tensors that `_packed` was made of, and the number of changes in place that they had seen.
+        self._packed_tensors: list[tuple[Tensor, int]] = []
         self._faults: list[str] = []
         # For each early backward pass of the critic: the weight it was run with, and the weight in the returned loss.
         self._critic_weights: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -330,30 +334,33 @@ class Updater:
                 f"before any update the policy's probability ratio deviates from 1 by {error:.3g} (tolerance "
                 f"{tolerance}): old and new log-probs disagree. Likely causes: dropout enabled in a custom model, a "
                 "different dtype or padding in an overridden compute_loss, an adapter's state, or (old_policy: "
-                "rollout) a sampler that differs",
+                "auto or rollout) a sampler that differs",
                 stacklevel=3,
             )
 
     def _micro_batches(
         self, rollouts: Rollouts, rows: Tensor, plan: Sequence[list[int]], shared: Mapping[str, Tensor]
     ) -> Iterator[Rollouts]:
-        """This rank's micro-batches on the device: views of its rows, which are copied there once.
-
-        A micro-batch without rows has one row with an empty mask: all ranks must run the same passes.
-        """
-        device = self.accelerator.device
-        chosen = rows[[position for part in plan for position in part]]
-        own = {key: _upload(value[chosen], device) for key, value in _tensors(rollouts).items()}
-        common = {key: _upload(value, device) for key, value in shared.items()}
-        start = 0
-        for part in plan:
-            batch: Any = {key: value[start : start + len(part)] for key, value in own.items()}
-            if not part:
-                batch = {key: _upload(value[:1], device) for key, value in _tensors(rollouts).items()}
-                batch["response_mask"] = torch.zeros_like(batch["response_mask"])
-            start += len(part)
-            micro: Rollouts = {**batch, **common}  # type: ignore[typeddict-item]
+        """This rank's micro-batches on the device: views of its rows, which are copied there once."""
+        device, pack = self.accelerator.device, self.engine.actor_critic.pack
+        common = {key: upload(value, device) for key, value in shared.items()}
+        chosen = [rows[positions].tolist() for positions in plan]
+        for batch in DeviceRows(_tensors(rollouts), chosen, device):
+            # Once for the passes of critic and policy; on the CPU, so that the device need not be asked for lengths.
+            self._packed = pack(*(batch.host[key] for key in ROW_KEYS), device=device)
+            self._packed_tensors = [(batch.device[key], batch.device[key]._version) for key in ROW_KEYS]
+            micro: Any = {**batch.device, **common}
             yield micro
+        self._packed, self._packed_tensors = None, []
+
+    def packed(self, batch: Mapping[str, Any]) -> tuple[PackedRows, PackedRows] | None:
+        """What `ActorCritic.pack` returns for `batch`, if its rows are those of the current micro-batch; else None.
+
+        A `compute_loss` may have replaced or changed them.
+        """
+        known = zip(ROW_KEYS, self._packed_tensors, strict=False)
+        same = all(batch[key] is tensor and tensor._version == version for key, (tensor, version) in known)
+        return self._packed if same else None
 
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> GradNorms:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -379,11 +386,6 @@ def _with_first_ratio_error(stats: Mapping[str, Any], *, policy_unchanged: bool)
 
 def _tensors(rollouts: Any) -> dict[str, Tensor]:
     return dict(rollouts)
-
-
-def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; to CUDA from pinned memory, so that the host does not wait for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def make_updater(

@@ -10,9 +10,3 @@ fine-tuning to over-optimisation, on a laptop's CPU.
 The language and its annotators are in `lexicon`, `grammar`, `demonstrations` and `annotators`, the experiment is in
 `pipeline`.
 """
-
-import os
-
-# OpenMP reads this when torch is first imported. With matrices this small, threads that wait in a busy loop take ten
-# times as long if another program needs a core.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
