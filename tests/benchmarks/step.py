@@ -38,21 +38,22 @@ def compare(
 ) -> Comparison:
     """All programs on one workload."""
     with started([(module, python, workload) for module, python in pythons.items()], threads) as programs:
-        first, steps = take_turns(programs, rounds)
+        steps = take_turns(programs, rounds)
+        counted = [program.step(count_flops=True) for program in programs]
         versions = {k: v for program in programs for k, v in program.versions.items()}
-    for module, answer in zip(pythons, first, strict=True):
+    for module, answer in zip(pythons, counted, strict=True):
         tokens = sum(workload.lengths)
         if answer.response_tokens != tokens:
             raise RuntimeError(f"{module} sampled {answer.response_tokens} tokens instead of {tokens}")
     return Comparison(
-        name, workload, dict(zip(pythons, first, strict=True)), dict(zip(pythons, steps, strict=True)), versions
+        name, workload, dict(zip(pythons, counted, strict=True)), dict(zip(pythons, steps, strict=True)), versions
     )
 
 
 def grow(sizes: dict[str, workloads.Workload], module: str, python: str, *, rounds: int, threads: int) -> Growth:
     """One program on all `sizes`, the first of which is the measure of the others."""
     with started([(module, python, workload) for workload in sizes.values()], threads) as programs:
-        _, steps = take_turns(programs, rounds)
+        steps = take_turns(programs, rounds)
     return Growth(module, dict(zip(sizes, steps, strict=True)))
 
 
