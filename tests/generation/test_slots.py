@@ -191,7 +191,7 @@ def test_a_row_goes_on_after_appended_tokens_as_a_row_that_begins_with_them(slot
     model = model_of("qwen3")
     # Tokens that follow the first, second and third stop of a prompt's samples; stop tokens among them end nothing.
     three = {0: [33, EOS, 40], 1: [41], 2: [42, 43, 44, 45, 46, 47, 48]}
-    appended = [three, {0: [50, 51]}, {}]
+    appended = [three, {0: [50, 51], 1: list(range(40, 55))}, {}]
     settings = {"stop_token_ids": tuple(range(2, 64, 3)), "truncate_token_ids": (), "max_new_tokens": 16}
     stops: Counter[int] = Counter()
 
