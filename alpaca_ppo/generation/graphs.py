@@ -36,6 +36,9 @@ Capture = Callable[[Step], Step]
 _WARM_UP = 2
 """Steps before a capture, in which libraries allocate their workspaces and choose their kernels."""
 
+_COMPILED_SHAPES = 1024
+"""The most numbers of slots and columns, over all models of the process, for which a step is compiled."""
+
 _kept: WeakKeyDictionary[PreTrainedModel, "SlotMemory"] = WeakKeyDictionary()
 _unfit: WeakSet[PreTrainedModel] = WeakSet()
 """Models that have been found to read from the device within a step."""
@@ -280,10 +283,16 @@ def host_read(run: Step) -> str | None:
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    """`decode_step` through `torch.compile`, once per number of slots and columns."""
-    compiled: Callable[..., None] = torch.compile(decode_step, fullgraph=True, dynamic=False)
-    return compiled
+def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., None]:
+    """`decode_step` through `torch.compile`, for each number of slots and columns as one graph."""
+    compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        # Slots halve and columns come in steps, so there are more shapes than the eight that torch allows a function.
+        with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES, accumulated_recompile_limit=_COMPILED_SHAPES):
+            compiled(*args, **kwargs)
+
+    return step
 
 
 def _uncached_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -67,7 +67,7 @@ BUCKETED = StepShapes(
     growth=1 << 30,
     admission_cost=4.0,
 )
-"""For an accelerator, which is to see few different shapes and is to be asked rarely."""
+"""For steps that are captured or compiled, and for an accelerator, which is to be asked rarely."""
 
 
 def sample_in_slots(
@@ -103,7 +103,8 @@ def sample_in_slots(
     ]
     keys = sampling_params.random_keys(prompt_ids)
     if shapes is None:
-        shapes = EXACT if queries.device.type == "cpu" else BUCKETED
+        exact = queries.device.type == "cpu" and not sampling_params.compile_decoding
+        shapes = EXACT if exact else BUCKETED
     slots = min(slots or len(keys), len(keys))
     common, longest = _common_beginning(prompts), max(map(len, prompts))
     most_columns = shapes.columns(longest + sampling_params.max_new_tokens)

@@ -241,7 +241,7 @@ class MismatchGuard:
     ) -> Tensor:
         settings = collector.evaluation_settings(self._engine, sampling_params.temperature)
         model, device = self._engine.actor_critic, self._accelerator.device
-        with self._accelerator.autocast():
+        with self._engine.autocast():
             outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)
         return outputs["logprobs"]
 

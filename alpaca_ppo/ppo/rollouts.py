@@ -341,7 +341,7 @@ class RolloutCollector:
                 early.check()
 
         with (
-            self.accelerator.autocast(),
+            engine.autocast(sampling=True),
             engine.sampling() as (model, any_rank),
             poll.sampling(any_rank) as before_token,
         ):
@@ -385,8 +385,7 @@ class RolloutCollector:
         rows = EvaluatedRows(samples, settings, device)
         out: dict[str, Tensor] = {}
         if passes.with_policy or passes.with_critic:
-            # One block for each model: autocast caches the cast weights until its block ends.
-            with self.accelerator.autocast():
+            with engine.autocast():
                 out = evaluate_responses(
                     engine.actor_critic,
                     rows,
@@ -402,6 +401,6 @@ class RolloutCollector:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
-        with self.reference.on_device(device) as reference, self.accelerator.autocast():
+        with self.reference.on_device(device) as reference, engine.autocast():
             ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=poll)
         return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from alpaca_ppo.generation.decode import decode
 from alpaca_ppo.generation.graphs import SlotMemory, host_read, slot_memory, weights_binding
 from alpaca_ppo.generation.responses import Generation, ResponseBuffer
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.slot_step import choose_and_record, decode_step, read_tokens
+from alpaca_ppo.generation.slot_step import choose_and_record, read_tokens
 from alpaca_ppo.models.packed_attention import install_attention
 from tests.tiny_models import EOS, PACKED, PAD, SMALLEST, tiny_causal_lm
 
@@ -261,7 +261,7 @@ def test_a_step_runs_few_operators_beside_those_of_the_model() -> None:
     assert kernels(step) - kernels(reading) <= 82
 
 
-def test_torch_compile_traces_a_step_as_one_graph_for_each_number_of_columns() -> None:
+def test_compiled_steps_are_one_graph_for_each_number_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     model, params, traced = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST), params_of(), []
     assert install_attention(model)
 
@@ -269,14 +269,11 @@ def test_torch_compile_traces_a_step_as_one_graph_for_each_number_of_columns() -
         traced.append(module)
         return aot_eager(module, inputs)
 
+    monkeypatch.setattr(graphs, "_compiled", partial(graphs._compiled, counting))
     memory = memory_for(model, capture=None)
-    prefill(memory, model, params)
-    compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=counting)
-    arguments = (model, memory.cache, memory.state, memory.outputs, memory.rules)
-    for step in range(params.max_new_tokens):
-        compiled(*arguments, slots=SLOTS, columns=8 if step == 0 else 16)
+    found = sampled(memory, model, params_of(compile_decoding=True))
     assert len(traced) == 2
-    assert torch.equal(memory.outputs.responses[:-1], plain(model, params).responses)
+    assert_same(found, plain(model, params))
 
 
 @pytest.mark.parametrize(
