@@ -20,13 +20,18 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora memory-table same-run same-numbers torture fuzz test check
+.PHONY: quickstart results overopt compare lora memory-table bench same-run same-numbers torture fuzz test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
 
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
+
+# Against TRL, which gets .venv-trl, and against the bare model compute; BENCH="--quick" for two minutes.
+BENCH ?=
+bench: $(INSTALLED)
+	$(BIN)/python -m tests.benchmarks.step $(BENCH)
 
 # Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
 torture: $(INSTALLED)

@@ -201,8 +201,14 @@ CRITIC_HEADS: Registry[Any] = Registry(
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend",
-    {"decode": {"stops_before_tokens": True}, "generate": {"own_cache": True}},
-    {"stops_before_tokens": False, "own_cache": False},
+    {
+        "auto": {"stops_before_tokens": True, "refills": True},
+        "slots": {"stops_before_tokens": True, "refills": True},
+        "decode": {"stops_before_tokens": True},
+        "generate": {"own_cache": True},
+    },
+    {"stops_before_tokens": False, "own_cache": False, "refills": False},
 )
 """`stops_before_tokens`: can be stopped before any token, on all ranks at once where these generate in lockstep.
-`own_cache`: keeps its keys and values in a cache of `transformers` instead of the preallocated one."""
+`own_cache`: keeps its keys and values in a cache of `transformers` instead of the preallocated one.
+`refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished."""

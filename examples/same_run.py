@@ -110,8 +110,26 @@ def write_run(folder: Path) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
 
 
-def launch(folder: Path, processes: str, trained: str, micro_batch: int, **settings: Any) -> Path:
+def launch(
+    folder: Path,
+    processes: str,
+    trained: str,
+    micro_batch: int,
+    *,
+    count: int | None = None,
+    environment: Mapping[str, str] = ENVIRONMENT,
+    **settings: Any,
+) -> Path:
     """Runs train_ppo.py on what `write_run` wrote, with `settings` as further flags; returns its output folder.
+
+    Args:
+        folder: where `write_run` wrote.
+        processes: one of PROCESSES.
+        trained: one of TRAINED.
+        micro_batch: rows of a micro-batch.
+        count: number of processes; None = as in the launch configuration.
+        environment: variables that are set; by default those that keep the run on the CPU.
+        settings: further options of the run.
 
     Raises:
         RuntimeError: when it fails.
@@ -120,13 +138,14 @@ def launch(folder: Path, processes: str, trained: str, micro_batch: int, **setti
     given = {"output_dir": output, "step_per_device_batch_size": micro_batch, **TRAINED[trained][1], **settings}
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"examples/accelerate_configs/{processes}.yaml"]
+    command += [] if count is None else ["--num_processes", str(count)]
     # Any free port, so that two such commands can run at once.
     command += [] if processes == "single" else ["--main_process_port", "0"]
     command += ["examples/train_ppo.py", "--config", str(folder / "run.yaml")]
     command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
-    environment = {**os.environ, **ENVIRONMENT}
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    count = 1 if processes == "single" else 2
+    variables = {**os.environ, **environment}
+    outcome = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    count = count or (1 if processes == "single" else 2)
     if outcome.returncode or f"each of {count} processes" not in outcome.stdout:
         raise RuntimeError(f"{' '.join(command)} failed:\n{outcome.stdout[-2000:]}{outcome.stderr[-6000:]}")
     return output

@@ -35,6 +35,7 @@ from alpaca_ppo.estimate_memory.fake_models import (
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.functional.packing import PackedRows, position_ids
 from alpaca_ppo.generation.kv_cache import GROWTH, decode_cache
+from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.policy import response_states
@@ -56,7 +57,9 @@ class Sizes:
     rows: int
     """Responses scored or evaluated at once."""
     micro_rows: int
-    """Responses in a micro-batch."""
+    """Responses in the largest micro-batch."""
+    micro_tokens: int
+    """Its tokens, of prompts and responses."""
     query: int
     """Tokens per prompt."""
     response: int
@@ -82,12 +85,7 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
         # Deprecation warnings of transformers, which the run itself will show.
         warnings.simplefilter("ignore")
         one, found = _at_full_depth(models, args, sizes, half=zero and args.bf16)
-    plain = _has_own_cache(args)
-    # The sampler's cache grows by the new token and GROWTH free columns.
-    columns = _cached_columns(models.policy, sizes, growth=1 if plain else 1 + GROWTH)
-    found["policy/kv_cache"] = found["policy/kv_column"] * sum(columns)
-    # A layer that grows is held twice for a moment; with transformers' own cache first its keys, then its values.
-    found["policy/kv_layer"] = found["policy/kv_column"] * max(columns) / (2 if plain else 1)
+    found |= _cache_sizes(models.policy, args, sizes, found["policy/kv_column"])
     return found | {name: one[name] for name in one if name.endswith(".tail")}
 
 
@@ -127,6 +125,31 @@ def _named_errors(models: Models) -> Iterator[None]:
 def _has_own_cache(args: PPOConfig) -> bool:
     own_cache: bool = GENERATION_BACKENDS.trait(args.generation_backend, "own_cache")
     return own_cache
+
+
+def _cache_sizes(config: Any, args: PPOConfig, sizes: Sizes, column: float) -> Measurements:
+    """Bytes of the sampler's cache after a full response, and what a layer that grows takes besides.
+
+    Args:
+        config: of the policy.
+        args: of the run.
+        sizes: of the passes.
+        column: bytes of one column of one layer, for the prompts that are sampled at once.
+    """
+    if GENERATION_BACKENDS.trait(args.generation_backend, "refills"):
+        # Two slots more: what all prompts begin with, and a prompt whose other samples wait.
+        slots = sizes.rows + 1 + (sizes.samples > 1)
+        shapes = EXACT if args.use_cpu else BUCKETED
+        layer = column / (sizes.prompts * sizes.samples) * slots * shapes.columns(sizes.query + sizes.response)
+        layers = config.get_text_config().num_hidden_layers
+        # An accelerator's cache has its full size from the start.
+        return {"policy/kv_cache": layers * layer, "policy/kv_layer": layer if args.use_cpu else 0.0}
+    plain = _has_own_cache(args)
+    # The cache grows by the new token and GROWTH free columns.
+    columns = _cached_columns(config, sizes, growth=1 if plain else 1 + GROWTH)
+    # A layer that grows is held twice for a moment; with transformers' own cache first its keys, then its values.
+    growing = column * max(columns) / (2 if plain else 1)
+    return {"policy/kv_cache": column * sum(columns), "policy/kv_layer": growing}
 
 
 def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
@@ -224,7 +247,8 @@ class _Passes:
 
     def _evaluate(self, run: FakeRun) -> Measurements:
         policy, critic = run.actor_critic.policy, run.actor_critic.critic
-        packed = self._packed(self._sizes.rows)
+        sizes = self._sizes
+        packed = self._packed(sizes.rows, sizes.rows * (sizes.query + sizes.response))
         with torch.no_grad(), self._autocast():
             found = self._pass("policy/eval", lambda: policy.states(packed), self._scores(policy, packed))
             # Autocast caches its bf16 copies of the weights until its context ends.
@@ -245,7 +269,7 @@ class _Passes:
         for parameter in actor_critic.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        packed = self._packed(self._sizes.micro_rows)
+        packed = self._packed(self._sizes.micro_rows, self._sizes.micro_tokens)
         score = self._scores(policy, packed)
         found: Measurements = {}
         if critic is not None and critic.shares_states:
@@ -280,15 +304,21 @@ class _Passes:
                 responses,
                 temperature=self._args.temperature,
                 chunk_size=self._args.logprob_chunk_size,
+                # Kept for a backward pass only.
+                kept_bytes=self._args.kept_logits_gib * 2**30,
             )
             return scored.logprobs.sum()
 
         return score
 
-    def _packed(self, rows: int) -> PackedRows:
-        """Rows with prompts and responses of maximal length."""
-        ids = torch.zeros(rows, self._sizes.query + self._sizes.response - 1, dtype=torch.long)
-        picked = torch.zeros(rows * self._sizes.response, dtype=torch.long)
+    def _packed(self, rows: int, tokens: int) -> PackedRows:
+        """Rows of equal length with `tokens` tokens in all, in prompts and responses as of maximal length.
+
+        Without padding they would lie end to end; as rows of their own they take as much.
+        """
+        length, longest = math.ceil(tokens / rows), self._sizes.query + self._sizes.response
+        ids = torch.zeros(rows, length - 1, dtype=torch.long)
+        picked = torch.zeros(rows * math.ceil(self._sizes.response * length / longest), dtype=torch.long)
         return PackedRows(ids, picked, picked, picked)
 
     def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Measurements:

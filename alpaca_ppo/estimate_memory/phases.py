@@ -36,22 +36,46 @@ class PhaseMemory:
 
 
 def sizes_of(args: PPOConfig, processes: int) -> Sizes:
-    """Batch sizes and lengths of one process's passes, if every row has full length."""
+    """Batch sizes and lengths of one process's passes, if every row has full length.
+
+    Whether a model's rows can be without padding is not known without its weights; it is assumed if the option allows
+    it, which changes these sizes by less than a row.
+    """
     prompts = math.ceil(args.rollout_batch_size / processes)
-    micro_batches = micro_batches_of(args, processes)
+    micro_rows, micro_tokens = _micro_batch(args, processes)
     return Sizes(
         prompts=min(prompts, max(1, args.rollout_per_device_batch_size // args.num_return_sequences)),
         samples=args.num_return_sequences,
         rows=min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size),
-        micro_rows=math.ceil(args.step_batch_size / (micro_batches * processes)),
+        micro_rows=micro_rows,
+        micro_tokens=micro_tokens,
         query=args.query_len,
         response=args.response_len,
     )
 
 
 def micro_batches_of(args: PPOConfig, processes: int) -> int:
-    """Micro-batches per optimizer step and process."""
+    """Micro-batches per optimizer step and process, if rows are not divided by tokens; DeepSpeed is told so many."""
     return math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes))
+
+
+def _micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
+    """Rows and tokens (of prompts and responses) of the largest micro-batch."""
+    longest = args.query_len + args.response_len
+    own = math.ceil(args.step_batch_size / processes)
+    if args.padding_free is not False:
+        tokens = min(args.micro_batch_tokens, own * longest)
+        return math.ceil(tokens / longest), tokens
+    rows = math.ceil(args.step_batch_size / (micro_batches_of(args, processes) * processes))
+    rows = min(rows, args.micro_batch_tokens // longest)
+    return rows, rows * longest
+
+
+def has_one_micro_batch(args: PPOConfig, processes: int) -> bool:
+    """Whether an optimizer step has a single micro-batch on each process."""
+    return _micro_batch(args, processes)[1] >= math.ceil(args.step_batch_size / processes) * (
+        args.query_len + args.response_len
+    )
 
 
 def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[PhaseMemory]:
@@ -136,7 +160,7 @@ class _Step:
 
     def _backward(self) -> Iterator[PhaseMemory]:
         measured, device = self._measured, self._device
-        single = micro_batches_of(self._args, self._sharding.processes) == 1
+        single = has_one_micro_batch(self._args, self._sharding.processes)
         passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in measured]
         for place, name in enumerate(passes):
             gradients = device.gradients_around(passes, place, single=single)

@@ -134,12 +134,16 @@ def changes(settings: Settings) -> list[list[Change]]:
     layouts = ["adapter", "shared"] if adapters else ["shared"]
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
+    default_budget, longest = args.max_tokens_per_micro_batch is None, args.query_len + args.response_len
     last_stage = 0 if sharding.processes == 1 else 2 if args.load_in_4bit else 3
     return [
         [] if args.gradient_checkpointing else [{"gradient_checkpointing": True}],
-        _halvings("step_per_device_batch_size", args.step_per_device_batch_size),
+        # It sets the default of the budget, and limits rows where they are padded.
+        _halvings("step_per_device_batch_size", args.step_per_device_batch_size) if default_budget else [],
+        [] if default_budget else _halvings("max_tokens_per_micro_batch", args.micro_batch_tokens, longest),
         _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, args.num_return_sequences),
         _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
+        [{"kept_logits_gib": 0.0}] if args.kept_logits_gib else [],
         reference,
         [{"bf16": True}] if in_float32 and not args.bf16 else [],
         ([lora] if lora else []) + ([lora | half] if in_float32 else []),

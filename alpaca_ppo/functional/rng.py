@@ -34,9 +34,13 @@ def stream_keys(*, seed: int, step: int, prompt_ids: Tensor, num_return_sequence
     return _next(_next(state, prompt_ids).unsqueeze(1), samples).flatten()
 
 
-def uniforms(keys: Tensor, position: int) -> Tensor:
+def uniforms(keys: Tensor, position: Tensor | int) -> Tensor:
     """The random number of each stream at response position `position`: keys (N,) give (N,) float64 in the open
     interval (0, 1).
+
+    Args:
+        keys: (N,) int64, the keys of the streams.
+        position: the same position for all rows, or (N,) int64, a position for each.
     """
     # The upper 52 bits plus a half: the finest grid whose midpoints float64 holds exactly.
     return (_shift_right(_next(keys, position), 12).double() + 0.5) * 2.0**-52

@@ -1,9 +1,10 @@
 """The generation backends, which run the model for `generate`; `register_generation_backend` adds one.
 
-The two built-in backends choose tokens with the same `ResponseBuffer`, so they sample the same tokens.
+The built-in backends choose each token by the same numbers, so they sample the same tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from alpaca_ppo.generation.decode import decode
 from alpaca_ppo.generation.hf_generate import decode_with_generate
 from alpaca_ppo.generation.responses import Generation, ResponseBuffer
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.slot_probe import slot_problem
+from alpaca_ppo.generation.slots import OnFinished, sample_in_slots
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 Backend = Callable[..., Generation]
@@ -22,7 +25,7 @@ Backend = Callable[..., Generation]
 
 
 def register_generation_backend(
-    name: str, *, stops_before_tokens: bool = False, own_cache: bool = False
+    name: str, *, stops_before_tokens: bool = False, own_cache: bool = False, refills: bool = False
 ) -> Callable[[Backend], Backend]:
     """Returns a decorator that adds the generation backend `name`.
 
@@ -44,12 +47,26 @@ def register_generation_backend(
             takes effect after the sampling.
         own_cache: as with `transformers`' `generate`, the cache grows by one token at a time, and each prompt is
             computed once per sample; otherwise as with `decode`. Only the memory estimate depends on it.
+        refills: the backend also gets `slots`, how many rows to sample at once (None: all), and `on_finished`, to be
+            called once for each row with `generate`'s arguments, or None; a rollout then passes it all its prompts.
+            Otherwise a rollout calls the backend with chunks of prompts.
 
     Raises:
         ValueError: if the name is taken, or contains a space, comma or colon.
         TypeError: if the backend cannot be called.
     """
-    return GENERATION_BACKENDS.register(name, stops_before_tokens=stops_before_tokens, own_cache=own_cache)
+    return GENERATION_BACKENDS.register(
+        name, stops_before_tokens=stops_before_tokens, own_cache=own_cache, refills=refills
+    )
+
+
+def resolve_backend(name: str, model: PreTrainedModel, any_rank: Callable[[bool], bool] | None) -> str:
+    """Returns the backend that `name` stands for: for `auto`, `slots` if the model can be sampled so and its parameters
+    are whole (`any_rank` is None), and otherwise `decode`.
+    """
+    if name != "auto":
+        return name
+    return "decode" if any_rank is not None or slot_problem(model) else "slots"
 
 
 def run_backend(
@@ -61,13 +78,23 @@ def run_backend(
     prompt_ids: Tensor,
     any_rank: Callable[[bool], bool] | None,
     before_token: Callable[[], Any],
+    slots: int | None = None,
+    on_finished: OnFinished | None = None,
 ) -> Generation:
     """Returns the responses of the backend `sampling_params.backend`.
 
     Raises:
         ValueError: for an unknown backend, or if it does not return a `Generation` of the right shapes.
     """
-    generation = GENERATION_BACKENDS.get(sampling_params.backend)(
+    name, reported = sampling_params.backend, list[int]()
+    refills = GENERATION_BACKENDS.trait(name, "refills")
+
+    def report(rows: list[int], finished: Generation) -> None:
+        assert on_finished is not None
+        reported.extend(rows)
+        on_finished(rows, finished)
+
+    generation = GENERATION_BACKENDS.get(name)(
         model,
         queries,
         query_attn_masks,
@@ -75,9 +102,18 @@ def run_backend(
         prompt_ids=prompt_ids,
         any_rank=any_rank,
         before_token=before_token,
+        **({"slots": slots, "on_finished": on_finished and report} if refills else {}),
     )
     rows = len(queries) * sampling_params.num_return_sequences
-    return _check_generation(generation, sampling_params.backend, (rows, sampling_params.max_new_tokens))
+    generation = _check_generation(generation, name, (rows, sampling_params.max_new_tokens))
+    if on_finished is not None and not refills:
+        on_finished(list(range(rows)), generation)
+    elif on_finished is not None and sorted(reported) != list(range(rows)):
+        raise ValueError(
+            f"the generation_backend {name!r} called on_finished with {len(set(reported))} different rows of {rows}, "
+            f"{len(reported)} in all; a backend with refills=True must call it once for each row"
+        )
+    return generation
 
 
 def _check_generation(generation: Any, backend: str, shape: tuple[int, int]) -> Generation:
@@ -124,6 +160,27 @@ def _fill_buffer(
         any_rank=any_rank,
     )
     return responses.finish()
+
+
+@GENERATION_BACKENDS.implement("auto")
+def _resolved(
+    model: PreTrainedModel, *prompts: Tensor, sampling_params: SamplingParams, any_rank: Any, **keywords: Any
+) -> Generation:
+    """The responses of the backend that suits the model."""
+    params = replace(sampling_params, backend=resolve_backend("auto", model, any_rank))
+    return run_backend(model, *prompts, sampling_params=params, any_rank=any_rank, **keywords)
+
+
+@GENERATION_BACKENDS.implement("slots")
+def _in_slots(model: PreTrainedModel, *prompts: Tensor, any_rank: Any, **keywords: Any) -> Generation:
+    """`sample_in_slots`, for models that support it."""
+    problem = slot_problem(model) if any_rank is None else "its parameters are sharded over ranks"
+    if problem is not None:
+        raise ValueError(
+            f"generation_backend is slots, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot "
+            f"be sampled in slots: {problem}; set generation_backend: auto or decode"
+        )
+    return sample_in_slots(model, *prompts, **keywords)
 
 
 GENERATION_BACKENDS.implement("decode")(partial(_fill_buffer, decode))

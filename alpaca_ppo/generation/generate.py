@@ -1,7 +1,7 @@
 """`generate`, the entry point of the sampler: it checks its arguments and restores the model's modes afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.backends import run_backend
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.slots import OnFinished
+from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
@@ -33,9 +35,13 @@ def generate(
     num_return_sequences: int = 1,
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
-    backend: str = "decode",
+    backend: str = "auto",
+    cuda_graphs: bool = True,
+    compile_decoding: bool = False,
     any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
+    slots: int | None = None,
+    on_finished: OnFinished | None = None,
 ) -> Generation:
     """Returns responses to `queries`, on the model's device, with the log-prob of each chosen token.
 
@@ -61,11 +67,18 @@ def generate(
         num_return_sequences: n, responses per prompt.
         truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
         truncate_after: see `truncate_token_ids`; in tokens.
-        backend: "decode" is this package's own loop; "generate" runs `model.generate`, for models whose cache does not
-            support dropping rows; others are added by `register_generation_backend`.
+        backend: "slots" is this package's own loop, which fills the places of ended rows; "decode" is its loop for
+            models that cannot be sampled so; "auto" chooses between these two; "generate" runs `model.generate`, for
+            models whose cache does not support dropping rows; others are added by `register_generation_backend`.
+        cuda_graphs: with "slots" on a GPU, True captures decode steps in CUDA graphs, and keeps the KV cache allocated
+            between calls with the same model.
+        compile_decoding: with "slots", True runs decode steps through `torch.compile`.
         any_rank: returns whether its argument is True on any rank. Pass it if the model's parameters are sharded over
             ranks (ZeRO 3); all ranks then make the same number of forward passes.
-        before_token: called before the tokens of each position are chosen; an exception in it ends the sampling.
+        before_token: called before tokens are chosen; an exception in it ends the sampling.
+        slots: with "slots", the rows that are decoded at once; None takes all, as do backends without slots.
+        on_finished: called with rows whose responses are complete, a list of indices in any order, and a `Generation`
+            of these rows, once for each row: with "slots" as soon as they have ended, otherwise at the end.
 
     Raises:
         ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
@@ -83,13 +96,15 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         backend=backend,
+        cuda_graphs=cuda_graphs,
+        compile_decoding=compile_decoding,
         seed=seed,
         step=step,
     )
-    _check_params(params)
+    _check_params(params, slots)
     queries, mask = _trim(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
-    with _eval_mode(model):
+    with eval_mode(model):
         generation = run_backend(
             model,
             queries,
@@ -98,11 +113,19 @@ def generate(
             prompt_ids=prompt_ids.to(model.device),
             any_rank=any_rank,
             before_token=before_token,
+            slots=slots,
+            on_finished=None if on_finished is None else partial(_report, on_finished),
         )
     return _check_finite(generation)
 
 
-def _check_params(params: SamplingParams) -> None:
+def _report(on_finished: OnFinished, rows: list[int], finished: Generation) -> None:
+    on_finished(rows, _check_finite(finished, rows))
+
+
+def _check_params(params: SamplingParams, slots: int | None) -> None:
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots ({slots}) must be at least 1; None decodes all rows at once")
     if params.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens ({params.max_new_tokens}) must be at least 1")
     if params.num_return_sequences < 1:
@@ -135,22 +158,11 @@ def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
     return queries[:, -width:], mask[:, -width:]
 
 
-@contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Puts every module of `model` into eval mode, and restores each module's own mode at the end."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
-
-
-def _check_finite(generation: Generation) -> Generation:
+def _check_finite(generation: Generation, rows: list[int] | None = None) -> Generation:
     finite = generation.logprobs.isfinite()
     if not bool(finite.all()):
         row, position = (~finite).nonzero()[0].tolist()
+        row = row if rows is None else rows[row]
         raise ValueError(
             f"the model's logits are not finite at response position {position} of row {row}: its weights have "
             f"diverged, or half precision overflows; look at the last update, or load the model in float32"

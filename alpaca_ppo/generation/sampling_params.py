@@ -33,8 +33,12 @@ class SamplingParams:
     top_p: float | None = None
     """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
     evaluation, like `top_k`."""
-    backend: str = "decode"
+    backend: str = "auto"
     """Name of the generation backend."""
+    cuda_graphs: bool = True
+    """On a GPU, True captures the steps of the backend `slots` in CUDA graphs; see `generation.graphs`."""
+    compile_decoding: bool = False
+    """True runs the steps of the backend `slots` through `torch.compile`."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0

@@ -27,17 +27,19 @@ class StopRule:
         truncate_after: int = 0,
         device: torch.device,
     ) -> None:
-        stops = sorted(set(stop_token_ids))
-        self._stop_ids = torch.tensor(stops, dtype=torch.long, device=device)
-        self._stop_or_truncate_ids = torch.tensor(
-            sorted({*stops, *truncate_token_ids}), dtype=torch.long, device=device
-        )
+        self._stop_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.long, device=device)
+        self._truncate_ids = torch.tensor(sorted(set(truncate_token_ids)), dtype=torch.long, device=device)
         self._truncate_after = truncate_after
 
-    def __call__(self, tokens: Tensor, position: int) -> Tensor:
-        """Returns (N,) bool: True if a token of `tokens` (N,), at position `position` (from 0), ends its row."""
-        ends = self._stop_or_truncate_ids if position >= self._truncate_after else self._stop_ids
-        return (tokens.unsqueeze(1) == ends).any(dim=1)
+    def __call__(self, tokens: Tensor, position: Tensor | int) -> Tensor:
+        """Returns (N,) bool: True if a token of `tokens` (N,), at position `position` (from 0), ends its row.
+
+        `position` is the same for all rows, or (N,) int64.
+        """
+        ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
+        if len(self._truncate_ids) == 0:
+            return ends
+        return ends | ((tokens.unsqueeze(1) == self._truncate_ids).any(dim=1) & (position >= self._truncate_after))
 
 
 def configured_stop_tokens(

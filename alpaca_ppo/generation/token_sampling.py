@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK_SIZE = 256
+_CPU_CHUNK = 2**16
 
 
 class Choice(NamedTuple):
@@ -43,8 +44,7 @@ def choose_tokens(
         top_k: keep only the k most likely tokens.
         top_p: keep only the most likely tokens that together reach this probability, in (0, 1].
     """
-    scores = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
+    weights = _weights(logits, temperature)
     blocks = _Blocks(weights)
     if uniforms is None:
         tokens = weights.argmax(dim=-1)
@@ -53,7 +53,19 @@ def choose_tokens(
     else:
         tokens = _Blocks(_filter_top_k_top_p(weights, top_k, top_p)).inverse_cdf(uniforms)
     chosen = weights.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Choice(tokens, (chosen.double().log() - blocks.total().log()).to(weights.dtype))
+    return Choice(tokens, (chosen.double().log() - blocks.total.log()).to(weights.dtype))
+
+
+def _weights(logits: Tensor, temperature: float) -> Tensor:
+    """Returns exp((logits - their maximum) / temperature), in float32 or float64; reads and writes as little as it can.
+
+    A vocabulary has up to 256k tokens, and on a CPU the choice of a token costs as much as the bytes that it moves.
+    """
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature != 1.0:
+        scores = scores / temperature
+    peak = scores.amax(dim=-1, keepdim=True)
+    return (scores - peak if scores is logits else scores.sub_(peak)).exp_()
 
 
 class _Blocks:
@@ -61,34 +73,59 @@ class _Blocks:
 
     With a single cumulative sum over 128k tokens, float32 leaves a quarter of the tokens without any mass, and float64
     writes four times the bytes that it reads. Two levels, over the blocks and then within one block, read the weights
-    once.
+    once. The last block ends with zeros where V is no multiple of the block size.
     """
 
     def __init__(self, weights: Tensor) -> None:
-        self._blocks = F.pad(weights, (0, -weights.size(1) % _BLOCK_SIZE)).unflatten(1, (-1, _BLOCK_SIZE))
-        self._sums = self._blocks.sum(dim=-1, dtype=torch.float64)
-
-    def total(self) -> Tensor:
-        """Returns the sum of each row, (N,) float64."""
-        return self._sums.sum(dim=-1)
+        self._weights = weights
+        size = weights.size(1)
+        rest = size % _BLOCK_SIZE
+        sums = _block_sums(weights[:, : size - rest].unflatten(1, (-1, _BLOCK_SIZE))) if size > rest else None
+        if rest:
+            # Padding the last block alone; padding the rows would copy them.
+            last = F.pad(weights[:, size - rest :], (0, _BLOCK_SIZE - rest))
+            last = last.sum(dim=-1, keepdim=True, dtype=torch.float64)
+            sums = last if sums is None else torch.cat([sums, last], dim=1)
+        assert sums is not None, "a vocabulary has tokens"
+        self._sums = sums
+        self.total = sums.sum(dim=-1)
+        """(N,) float64: the sum of each row."""
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
         """Returns (N,) int64: the first index at which a row's cumulative sum exceeds `uniforms` (N,) of its total."""
-        block, rest = _first_exceeding(self._sums, uniforms * self.total())
-        within = self._blocks[torch.arange(len(block), device=block.device), block].double()
-        return block * _BLOCK_SIZE + _first_exceeding(within, rest)[0]
+        sums = self._sums.cumsum(dim=-1)
+        block, target = _first_exceeding(sums, uniforms * self.total)
+        before = (sums - self._sums).gather(1, block.unsqueeze(1)).squeeze(1)
+        within = self._block(block).double().cumsum(dim=-1)
+        return block * _BLOCK_SIZE + _first_exceeding(within, (target - before).clamp_min(0.0))[0]
+
+    def _block(self, block: Tensor) -> Tensor:
+        """Returns the weights (N, _BLOCK_SIZE) of one block of each row, `block` (N,)."""
+        size = self._weights.size(1)
+        if size % _BLOCK_SIZE == 0:
+            index = block[:, None, None].expand(-1, 1, _BLOCK_SIZE)
+            return self._weights.unflatten(1, (-1, _BLOCK_SIZE)).gather(1, index).squeeze(1)
+        columns = (block * _BLOCK_SIZE).unsqueeze(1) + torch.arange(_BLOCK_SIZE, device=block.device)
+        return self._weights.gather(1, columns.clamp_max(size - 1)).where(columns < size, 0.0)
 
 
-def _first_exceeding(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the first index (N,) whose cumulative sum exceeds `target` (N,), and `target` less the sum before it."""
-    sums = masses.cumsum(dim=-1)
-    total = sums[:, -1]
+def _block_sums(blocks: Tensor) -> Tensor:
+    """Returns the float64 sums (N, blocks) of `blocks` (N, blocks, _BLOCK_SIZE)."""
+    # torch's sum copies its whole input to float64 first. On a CPU that is slow beyond the cache, and slower still
+    # beyond the 32 MiB that malloc keeps for the next call; on CUDA more kernels would cost more.
+    if blocks.device.type != "cpu":
+        return blocks.sum(dim=-1, dtype=torch.float64)
+    chunk = max(1, _CPU_CHUNK // (len(blocks) * _BLOCK_SIZE))
+    parts = [part.sum(dim=-1, dtype=torch.float64) for part in blocks.split(chunk, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _first_exceeding(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the first index (N,) at which cumulative sums (N, M) exceed `target` (N,), and the target used."""
     # Rounding may raise the target to the total, which no sum exceeds. Just below the total, the last index with mass
-    # is found.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    index = (sums > target.unsqueeze(1)).int().argmax(dim=-1)
-    before = (sums - masses).gather(1, index.unsqueeze(1)).squeeze(1)
-    return index, (target - before).clamp_min(0.0)
+    # is found: the product is the largest float64 below it.
+    target = torch.minimum(target, sums[:, -1] * (1 - 2**-53))
+    return (sums > target.unsqueeze(1)).int().argmax(dim=-1), target
 
 
 def _filter_top_k_top_p(weights: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

@@ -85,12 +85,9 @@ class PackedSequences:
     ) -> Tensor:
         """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
         window = None if sliding_window is None or sliding_window >= self.longest else sliding_window
-        if query.is_cuda and softcap is None and sinks is None:
-            dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-            sizes = (query.size(1), key.size(1), query.size(-1), value.size(-1))
-            if kernel_works(query.device, dtype, *sizes, windowed=window is not None):
-                heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
-                return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
+        if softcap is None and sinks is None and (dtype := kernel_serves(query, key, value, window=window)):
+            heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
+            return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
         outputs = []
         for (length, prefix_start, prefix), neighbours in groupby(self.spans, key=lambda span: span[1:]):
             rows = list(neighbours)
@@ -199,6 +196,16 @@ def variable_length_attention(
     )
     assert isinstance(out, Tensor)
     return out[..., :width]
+
+
+def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> torch.dtype | None:
+    """The dtype in which `variable_length_attention` computes these heads (1, heads, N, d); None if it cannot."""
+    if not query.is_cuda:
+        return None
+    # The kernel is no operator that autocast knows.
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    sizes = (query.size(1), key.size(1), query.size(-1), value.size(-1))
+    return dtype if kernel_works(query.device, dtype, *sizes, windowed=window is not None) else None
 
 
 @lru_cache

@@ -92,10 +92,14 @@ def _try(backbone: PreTrainedModel) -> str | None:
 
 def _problem(backbone: PreTrainedModel) -> str | None:
     padded_rows, packed = _rows(backbone)
+    flash = _has_flash_attention(backbone)
+    if not flash:
+        if not install_attention(backbone):
+            return f"its attention ({underlying_attention(backbone)}) cannot be replaced"
+        uninstall_attention(backbone)
     padded = _padded(backbone, padded_rows)
-    if not _has_flash_attention(backbone):
-        if (name := underlying_attention(backbone)) not in ("sdpa", "eager") or not install_attention(backbone):
-            return f"its attention ({name}) cannot be replaced"
+    if not flash:
+        install_attention(backbone)
         if not torch.equal(_padded(backbone, padded_rows), padded):
             return "its results depend on the name of its attention"
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):

@@ -5,7 +5,7 @@ scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,15 @@ from alpaca_ppo.distributed.collectives import gather_rows, max_int_over_ranks, 
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
-from alpaca_ppo.generation import generate
+from alpaca_ppo.generation import Generation, generate
+from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceBatch, DeviceRows
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -38,6 +40,8 @@ class RolloutPasses:
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
+    with_entropies: bool = False
+    """The entropies of policy and reference."""
     greedy_baseline: bool = False
     """The score of each prompt's greedy response, as `baseline_scores`."""
     compares_group: bool = False
@@ -60,6 +64,8 @@ class EvaluationSettings:
     """Tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding."""
     most_passes: Callable[[int], int] = int
     """From this rank's number of passes the number that all ranks make, where they have to make equally many."""
+    with_entropies: bool = False
+    """Whether entropies are computed."""
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -90,8 +96,8 @@ def sample_responses(
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
-    Prompts of similar length are sampled together, at most `per_device_batch_size` responses at once; a token does not
-    depend on that choice.
+    At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
+    length together. A token does not depend on that choice.
 
     Args:
         model: the policy, not wrapped.
@@ -100,9 +106,9 @@ def sample_responses(
         per_device_batch_size: responses sampled at once.
         any_rank: as for `generate`.
         before_token: as for `generate`.
-        on_rows: called with the number of responses that each chunk has finished.
-        on_finished: called with the indices of responses that are finished, and with the tensors that will be returned,
-            which are final in these rows.
+        on_rows: called with a number of responses that are finished.
+        on_finished: called with rows whose responses are complete, and what this function will return, filled in these
+            rows. Each row comes once, in any order.
 
     Returns:
         the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
@@ -110,34 +116,41 @@ def sample_responses(
     n = sampling_params.num_return_sequences
     lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
     count, width = len(lengths), sampling_params.max_new_tokens
-    out = {
-        "responses": torch.full((count, n, width), sampling_params.pad_token_id),
-        "response_mask": torch.zeros(count, n, width, dtype=torch.bool),
-        "logprobs": torch.zeros(count, n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
-        "stopped": torch.zeros(count, n, dtype=torch.bool),
-    }
     samples = {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
         "sample_ids": torch.arange(n).repeat(count),
-        # Views, which fill up with `out`.
-        **{"rollout_logprobs" if key == "logprobs" else key: value.flatten(0, 1) for key, value in out.items()},
+        "responses": torch.full((count * n, width), sampling_params.pad_token_id),
+        "response_mask": torch.zeros(count * n, width, dtype=torch.bool),
+        "stopped": torch.zeros(count * n, dtype=torch.bool),
+        "rollout_logprobs": torch.zeros(count * n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
     }
-    for chunk in chunks_by_length(lengths, max(1, per_device_batch_size // n)):
-        generation = generate(
+    backend = resolve_backend(sampling_params.backend, model, any_rank)
+    chunks = [list(range(count))]
+    if not GENERATION_BACKENDS.trait(backend, "refills"):
+        chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))
+    for chunk in chunks:
+
+        def keep(rows: list[int], finished: Generation, chunk: list[int] = chunk) -> None:
+            rows = [chunk[row // n] * n + row % n for row in rows]
+            for key, value in vars(finished).items():
+                kept = samples["rollout_logprobs" if key == "logprobs" else key]
+                kept[rows] = value.cpu().to(kept.dtype)
+            on_rows(len(rows))
+            on_finished(rows, samples)
+
+        generate(
             model,
             prompts["queries"][chunk],
             prompts["query_attn_masks"][chunk],
             prompt_ids=prompts["prompt_ids"][chunk],
             any_rank=any_rank,
             before_token=before_token,
-            **vars(sampling_params),
+            slots=per_device_batch_size,
+            on_finished=keep,
+            **(vars(sampling_params) | {"backend": backend}),
         )
-        for key, value in vars(generation).items():
-            out[key][chunk] = value.cpu().unflatten(0, (-1, n)).to(out[key].dtype)
-        on_rows(len(chunk) * n)
-        on_finished([prompt * n + sample for prompt in chunk for sample in range(n)], samples)
     return samples
 
 
@@ -199,8 +212,8 @@ def evaluate_responses(
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU, from a
-    forward pass of the trainer without gradients.
+    """`logprobs`, `entropies` (if asked for) and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU,
+    from a forward pass of the trainer without gradients.
 
     Args:
         model: what to run.
@@ -216,7 +229,12 @@ def evaluate_responses(
     for rows, tensors, packed in whole.passes(model):
         poll()
         outputs = model(
-            *tensors, temperature=settings.temperature, chunk_size=settings.chunk_size, packed=packed, **parts
+            *tensors,
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            with_entropies=settings.with_entropies,
+            packed=packed,
+            **parts,
         )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
@@ -247,13 +265,15 @@ class RolloutCollector:
     per_device_batch_size: int
     row_tokens: int
 
-    def prepare_frozen_models(self, prepare: Callable[..., None]) -> None:
-        """Passes the frozen models of reference and rewards to `prepare` (`Engine.prepare_frozen_model`)."""
+    def prepare_frozen_models(self, engine: Engine) -> None:
+        """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
-            prepare(self.reference.policy, offload=self.reference.offloaded)
+            engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
-            if isinstance(source, ModelReward) and isinstance(source.model, PreTrainedModel):
-                prepare(source.model)
+            if isinstance(source, ModelReward):
+                source.prepare(equal_passes=engine.synced_forwards)
+                if isinstance(source.model, PreTrainedModel):
+                    engine.prepare_frozen_model(source.model)
 
     def local_prompts(
         self, engine: Engine, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
@@ -355,12 +375,13 @@ class RolloutCollector:
         temperature: float,
         poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
+        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
-        Without `passes.with_policy` the sampler's log-probs take the place of the policy's; without a reference,
-        `ref_logprobs` is a copy of the policy's log-probs.
+        Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
+        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
         """
-        settings, device = self.evaluation_settings(engine, temperature), self.accelerator.device
+        settings = replace(self.evaluation_settings(engine, temperature), with_entropies=passes.with_entropies)
+        device = self.accelerator.device
         rows = EvaluatedRows(samples, settings, device)
         out: dict[str, Tensor] = {}
         if passes.with_policy or passes.with_critic:
@@ -374,7 +395,9 @@ class RolloutCollector:
                     with_policy=passes.with_policy,
                     with_critic=passes.with_critic,
                 )
-        if not passes.with_policy:
+        if passes.with_policy:
+            out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
+        else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}

@@ -39,12 +39,28 @@ class AdapterClassifier(nn.Module):
         if pad_token_id is not None:
             self.config.get_text_config().pad_token_id = pad_token_id
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SequenceClassifierOutput:
-        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, *, columns: Tensor | None = None, **keywords: Any
+    ) -> SequenceClassifierOutput:
+        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token.
+
+        Args:
+            input_ids: (B, T), or B rows end to end as (1, N).
+            attention_mask: of `input_ids`.
+            columns: (B,) where each row is scored, of rows end to end.
+            keywords: passed on to the base model.
+        """
         with self.adapters.active(REWARD):
-            hidden = self.adapters.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            hidden = self.adapters.model.base_model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **keywords
+            )
+        if columns is not None:
+            return self._logits(hidden.last_hidden_state[0, columns])
         pad = self.config.get_text_config().pad_token_id
         scored = attention_mask if pad is None else input_ids != pad
         last = (torch.arange(input_ids.size(1), device=input_ids.device) * scored).argmax(dim=1)
         states = hidden.last_hidden_state[torch.arange(len(last), device=last.device), last]
+        return self._logits(states)
+
+    def _logits(self, states: Tensor) -> SequenceClassifierOutput:
         return SequenceClassifierOutput(logits=nn.functional.linear(states.float(), self.score.to(states.device)))

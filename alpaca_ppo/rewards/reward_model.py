@@ -5,11 +5,14 @@ Reward models sharded over devices are not supported. A reward adapter on the po
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -20,8 +23,13 @@ from transformers import (
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from alpaca_ppo.damaged_files import loading
+from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.models.packed_sequences import sequence_keywords
+from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.remote_code import remote_code
+from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
+from alpaca_ppo.rewards.text_tokens import Text, TextTokens
 
 
 class ModelReward:
@@ -35,26 +43,48 @@ class ModelReward:
         model: the classifier.
         tokenizer: the tokenizer that it was trained with.
         name: name of the source in metrics and errors.
-        batch_size: sequences in one forward pass.
+        batch_size: sequences of the longest's length whose tokens one forward pass may have.
+        padding_free: whether rows are laid end to end, if the model can read them so. False pads them, `batch_size` in
+            one forward pass.
 
     Raises:
         ValueError: if the model's `num_labels` is not 1.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, batch_size: int
+        self,
+        model: PreTrainedModel | AdapterClassifier,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        batch_size: int,
+        padding_free: bool = True,
     ) -> None:
         _check_one_label(model.config, name)
         self.model = model
         # A multimodal model keeps the text model's settings in a nested configuration.
         self._config: Any = model.config.get_text_config()
         self.tokenizer = tokenizer
+        self._tokens = TextTokens(tokenizer)
         self.name = name
         self.batch_size = batch_size
+        self.padding_free = padding_free
+        # Whether the number of passes depends on the number of rows only.
+        self._equal_passes = not padding_free
+
+    def prepare(self, *, equal_passes: bool) -> None:
+        """Finds out how the model can read rows, as the first call does otherwise: once its parameters are sharded, it
+        could not be found out.
+
+        Args:
+            equal_passes: whether ranks that have equally many rows must make equally many forward passes.
+        """
+        self._equal_passes = equal_passes or not self.padding_free
+        _ = self._packs
 
     @torch.no_grad()
     def __call__(self, batch: RewardBatch) -> list[float]:
-        """Returns the B scores. The model scores in eval mode, in batches of similar length.
+        """Returns the B scores. The model scores in eval mode, rows of similar length together.
 
         Raises:
             RewardError: if a row is too long for the model, or consists of messages although the
@@ -62,15 +92,11 @@ class ModelReward:
         """
         sequences = self._tokenize(batch)
         scores = torch.zeros(len(batch), dtype=torch.float32)
-        order = sorted(range(len(batch)), key=lambda i: len(sequences[i]), reverse=True)
-        training = self.model.training
-        self.model.eval()
-        try:
-            for start in range(0, len(order), self.batch_size):
-                chunk = order[start : start + self.batch_size]
-                scores[chunk] = self._score([sequences[i] for i in chunk])
-        finally:
-            self.model.train(training)
+        with _eval_mode(self.model):
+            packs = self._packs
+            for rows in self._groups([len(ids) for ids in sequences], packs=packs):
+                score = self._score_packed if packs else self._score_padded
+                scores[rows] = score([sequences[i] for i in rows]).float()
         return scores.tolist()
 
     def to(self, device: torch.device | str) -> None:
@@ -78,38 +104,118 @@ class ModelReward:
         # transformers' type stub declares `to` without arguments.
         torch.nn.Module.to(self.model, device)
 
-    def _tokenize(self, batch: RewardBatch) -> list[list[int]]:
+    def _tokenize(self, batch: RewardBatch) -> list[Tensor]:
         # BLOOM's configuration, for one, has no max_position_embeddings.
         positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
         limit = min(positions, self.tokenizer.model_max_length)
-        sequences = []
+        texts, chats = [], {}
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
-            encoded: Any
             if isinstance(prompt, str) and isinstance(completion, str):
-                encoded = self.tokenizer(prompt + completion)
-            elif self.tokenizer.chat_template is None:
+                texts.append(Text(prompt + completion, rendered=False))
+                continue
+            if self.tokenizer.chat_template is None:
                 problem = "has a tokenizer without a chat template, but got messages; set tokenizer.chat_template"
                 raise RewardError(self.name, problem, batch, row)
-            else:
-                messages = [*_messages(prompt, "user"), *_messages(completion, "assistant")]
-                encoded = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-            ids = list(encoded["input_ids"])
+            chats[row] = [*_messages(prompt, "user"), *_messages(completion, "assistant")]
+            texts.append(Text("", rendered=True))
+        if chats:
+            rendered = self.tokenizer.apply_chat_template(list(chats.values()), tokenize=False)
+            for row, text in zip(chats, rendered, strict=True):
+                texts[row] = Text(text, rendered=True)
+        sequences = self._tokens(texts)
+        for row, ids in enumerate(sequences):
             if not 0 < len(ids) <= limit:
                 problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
-            sequences.append(ids)
         return sequences
 
-    def _score(self, sequences: Sequence[list[int]]) -> Tensor:
-        """Returns (rows,) float32 scores on the CPU. Rows are padded on the right, which causal attention ignores."""
+    def _groups(self, lengths: Sequence[int], *, packs: bool) -> list[list[int]]:
+        """The rows of each forward pass, longest first: as many as `batch_size` of the longest row have room for, or
+        `batch_size`.
+        """
+        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        if self._equal_passes:
+            return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        budget, groups, tokens = self.batch_size * lengths[order[0]], [[order[0]]], lengths[order[0]]
+        for row in order[1:]:
+            # With padding, a row is as wide as the first one.
+            more = lengths[row] if packs else lengths[groups[-1][0]]
+            if tokens + more > budget:
+                groups.append([])
+                tokens, more = 0, lengths[row]
+            groups[-1].append(row)
+            tokens += more
+        return groups
+
+    @cached_property
+    def _packs(self) -> bool:
+        """Whether rows are laid end to end."""
+        return self.padding_free and self._can_pack()
+
+    @torch.no_grad()
+    def _can_pack(self) -> bool:
+        """Tries it: the backbone must be able to, and the score be read as in rows of their own."""
+        is_adapter = isinstance(self.model, AdapterClassifier)
+        if not (is_adapter or self._head) or not supports_packing(self._language_model):
+            return False
+        pad = _padding_id(self._config, [])
+        rows = [[i * 7 % self._config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
+        rows = [*rows, [*rows[0], pad], [rows[0][0], pad, rows[0][1]]]
+        tried = [torch.tensor(row) for row in rows]
+        device = next(self.model.parameters()).device
+        with _eval_mode(self.model), torch.autocast(device.type, enabled=False):
+            try:
+                found = self._score_packed(tried)
+            except Exception:
+                # Models of any kind come here. One that cannot do this gets rows with padding.
+                return False
+            wanted = torch.cat([self._score_padded([row]) for row in tried])
+        # Rounding in a deep model; a score that is read elsewhere differs by much more.
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(found.dtype, 0.1)
+        return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+    @property
+    def _language_model(self) -> Any:
+        """The model whose backbone reads the rows."""
+        return self.model.adapters.model if isinstance(self.model, AdapterClassifier) else self.model
+
+    @property
+    def _head(self) -> Any:
+        """What scores each hidden state; transformers calls it `score` in models that read the score at one token.
+        None if there is no such module.
+        """
+        return dict(self.model.named_children()).get("score")
+
+    def _score_padded(self, sequences: Sequence[Tensor]) -> Tensor:
+        """Returns (rows,) scores on the CPU. Rows are padded on the right, which causal attention ignores."""
         pad = _padding_id(self._config, sequences)
-        width = max(len(ids) for ids in sequences)
-        input_ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in sequences])
-        attention_mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
+        input_ids = pad_sequence(list(sequences), batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        attention_mask = (torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)).long()
         device = next(self.model.parameters()).device
         with _scoring_config(self._config, pad):
             output = self.model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
-        return output.logits.squeeze(-1).float().cpu()
+        scores: Tensor = output.logits
+        return scores.squeeze(-1).cpu()
+
+    def _score_packed(self, sequences: Sequence[Tensor]) -> Tensor:
+        """`_score_padded` of rows that are laid end to end."""
+        pad = _padding_id(self._config, sequences)
+        device = next(self.model.parameters()).device
+        packed = _end_to_end(sequences, [_scored_column(ids, pad) for ids in sequences], device)
+        keywords = sequence_keywords(self._language_model.base_model, packed)
+        if isinstance(self.model, AdapterClassifier):
+            scores: Tensor = self.model(packed.input_ids, columns=packed.states, **keywords).logits
+            return scores.squeeze(-1).cpu()
+        logits: list[Tensor] = []
+        # The model's own forward pass, so that parameters that are sharded are gathered. It returns one row's score.
+        handle = self._head.register_forward_hook(lambda module, inputs, output: logits.append(output))
+        try:
+            with _scoring_config(self._config, pad):
+                self.model(input_ids=packed.input_ids, **keywords)
+        finally:
+            handle.remove()
+        return logits[0][0, packed.states].squeeze(-1).cpu()
 
 
 def build_model_reward(
@@ -119,6 +225,7 @@ def build_model_reward(
     batch_size: int,
     dtype: torch.dtype,
     trust_remote_code: bool,
+    padding_free: bool,
 ) -> ModelReward:
     """Returns the reward source of a model in memory, or of a folder or hub id, which is loaded from safetensors.
 
@@ -127,9 +234,10 @@ def build_model_reward(
     Args:
         source: the model, or where to load it from.
         tokenizer: its tokenizer; None loads the one from the model's folder or hub id.
-        batch_size: sequences in one forward pass.
+        batch_size: as of `ModelReward`.
         dtype: of the weights of a model that is loaded.
         trust_remote_code: run code that comes with the model.
+        padding_free: as of `ModelReward`.
 
     Raises:
         ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label or
@@ -142,7 +250,7 @@ def build_model_reward(
         model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
         if tokenizer is None:
             tokenizer = _load_tokenizer(origin, name, trust_remote_code)
-    return ModelReward(model, tokenizer, name=name, batch_size=batch_size)
+    return ModelReward(model, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
 
 
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -196,7 +304,35 @@ def _messages(content: Prompt, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _padding_id(config: Any, sequences: Sequence[list[int]]) -> int:
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _end_to_end(sequences: Sequence[Tensor], columns: Sequence[int], device: torch.device) -> PackedRows:
+    """The rows as one sequence on `device`; of each, `columns` has the one that is read (`PackedRows.states`)."""
+    lengths = [len(ids) for ids in sequences]
+    starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    spans = tuple(Span(start, length) for start, length in zip(starts, lengths, strict=True))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.arange(len(lengths))
+    read = torch.tensor(starts) + torch.tensor(columns)
+    ids, positions, rows, read = (part.to(device) for part in (torch.cat(list(sequences)), positions, rows, read))
+    return PackedRows(ids.unsqueeze(0), rows, read, torch.zeros_like(rows), positions.unsqueeze(0), spans)
+
+
+def _scored_column(ids: Tensor, pad: int) -> int:
+    """Where a classifier of transformers reads a row's score: its last token that is not `pad`, or else its first."""
+    scored = (ids != pad).nonzero()
+    return int(scored[-1]) if len(scored) else 0
+
+
+def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
     """Returns the id to pad with, so that a padded row is scored at the same token as the row without padding.
 
     A classifier reads the score at the last token that is not `config.pad_token_id`, so rows must be padded with that
@@ -207,7 +343,7 @@ def _padding_id(config: Any, sequences: Sequence[list[int]]) -> int:
     # Old Llama configurations use -1 for "no pad token".
     if pad is not None and 0 <= pad < config.vocab_size:
         return int(pad)
-    ends = {ids[-1] for ids in sequences}
+    ends = {int(ids[-1]) for ids in sequences}
     return next(token for token in range(config.vocab_size) if token not in ends)
 
 

@@ -218,6 +218,7 @@ def build_reward(
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
     policy: FailurePolicy | None = None,
+    padding_free: bool = True,
 ) -> RewardScorer:
     """Returns a scorer of one or several reward sources.
 
@@ -228,11 +229,12 @@ def build_reward(
         reward_weights: one weight per source; 1 each by default.
         reward_processing_classes: one tokenizer (or None) per source, or a single one for every model. By default, a
             model's tokenizer is loaded from the folder or hub id that the model came from.
-        batch_size: sequences in one forward pass of a reward model.
+        batch_size: sequences of the longest's length whose tokens one forward pass of a reward model may have.
         dtype: of the weights of models loaded here; a model in memory keeps its own.
         device: where reward models go; by default they stay where they are.
         trust_remote_code: run code that comes with a reward model.
         policy: what happens if a function raises; by default, the error ends the run.
+        padding_free: whether reward models that can do so read rows without padding; as of `ModelReward`.
 
     Raises:
         ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, a
@@ -253,7 +255,12 @@ def build_reward(
             sources.append(source)
         else:
             model = build_model_reward(
-                source, tokenizer, batch_size=batch_size, dtype=dtype, trust_remote_code=trust_remote_code
+                source,
+                tokenizer,
+                batch_size=batch_size,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                padding_free=padding_free,
             )
             sources.append(model)
     scorer = RewardScorer(sources, weights, policy=policy)

@@ -21,6 +21,7 @@ from alpaca_ppo.generation import (
 )
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
+from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.ppo import kl_controllers
@@ -100,6 +101,8 @@ def make_sampling_params(
         truncate_after=args.truncate_after,
         num_return_sequences=args.num_return_sequences,
         backend=args.generation_backend,
+        cuda_graphs=args.cuda_graphs,
+        compile_decoding=args.compile_decoding,
     )
 
 
@@ -127,7 +130,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         _reward_tokenizer(args)
         if not reward_funcs:
             return RewardScorer([], [], policy=policy)
-    return build_reward(
+    scorer = build_reward(
         reward_funcs,
         reward_weights=weights,
         reward_processing_classes=tokenizers,
@@ -136,7 +139,12 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         device=device,
         trust_remote_code=args.trust_remote_code,
         policy=policy,
+        padding_free=bool(args.padding_free),
     )
+    for source in scorer.sources:
+        if isinstance(source, ModelReward):
+            use_torch_activations(source.model)
+    return scorer
 
 
 def _reward_tokenizer(args: PPOConfig) -> Any:
@@ -157,7 +165,13 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
     model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
-    source = ModelReward(model, tokenizer, name="reward_adapter", batch_size=args.rollout_per_device_batch_size)
+    source = ModelReward(
+        model,
+        tokenizer,
+        name="reward_adapter",
+        batch_size=args.rollout_per_device_batch_size,
+        padding_free=bool(args.padding_free),
+    )
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 

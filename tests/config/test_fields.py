@@ -131,6 +131,7 @@ def test_every_option_of_a_run_has_a_help_text_and_a_valid_default():
     literals = {name for name, option in options.items() if option.choices}
     assert literals == {
         "old_policy",
+        "padding_free",
         "kl_controller",
         "critic_layout",
         "dtype",

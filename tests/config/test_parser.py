@@ -218,6 +218,16 @@ def test_a_closed_set_may_include_null(tmp_path):
         parse_args([Choice], ["--mode", "slow"])
 
 
+@pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("true", True), ("False", False)])
+def test_a_closed_set_may_include_true_and_false(tmp_path, word, value, capsys):
+    assert parse(tmp_path, "seed: 1", "--padding_free", word).padding_free == value
+    assert parse(tmp_path, f"padding_free: {word}").padding_free == value
+    with pytest.raises(ValueError, match="padding_free is 'never'; choose one of auto, true, false"):
+        parse(tmp_path, "padding_free: never")
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "seed: 1", "--padding_free", "never")
+
+
 def test_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         parse_args([PPOConfig], ["--help"])

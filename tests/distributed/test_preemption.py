@@ -366,7 +366,9 @@ def test_ranks_in_lockstep_are_stopped_before_a_token_if_the_backend_can_be(stop
     assert polls == ([] if stops_before_tokens else ["sampled"])
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("decode", True), ("generate", False), ("mine", True)])
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("auto", True), ("decode", True), ("generate", False), ("mine", True)]
+)
 def test_the_rollout_asks_the_backend_whether_it_stops_before_tokens(backend, expected, tmp_path):
     with temporary_choices():
         register_generation_backend("mine", stops_before_tokens=True)(GENERATION_BACKENDS.get("decode"))

@@ -121,6 +121,8 @@ def fresh_state():
         (False, {"reference": "copy"}),
         (False, {"reference": "copy", "gradient_checkpointing": True}),
         (False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
+        # Three rows of 32 tokens, so three micro-batches of the eight.
+        (False, {"reference": "copy", "max_tokens_per_micro_batch": 96}),
         (False, {"reference": "copy", "bf16": True}),
         (False, {"critic_layout": "shared"}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4}),
@@ -210,13 +212,61 @@ def test_weights_are_counted_to_the_byte():
 
 
 def test_the_cache_holds_keys_and_values_of_every_layer():
-    found = measure(Models(llama()), settings(), sizes_of(settings(), 1))
+    decoded, in_slots, on_device = (
+        measure(Models(llama()), chosen, sizes_of(chosen, 1))
+        for chosen in (settings(generation_backend="decode"), settings(), settings(use_cpu=False))
+    )
     # 8 rows, 2 key-value heads of 32, keys and values of 4 bytes, 4 layers, 16 + 65 columns.
-    assert found["policy/kv_cache"] == 8 * 2 * 32 * 2 * 4 * 4 * (16 + 65)
+    assert decoded["policy/kv_cache"] == 8 * 2 * 32 * 2 * 4 * 4 * (16 + 65)
+    # A slot more, for what all prompts begin with; 16 + 48 columns, which a layer that grows has twice.
+    assert in_slots["policy/kv_cache"] == 4 * in_slots["policy/kv_layer"] == 9 * 2 * 32 * 2 * 4 * 4 * (16 + 48)
+    # On an accelerator a multiple of 256 columns, once and for all.
+    assert (on_device["policy/kv_cache"], on_device["policy/kv_layer"]) == (9 * 2 * 32 * 2 * 4 * 4 * 256, 0.0)
+
+
+def test_slots_have_the_rows_of_the_limit_and_one_for_samples_that_wait():
+    args = settings(num_return_sequences=3, adv_estimator="rloo")
+    found = measure(Models(llama()), args, sizes_of(args, 1))
+    # Eight rows of three prompts, and two more.
+    assert found["policy/kv_cache"] == 10 * 2 * 32 * 2 * 4 * 4 * (16 + 48)
+
+
+def test_a_micro_batch_has_the_tokens_of_its_budget():
+    # Rows have at most 16 + 48 tokens; 8 rows in an optimizer step, 4 in a micro-batch.
+    for overrides, processes, rows, tokens in (
+        ({}, 1, 4, 256),
+        ({"step_batch_size": 6}, 1, 4, 256),
+        ({}, 4, 2, 128),
+        ({"max_tokens_per_micro_batch": 160}, 1, 3, 160),
+        ({"max_tokens_per_micro_batch": 9999}, 1, 8, 512),
+        # With padding, rows that are as many in each micro-batch, and at most as many as the limit.
+        ({"padding_free": False, "step_batch_size": 6}, 1, 3, 192),
+        ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 2, 128),
+        ({"padding_free": False, "max_tokens_per_micro_batch": 9999}, 1, 4, 256),
+    ):
+        sizes = sizes_of(settings(**overrides), processes)
+        assert (sizes.micro_rows, sizes.micro_tokens) == (rows, tokens), overrides
+    few, many = (
+        measure(Models(llama()), args, sizes_of(args, 1))
+        for args in (settings(max_tokens_per_micro_batch=128), settings(max_tokens_per_micro_batch=192))
+    )
+    assert many["policy/train.saved"] / few["policy/train.saved"] == pytest.approx(1.5, rel=0.05)
+
+
+def test_an_update_keeps_logits_within_their_budget():
+    chunk = 64 * VOCABULARY * 4
+    heads = {}
+    for chunks in (0, 1, 2, 3, 100):
+        args = settings(kept_logits_gib=chunks * chunk / 2**30)
+        found = measure(Models(llama()), args, sizes_of(args, 1))
+        heads[chunks] = found["policy/train.head"] - found["policy/train.saved"]
+        assert found["policy/eval.head"] < 3 * chunk, "nothing is kept without a backward pass"
+    # Logits and their gradient are two chunks in any case; 4 rows of 48 response tokens are three chunks of 64.
+    assert [(heads[chunks] - heads[0]) / chunk for chunks in (1, 2, 3, 100)] == [0, 1, 2, 2]
 
 
 def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
-    args = settings(num_return_sequences=4, adv_estimator="rloo")
+    args = settings(num_return_sequences=4, adv_estimator="rloo", generation_backend="decode")
     ours, theirs = (
         measure(Models(llama()), chosen, sizes_of(args, 1))
         for chosen in (args, replace(args, generation_backend="generate"))
@@ -253,8 +303,8 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
 
 
 def test_a_sliding_layer_caches_its_window_alone():
-    config = tiny_config("gemma3", sliding_window=8)
-    found = measure(Models(config), settings(), sizes_of(settings(), 1))
+    config, args = tiny_config("gemma3", sliding_window=8), settings(generation_backend="decode")
+    found = measure(Models(config), args, sizes_of(args, 1))
     assert found["policy/kv_cache"] == found["policy/kv_column"] * (8 + 81)
 
 
@@ -492,6 +542,14 @@ def test_a_change_of_several_strengths_is_listed_at_the_weakest_that_fits():
     assert singles(settings(), lambda s: s.args.step_per_device_batch_size <= 1) == ["step_per_device_batch_size: 1"]
 
 
+def test_a_budget_of_ones_own_is_halved_instead_of_the_rows():
+    # 64 tokens is the longest row; 50 would be refused.
+    args = settings(max_tokens_per_micro_batch=200)
+    found = singles(args, lambda s: s.args.micro_batch_tokens <= 100)
+    assert found == ["max_tokens_per_micro_batch: 100"]
+    assert "max_tokens_per_micro_batch: 100" in together(args) and "step_per_device_batch_size: 1" not in together(args)
+
+
 def test_a_change_that_is_not_enough_is_listed_at_full_strength():
     found = single_changes(run_settings(settings(), use_peft=False, processes=4), weight(lambda s: False), 2.0)
     assert {change["peak"] for change in found} == {3.0}
@@ -499,6 +557,7 @@ def test_a_change_that_is_not_enough_is_listed_at_full_strength():
         "gradient_checkpointing: true",
         "step_per_device_batch_size: 1",
         "rollout_per_device_batch_size: 1",
+        "kept_logits_gib: 0.0",
         "bf16: true",
         "use_peft: true, dtype: bfloat16",
         "critic_layout: shared",

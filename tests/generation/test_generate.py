@@ -96,10 +96,12 @@ def test_padding_changes_nothing_and_logprobs_equal_a_plain_forward_pass(
 
 
 @pytest.mark.parametrize(("arch", "overrides"), MODELS)
-def test_both_backends_sample_the_same_tokens(arch: str, overrides: dict[str, Any]) -> None:
+def test_all_backends_sample_the_same_tokens(arch: str, overrides: dict[str, Any]) -> None:
     model = tiny_causal_lm(arch, **overrides)
-    assert_same(run(model, backend="generate"), run(model, backend="decode"))
-    assert_same(run(model, backend="generate", do_sample=False), run(model, backend="decode", do_sample=False))
+    for do_sample in (True, False):
+        expected = run(model, backend="generate", do_sample=do_sample)
+        assert_same(run(model, backend="decode", do_sample=do_sample), expected)
+        assert_same(run(model, backend="auto", do_sample=do_sample, slots=5), expected)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "bloom"])
@@ -117,7 +119,7 @@ def test_a_half_precision_model_gives_float32_logprobs_of_its_own_logits(arch: s
 
 
 def test_dropping_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    often = {"max_new_tokens": 20, "stop_token_ids": range(2, 64, 6)}
+    often = {"max_new_tokens": 20, "stop_token_ids": range(2, 64, 6), "backend": "decode"}
     for arch, overrides in (("llama", {}), ("bloom", {}), ("opt", {}), ("gemma3", {"sliding_window": 4})):
         model = tiny_causal_lm(arch, **overrides)
         leaving, endless = run(model, **often), run(model, max_new_tokens=20, stop_token_ids=[])
@@ -141,7 +143,7 @@ def test_a_prompt_is_computed_once_and_stopped_rows_are_not_computed() -> None:
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     model.lm_head.register_forward_hook(lambda _, args, output: logits.append(output.size(1)))
-    lengths = run(model, max_new_tokens=20, stop_token_ids=range(2, 64, 6)).response_mask.sum(dim=1)
+    lengths = run(model, max_new_tokens=20, stop_token_ids=range(2, 64, 6), backend="decode").response_mask.sum(dim=1)
     # Four prompts, not twelve, without the two columns of padding only; then one token per row. One logit row each.
     assert shapes[0] == (4, 7) and {width for _, width in shapes[1:]} == {1}
     assert set(logits) == {1}
@@ -190,7 +192,7 @@ def test_threads_change_no_token() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("backend", ["decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
 def test_the_models_generation_config_does_not_matter(backend: str) -> None:
     model = tiny_causal_lm("llama")
     plain = run(model, backend=backend)
@@ -237,7 +239,7 @@ def test_a_pad_token_that_is_the_stop_token_still_counts_as_chosen() -> None:
     assert torch.equal(torch.isin(last, torch.tensor([EOS, 7, 9, 10, 11])), same.stopped)
 
 
-@pytest.mark.parametrize("backend", ["decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
 def test_responses_may_stop_at_the_first_token_or_never(backend: str) -> None:
     model = tiny_causal_lm("gpt2")
     at_once = run(model, stop_token_ids=range(64), backend=backend)
@@ -282,9 +284,9 @@ def modes(model: PreTrainedModel) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-@pytest.mark.parametrize("backend", ["decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
 def test_a_model_in_train_mode_with_checkpointing_samples_the_same_and_keeps_its_modes(backend: str) -> None:
-    for arch in ("gpt2", "llama", "bloom"):
+    for arch in ("gpt2", "llama", "phi" if backend == "slots" else "bloom"):
         model = tiny_causal_lm(arch)
         expected = run(model, backend=backend)
         model.train()
@@ -298,7 +300,7 @@ def test_a_model_in_train_mode_with_checkpointing_samples_the_same_and_keeps_its
         assert not actual.logprobs.requires_grad and not actual.logprobs.is_inference()
 
 
-@pytest.mark.parametrize("backend", ["decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
 def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None:
     model = tiny_causal_lm("llama").train()
     model.model.norm.eval()
@@ -314,7 +316,7 @@ def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None
     assert modes(model) == before and model.generation_config is config and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("backend", ["decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
 def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
     model = tiny_causal_lm("llama")
     model.lm_head.weight.data[5] = float("nan")
@@ -332,7 +334,8 @@ def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
         ({"top_k": 0}, r"top_k \(0\)"),
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
         ({"top_p": 1.5}, r"top_p \(1.5\)"),
-        ({"backend": "vllm"}, "generation_backend is 'vllm'; choose one of decode, generate"),
+        ({"backend": "vllm"}, "generation_backend is 'vllm'; choose one of auto, slots, decode, generate"),
+        ({"slots": 0}, r"slots \(0\) must be at least 1; None decodes all rows at once"),
     ],
 )
 def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message: str) -> None:
@@ -350,6 +353,8 @@ def test_the_fields_of_sampling_params_are_keywords_of_generate() -> None:
         "prompt_ids",
         "any_rank",
         "before_token",
+        "slots",
+        "on_finished",
     }
 
 

@@ -21,13 +21,17 @@ GROUPS = (
 """Groups of options that decide what is learned."""
 NOT_COMPARED = {
     "generation_backend": "tests/generation compares the samplers",
+    "cuda_graphs": "has no effect without a GPU; tests/generation/test_slot_step.py",
+    "compile_decoding": "takes minutes; tests/generation/test_slot_step.py",
     "truncate_after": "tests/generation: the independent PPO takes the sampled tokens",
     "truncate_tokens": "tests/generation",
     "reward_adapter": "tests/rewards: the independent PPO scores by functions",
     "init_value_with_reward": "tests/models: the independent PPO takes the critic's weights at the start",
+    "max_tokens_per_micro_batch": "changes no update; tests/ppo/test_token_budget.py and test_properties_trainer.py",
     "max_kl_to_ref": "ends the run; tests/trainer",
     "max_skipped_updates": "allows updates that are not finite; tests/trainer",
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
+    "mismatch_check_steps": "which steps compare sampler and trainer; tests/trainer/test_old_policy_auto.py",
     "reward_retries": "calls a failing source again; tests/rewards",
     "reward_retry_pause": "between those calls; tests/rewards",
     "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",

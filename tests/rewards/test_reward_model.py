@@ -2,17 +2,23 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, BertConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForSequenceClassification, BertConfig, LlamaForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
 
-from alpaca_ppo.rewards import RewardError, build_reward
+from alpaca_ppo.rewards import ModelReward, RewardBatch, RewardError, build_reward
+from alpaca_ppo.rewards.text_tokens import Text, TextTokens
 from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
 from tests.tiny_models import (
     ARCHITECTURES,
     BOS,
     EOS,
     MAX_POSITIONS,
+    MIXTURES,
     PAD,
+    SMALLEST,
     tiny_causal_lm,
+    tiny_config,
     tiny_sequence_classifier,
     tiny_tokenizer,
 )
@@ -129,6 +135,131 @@ def test_a_text_prompt_with_a_message_completion_is_a_conversation():
     assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MIXTURES])
+def test_rows_without_padding_are_scored_as_rows_of_their_own(arch):
+    # BLOOM's attention is its own.
+    packs = arch != "bloom"
+    # Gemma 2's attention computes in float32 anyway, and so do the experts of a mixture.
+    dtype = torch.float32 if arch in ("gemma2", *MIXTURES) else torch.float64
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
+    sequences = [torch.arange(10, 10 + length) for length in (7, 3, 1, 3)]
+    # The pad id within a row, at its end, and alone.
+    sequences += [torch.tensor(ids) for ids in ([ONE, PAD, TWO], [ONE, TWO, PAD, PAD], [PAD])]
+    for pad_token_id in (PAD, None):
+        model = tiny_sequence_classifier(arch, pad_token_id=pad_token_id, dtype=dtype)
+        source = ModelReward(model, tiny_tokenizer(WORDS), name="model", batch_size=2)
+        assert source._packs == packs
+        with torch.no_grad():
+            # Not in float32, as `alone` is.
+            expected = [model(input_ids=ids.unsqueeze(0)).logits[0, 0] for ids in sequences]
+            found = (source._score_packed if packs else source._score_padded)(sequences)
+        assert_close(found, torch.stack(expected), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bloom"])
+def test_the_order_of_rows_does_not_matter(arch):
+    model, tokenizer = tiny_sequence_classifier(arch), tiny_tokenizer(WORDS)
+    scores = score(model, tokenizer)
+    backwards = score(model, tokenizer, PROMPTS[::-1], COMPLETIONS[::-1])
+    assert_close(backwards.flip(0), scores, atol=1e-6, rtol=1e-6)
+
+
+def grouped(lengths, *, packs=True, equal_passes=False, **options):
+    model = tiny_sequence_classifier("llama", **SMALLEST)
+    source = ModelReward(model, tiny_tokenizer(), name="model", **options)
+    source.prepare(equal_passes=equal_passes)
+    return source._groups(lengths, packs=packs)
+
+
+def test_a_pass_has_the_tokens_of_so_many_longest_rows():
+    # One row of 5 tokens has room for 3 + 1, or for one row that is 3 wide; two have room for 10.
+    lengths = [3, 1, 5, 3]
+    assert grouped(lengths, batch_size=1) == [[2], [0], [3, 1]]
+    assert grouped(lengths, batch_size=1, packs=False) == [[2], [0], [3], [1]]
+    assert grouped(lengths, batch_size=2) == [[2, 0], [3, 1]]
+    assert grouped(lengths, batch_size=2, packs=False) == [[2, 0], [3, 1]]
+    assert grouped([1] * 7 + [7], batch_size=2) == [[7, 0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_ranks_in_lockstep_make_as_many_passes_as_their_equal_rows_need_and_so_do_rows_with_padding():
+    for options in ({"equal_passes": True}, {"padding_free": False}):
+        assert grouped([1] * 7 + [7], batch_size=3, **options) == [[7, 0, 1], [2, 3, 4], [5, 6]]
+        assert grouped([9, 1] * 4, batch_size=3, **options) == [[0, 2, 4], [6, 1, 3], [5, 7]]
+
+
+def test_a_batch_costs_what_its_own_tokens_cost():
+    torch.manual_seed(0)
+    lengths = (12 + 20 * torch.randn(12).exp()).long().clamp(max=200).tolist()
+    sequences = [torch.arange(length) % 60 for length in lengths]
+    model = tiny_sequence_classifier("llama", pad_token_id=63)
+
+    def flops(sequences, **options):
+        source = ModelReward(model, tiny_tokenizer(), name="model", batch_size=4, **options)
+        source._tokens = lambda texts: sequences
+        source.prepare(equal_passes=False)
+        rows = ["text"] * len(sequences)
+        with FlopCounterMode(display=False) as counter:
+            source(RewardBatch(rows, rows, [[1]] * len(rows), {}))
+        return counter.get_total_flops()
+
+    packed, own = flops(sequences), sum(flops([ids]) for ids in sequences)
+    assert packed <= 1.02 * own
+    assert flops(sequences, padding_free=False) > 1.3 * packed
+
+
+class MeanScore(LlamaForSequenceClassification):
+    """A classifier that reads its score in another way: as the mean over the tokens."""
+
+    def forward(self, input_ids, attention_mask=None, **keywords):
+        hidden = self.model(input_ids, attention_mask=attention_mask, **keywords).last_hidden_state
+        is_mask = attention_mask is not None and attention_mask.shape == input_ids.shape
+        weights = attention_mask if is_mask else torch.ones_like(input_ids)
+        logits = self.score(hidden) * weights.unsqueeze(-1)
+        return SequenceClassifierOutput(logits=logits.sum(dim=1) / weights.sum(dim=1, keepdim=True))
+
+
+class Closed(LlamaForSequenceClassification):
+    """A classifier that takes no keyword besides these."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("kind", [MeanScore, Closed])
+def test_a_classifier_that_cannot_be_given_rows_end_to_end_gets_them_with_padding(kind):
+    torch.manual_seed(0)
+    model = kind(tiny_config("llama", num_labels=1)).eval()
+    tokenizer = tiny_tokenizer(WORDS)
+    expected = alone(model, ids_of(tokenizer))
+    assert expected.unique().numel() == len(PROMPTS)
+    assert_close(score(model, tokenizer), expected, atol=1e-5, rtol=1e-5)
+
+
+class Counting:
+    """Stands for a tokenizer, and notes what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, texts, **how):
+        self.calls.append([texts, how])
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def test_each_text_is_tokenized_once_and_all_new_ones_in_one_call():
+    tokenizer = Counting()
+    tokens = TextTokens(tokenizer, max_cached_tokens=5)
+    plain, rendered = ([Text(text, rendered=kind) for text in ("ab", "c", "ab")] for kind in (False, True))
+    assert [ids.tolist() for ids in tokens([*plain, *rendered])] == [[97, 98], [99], [97, 98]] * 2
+    assert tokenizer.calls == [[["ab", "c"], {}], [["ab", "c"], {"add_special_tokens": False}]]
+    tokenizer.calls.clear()
+    # Of the six tokens five are kept: all but the first text's.
+    assert [ids.tolist() for ids in tokens([plain[1], rendered[0], plain[0]])] == [[99], [97, 98], [97, 98]]
+    assert tokenizer.calls == [[["ab"], {}]]
+    assert [ids.tolist() for ids in tokens([Text("abcdef", rendered=False)])] == [[97, 98, 99, 100, 101, 102]]
+    assert tokens._kept == {} and tokens._num_kept == 0
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_key_value_cache_is_off_while_scoring(arch):
     model = tiny_sequence_classifier(arch)
@@ -136,7 +267,7 @@ def test_the_key_value_cache_is_off_while_scoring(arch):
     model.register_forward_hook(lambda module, inputs, output: caches.append(output.past_key_values))
     before = model.config.to_dict()
     score(model, tiny_tokenizer(WORDS))
-    assert caches == [None]
+    assert set(caches) == {None}
     assert model.config.to_dict() == before
 
 

@@ -26,7 +26,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 
 from . import trainers
 from .inputs import adapted_lm, causal_lm, lora_config, prompts, reward_sources, tokenizer, write_inputs
-from .settings import COMMON, RENAMED_FIELDS, RUNS, Run
+from .settings import COMMON, LIKE_EARLIER, RENAMED_FIELDS, RUNS, Run
 
 FAILED = "failed.txt"
 """File in the folder of a run that did not end well, with the end of what it printed."""
@@ -52,7 +52,8 @@ def config_of(run: Run, output_dir: Path, inputs: Path) -> PPOConfig:
     """The configuration of `run`, under the names that this tree's PPOConfig has."""
     known = {field.name for field in fields(PPOConfig)}
     older = {new: old for old, new in RENAMED_FIELDS.items() if new not in known}
-    given = {"output_dir": str(output_dir), **COMMON, **run.fields}
+    newer = {name: value for name, value in LIKE_EARLIER.items() if name in known}
+    given = {"output_dir": str(output_dir), **COMMON, **newer, **run.fields}
     filled = {k: v.format(inputs=inputs) if isinstance(v, str) and "{inputs}" in v else v for k, v in given.items()}
     return PPOConfig(**{older.get(name, name): value for name, value in filled.items()})
 

@@ -10,6 +10,8 @@ from typing import Any
 
 RENAMED_FIELDS: dict[str, str] = {}
 """Old name of a field of PPOConfig to its name in the working tree."""
+LIKE_EARLIER: dict[str, Any] = {"entropy_logging_steps": 1, "optim": "adamw_torch", "padding_free": False}
+"""Fields with the values at which a run does what commits without the field did; those are not given it."""
 
 COMMON: dict[str, Any] = {
     "query_len": 6,
@@ -22,6 +24,8 @@ COMMON: dict[str, Any] = {
     "total_episodes": 30,
     "learning_rate": 3e-3,
     "kl_coef": 0.05,
+    "generation_backend": "decode",
+    "old_policy": "recompute",
     # The default of earlier commits.
     "adam_epsilon": 1e-5,
     "num_logged_rollouts": 100,

@@ -15,6 +15,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.rewards import RewardError
+from alpaca_ppo.rewards.early_calls import EarlyCalls
 from tests.distributed.test_preemption import signal_at, slow_async_judge, slow_judge
 from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
 
@@ -64,14 +65,19 @@ def test_a_run_is_the_same_whether_functions_are_called_early_or_late_and_across
         assert torch.equal(early[name], value) and torch.equal(weights(trainer)[name], value), name
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_first_chunk_is_judged_before_the_last_response_is_sampled(fails, asynchronous, tmp_path, monkeypatch):
-    events, called, sample = [], threading.Event(), rollouts.generate
+@pytest.mark.parametrize(
+    ("backend", "asynchronous", "fails"),
+    [("slots", False, False), ("slots", True, True), ("decode", True, False), ("decode", False, True)],
+)
+def test_the_first_chunk_is_judged_before_the_last_response_is_sampled(
+    backend, asynchronous, fails, tmp_path, monkeypatch
+):
+    finished, judged, begun = [], [], threading.Event()
+    report = EarlyCalls.on_finished
 
     def judge(completions, **columns):
-        events.append(f"judged {len(completions)}")
-        called.set()
+        judged.append(len(completions))
+        begun.set()
         if fails:
             raise TimeoutError("no answer")
         return [0.0] * len(completions)
@@ -79,33 +85,28 @@ def test_the_first_chunk_is_judged_before_the_last_response_is_sampled(fails, as
     async def async_judge(completions, **columns):
         return judge(completions)
 
+    def on_finished(self, rows, samples):
+        # Of ten responses of at most five tokens, two at once: the first two are among the first six.
+        finished.extend(rows)
+        while fails and len(finished) > 6 and self._failure is None:
+            time.sleep(0.001)
+        if len(finished) == 10:
+            assert begun.wait(20)
+        report(self, rows, samples)
+
     async_judge.__name__ = "judge"
-
-    def generate(model, queries, *args, before_token, **how):
-        number = sum(event == "sampled" for event in events)
-        if number == 4:
-            assert called.wait(20)
-            while fails and trainer._early._failure is None:
-                time.sleep(0.001)
-        generation = sample(model, queries, *args, before_token=before_token, **how)
-        events.append("sampled")
-        return generation
-
-    monkeypatch.setattr(rollouts, "generate", generate)
-    run = {"rollout_per_device_batch_size": 2, "score_chunk_prompts": 2}
+    monkeypatch.setattr(EarlyCalls, "on_finished", on_finished)
+    monkeypatch.setattr(rollouts, "chunks_by_length", lambda lengths, rows: [[2, 9], [1, 0], [3, 4], [5, 8], [6, 7]])
+    run = {"generation_backend": backend, "rollout_per_device_batch_size": 2, "score_chunk_prompts": 2}
     functions = {"trainer_arguments": {"reward_funcs": async_judge if asynchronous else judge}}
     trainer = tiny_trainer(tmp_path / "run", **run, **functions)
-    # Prompts 0 to 9 have 1 to 4 tokens; in this order, the first two chunks are finished before the last two prompts.
-    monkeypatch.setattr(rollouts, "chunks_by_length", lambda lengths, rows: [[2, 9], [1, 0], [3, 4], [5, 8], [6, 7]])
     if not fails:
         trainer.rollout(trainer.prompt_batches(0))
-        assert events.count("sampled") == events.count("judged 2") == 5
-        assert "judged 2" in events[: len(events) - events[::-1].index("sampled")]
+        assert sorted(finished) == list(range(10)) and judged == [2] * 5
         return
     with pytest.raises(RewardError) as found:
         trainer.rollout(trainer.prompt_batches(0))
-    assert events.count("sampled") < 5
-    monkeypatch.undo()
+    assert len(finished) < 10
     late = tiny_trainer(tmp_path / "late", trainer_class=AfterSampling, **run, **functions)
     with pytest.raises(RewardError) as expected:
         late.rollout(late.prompt_batches(0))

@@ -1,0 +1,302 @@
+"""Decode steps captured in CUDA graphs, and the tensors that such graphs are bound to.
+
+A decode step of a small batch takes a GPU less time than Python needs to launch its thousand kernels. A CUDA graph
+launches them all at once. It reads and writes the same addresses at each replay: so the cache, the state of the slots
+and the outputs are allocated once per model (`SlotMemory`) and serve one call of the sampler after the other. Weights
+may change in place; when they move, or other adapters are active, the graphs are captured again.
+
+What a step computes is in `generation.slot_step`. Not captured: weights that are gathered for each rollout (ZeRO 3),
+models whose forward pass reads from the device, and steps on a CPU.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.slot_cache import SlotCache
+from alpaca_ppo.generation.slot_step import SlotOutputs, SlotState, StepRules, decode_step
+
+Step = Callable[[], None]
+"""A decode step, which changes the tensors of a `SlotMemory`."""
+
+Capture = Callable[[Step], Step]
+"""Returns a step that does what its argument does with the same tensors, without running it."""
+
+_WARM_UP = 2
+"""Steps before a capture, in which libraries allocate their workspaces and choose their kernels."""
+
+_COMPILED_SHAPES = 1024
+"""The most numbers of slots and columns, over all models of the process, for which a step is compiled."""
+
+_kept: WeakKeyDictionary[PreTrainedModel, "SlotMemory"] = WeakKeyDictionary()
+_unfit: WeakSet[PreTrainedModel] = WeakSet()
+"""Models that have been found to read from the device within a step."""
+
+
+class SlotMemory:
+    """The cache, state and outputs of S slots, and the decode steps that were captured with them.
+
+    Nothing here refers to the model, so that a memory that is kept for a model does not keep the model.
+
+    Args:
+        slots: S.
+        extra_slots: rows of the cache beyond S that take no part in steps.
+        columns: C, of the cache.
+        device: of all tensors.
+        logprob_dtype: of the outputs.
+        capture: how steps are captured; None runs them as they are.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        extra_slots: int,
+        columns: int,
+        *,
+        device: torch.device,
+        logprob_dtype: torch.dtype,
+        capture: Capture | None,
+    ) -> None:
+        self.sizes = (slots, extra_slots, columns)
+        self.cache = SlotCache(slots + extra_slots, columns)
+        self.state = SlotState.idle(slots, scratch_row=0, device=device)
+        self.outputs: SlotOutputs
+        self.rules: StepRules
+        self.in_use = False
+        self.capture, self._device, self._logprob_dtype = capture, device, logprob_dtype
+        self._key: SamplingParams
+        self._buffers: dict[SamplingParams, tuple[SlotOutputs, StepRules]] = {}
+        self._steps: dict[tuple[SamplingParams, int, int], Step] = {}
+        self._binding: Any = None
+        self._running_copy = torch.empty(slots, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._copied: torch.cuda.Event | None = None
+
+    def begin(self, model: PreTrainedModel, params: SamplingParams, *, rows: int) -> None:
+        """Makes all slots idle and the outputs empty, with at least `rows` rows.
+
+        Captured steps are dropped if they would read other weights than those of `model` now.
+        """
+        binding = weights_binding(model) if self.capture is not None else None
+        if binding != self._binding:
+            self._steps.clear()
+            self._binding = binding
+        # What varies between the rollouts of a run reaches a step through the keys of the random numbers.
+        self._key = dataclasses.replace(params, seed=0, step=0, num_return_sequences=1)
+        if self._key not in self._buffers or self._buffers[self._key][0].scratch_row < rows:
+            outputs = SlotOutputs.empty(rows, params, logprob_dtype=self._logprob_dtype, device=self._device)
+            self._buffers[self._key] = outputs, StepRules(self._key, self._device)
+            self._steps = {key: step for key, step in self._steps.items() if key[0] != self._key}
+        self.outputs, self.rules = self._buffers[self._key]
+        self.outputs.clear(params.pad_token_id)
+        self.state.clear(scratch_row=self.outputs.scratch_row)
+        self._copied = None
+
+    def step(self, model: PreTrainedModel, *, slots: int, columns: int) -> None:
+        """Makes a decode step of the first `slots` slots over the first `columns` columns; see `decode_step`."""
+        run = partial(self._run, _compiled() if self._key.compile_decoding else decode_step, model, slots, columns)
+        if self.capture is not None and not self._steps:
+            eager = partial(self._run, decode_step, model, slots, columns)
+            problem = self._without_rows(partial(host_read, eager))
+            if problem is not None:
+                self.capture = None
+                _unfit.add(model)
+                _kept.pop(model, None)
+                warnings.warn(
+                    f"{type(model).__name__} reads from the device within a decode step ({problem}), so its steps are "
+                    f"not captured in CUDA graphs; they run as with cuda_graphs: false",
+                    stacklevel=2,
+                )
+        if self.capture is None:
+            run()
+            return
+        key = (self._key, slots, columns)
+        if key not in self._steps:
+            with _uncached_autocast(self._device):
+                self._steps[key] = self._without_rows(partial(self.capture, run))
+        self._steps[key]()
+
+    def _run(self, decode: Callable[..., None], model: PreTrainedModel, slots: int, columns: int) -> None:
+        decode(model, self.cache, self.state, self.outputs, self.rules, slots=slots, columns=columns)
+
+    def _without_rows(self, call: Callable[[], Any]) -> Any:
+        """Returns `call()`, during which no row runs, so that steps in it record nothing and advance no row."""
+        running = self.state.running.clone()
+        self.state.running.zero_()
+        try:
+            return call()
+        finally:
+            self.state.running.copy_(running)
+
+    def request_running(self) -> None:
+        """Starts to copy to the host which rows run, so that `running` need not wait for the steps that follow."""
+        if self._device.type == "cuda":
+            self._running_copy.copy_(self.state.running, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def running(self) -> list[bool]:
+        """Returns which slots run: as of `request_running` if that was called since the last call on CUDA, else now."""
+        if self._copied is None:
+            return [bool(running) for running in self.state.running.tolist()]
+        self._copied.synchronize()
+        self._copied = None
+        return [bool(running) for running in self._running_copy.tolist()]
+
+
+@contextmanager
+def slot_memory(
+    model: PreTrainedModel, params: SamplingParams, *, slots: int, columns: int, extra_slots: int, rows: int
+) -> Iterator[SlotMemory]:
+    """Yields a memory with at least as many slots, columns and rows of outputs.
+
+    Where steps are captured, it is kept for the next call with this model, its memory on the device included. A call
+    inside the block gets one of its own.
+
+    Args:
+        model: the language model.
+        params: how tokens are chosen.
+        slots: rows that are decoded at once.
+        columns: of the cache.
+        extra_slots: rows of the cache beyond these that take no part in steps.
+        rows: responses of the call.
+    """
+    kept = _kept.get(model)
+    capture: Capture | None = None
+    if captures(model, params) and (kept is None or not kept.in_use):
+        capture = CudaCapture() if kept is None else kept.capture
+    sizes = (slots, extra_slots, columns)
+    if kept is not None and capture is not None:
+        sizes = (max(slots, kept.sizes[0]), max(extra_slots, kept.sizes[1]), max(columns, kept.sizes[2]))
+    if kept is None or capture is None or sizes != kept.sizes:
+        memory = SlotMemory(
+            *sizes,
+            device=model.device,
+            logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+            capture=capture,
+        )
+        if capture is not None:
+            _kept[model] = memory
+    else:
+        memory = kept
+    memory.in_use = True
+    try:
+        memory.begin(model, params, rows=rows)
+        yield memory
+    finally:
+        memory.in_use = False
+
+
+def captures(model: PreTrainedModel, params: SamplingParams) -> bool:
+    """Whether decode steps of `model` are to be captured in CUDA graphs."""
+    if not params.cuda_graphs or not _on_cuda(model) or model in _unfit:
+        return False
+    # DeepSpeed marks the parameters that ZeRO 3 shards by this attribute. They are gathered at new addresses.
+    return not any("ds_id" in vars(parameter) for parameter in model.parameters())
+
+
+def _on_cuda(model: PreTrainedModel) -> bool:
+    return model.device.type == "cuda"
+
+
+class CudaCapture:
+    """Captures steps in CUDA graphs that share their memory, which they may since no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, run: Step) -> Step:
+        """Returns a step that replays what `run` does; `run` is called before the capture to warm up."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as those of reward functions, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+def weights_binding(model: PreTrainedModel) -> Any:
+    """Returns what a captured step of `model` depends on beyond the contents of its weights, for comparison.
+
+    That is where the weights are, which adapters act, and the precision of autocast.
+    """
+    device = model.device.type
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    return (
+        [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())],
+        [
+            (layer.disable_adapters, list(layer.active_adapters), list(layer.merged_adapters), dict(layer.scaling))
+            for layer in layers
+        ],
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        model.config._attn_implementation,
+    )
+
+
+class _HostReads(TorchDispatchMode):
+    """Notes the first operator that needs the contents of a tensor on the host, or whose result's shape does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.found is None and _reads(func, args, result):
+            self.found = str(func)
+        return result
+
+
+def _reads(func: Any, args: Any, result: Any) -> bool:
+    aten = torch.ops.aten
+    if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        # The result of a mask has as many entries as the mask has Trues.
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        return True
+    # A kernel takes a number that is a CPU tensor along; a copy between devices has to wait.
+    copies = func in (aten._to_copy.default, aten.copy_.default)
+    tensors = [tensor for tensor in (*args, result) if isinstance(tensor, Tensor) and (copies or tensor.dim() > 0)]
+    return len({tensor.device for tensor in tensors}) > 1
+
+
+def host_read(run: Step) -> str | None:
+    """Returns the first operator of `run()` that waits for the device, None if there is none."""
+    with _HostReads() as mode:
+        run()
+    return mode.found
+
+
+@cache
+def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., None]:
+    """`decode_step` through `torch.compile`, for each number of slots and columns as one graph."""
+    compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        # Slots halve and columns come in steps, so there are more shapes than the eight that torch allows a function.
+        with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES, accumulated_recompile_limit=_COMPILED_SHAPES):
+            compiled(*args, **kwargs)
+
+    return step
+
+
+def _uncached_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast as it is, without its cache: a graph would go on reading copies of weights that are long outdated."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.get_autocast_dtype(device.type), cache_enabled=False)

@@ -1,0 +1,61 @@
+"""Tokenization for reward models: one call of the tokenizer for all texts that are new, and a cache of the others."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+MAX_CACHED_TOKENS = 2**20
+"""Tokens of the texts whose ids are kept: 8 MiB of ids, and about half as much text."""
+
+
+class Text(NamedTuple):
+    """What a tokenizer reads."""
+
+    text: str
+    rendered: bool
+    """Whether it comes from a chat template, which has written the special tokens already."""
+
+
+class TextTokens:
+    """Returns the token ids of texts.
+
+    A tokenizer is a function of its text, so what it returned is kept, the texts used last for longest. A prompt alone
+    is not kept, because its last characters may form a token with the first ones of a completion.
+
+    Args:
+        tokenizer: must not be changed afterwards.
+        max_cached_tokens: tokens of the texts whose ids are kept.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self.tokenizer = tokenizer
+        self._max_cached_tokens = max_cached_tokens
+        self._kept: dict[Text, Tensor] = {}
+        self._num_kept = 0
+
+    def __call__(self, texts: Sequence[Text]) -> list[Tensor]:
+        """Returns (length,) int64 for each text."""
+        found: dict[Text, Tensor] = {}
+        for text in dict.fromkeys(texts):
+            if (ids := self._kept.pop(text, None)) is not None:
+                found[text] = ids
+                self._num_kept -= len(ids)
+        for rendered in (False, True):
+            new = [text for text in dict.fromkeys(texts) if text not in found and text.rendered == rendered]
+            if new:
+                # Not add_special_tokens=True: some tokenizers have a default of their own.
+                how = {"add_special_tokens": False} if rendered else {}
+                encoded = self.tokenizer([text.text for text in new], **how)["input_ids"]
+                found |= {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(new, encoded, strict=True)}
+        self._keep(found)
+        return [found[text] for text in texts]
+
+    def _keep(self, found: dict[Text, Tensor]) -> None:
+        self._kept |= found
+        self._num_kept += sum(map(len, found.values()))
+        while self._num_kept > self._max_cached_tokens:
+            oldest = next(iter(self._kept))
+            self._num_kept -= len(self._kept.pop(oldest))

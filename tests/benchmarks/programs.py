@@ -1,0 +1,143 @@
+"""The programs of the benchmark as processes that take turns, and TRL's virtual environment."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.workloads import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+TRL = "1.12.0"
+"""The last version that has PPO."""
+WARM_UP = 3
+"""Steps before those that are measured."""
+SHARED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+"""Installed for TRL in the versions that this environment has, so that only the trainers differ."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of a program took."""
+
+    wall: float
+    """Seconds by the clock."""
+    cpu: float
+    """Seconds of processor time, of all threads."""
+    flops: int | None
+    """None where they were not counted; counting slows a step down."""
+    stages: dict[str, float]
+    """Seconds by the clock of each stage; what is missing from the sum belongs to none."""
+    cpu_stages: dict[str, float]
+    """Processor time of stages, where a program measures it."""
+    response_tokens: int
+    """Sampled in the step."""
+    peak_bytes: int
+    """Highest resident memory of the process so far, less what it had before it built its models."""
+
+
+class Program:
+    """A process that makes steps of a workload: `tests.benchmarks.<module>`, run by `python`."""
+
+    def __init__(self, module: str, python: str, workload: Workload, threads: int) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [python, "-m", f"tests.benchmarks.{module}", json.dumps(asdict(workload))],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._name = module
+        self.versions: dict[str, str] = self._answer()["versions"]
+
+    def step(self, *, count_flops: bool = False) -> Step:
+        """Makes one step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"count_flops": count_flops}) + "\n")
+        self._process.stdin.flush()
+        return Step(**self._answer())
+
+    def end(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise RuntimeError(f"{self._name} ended:\n{self._errors.read()[-4000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def started(programs: Sequence[tuple[str, str, Workload]], threads: int) -> Iterator[list[Program]]:
+    """The (module, python, workload) `programs`, which end with the block."""
+    with ExitStack() as stack:
+        running = []
+        for module, python, workload in programs:
+            running.append(Program(module, python, workload, threads))
+            stack.callback(running[-1].end)
+        yield running
+
+
+def take_turns(programs: Sequence[Program], rounds: int) -> list[list[Step]]:
+    """`rounds` steps of each program, after a warm-up, one after the other; who goes first changes from round to round.
+
+    The warm-up is as long as a run compares sampler and trainer in every step (`old_policy: auto`).
+    """
+    for _ in range(WARM_UP):
+        for program in programs:
+            program.step()
+    steps: list[list[Step]] = [[] for _ in programs]
+    for number in range(rounds):
+        for i in range(len(programs)):
+            turn = (i + number) % len(programs)
+            steps[turn].append(programs[turn].step())
+    return steps
+
+
+def trl_python(folder: Path) -> str | None:
+    """The Python of a virtual environment at `folder` with TRL, which is made if it does not exist. None, with the
+    reason printed, if TRL cannot be installed.
+    """
+    python = folder / "bin/python"
+    probe = [str(python), "-c", f"import trl; assert trl.__version__ == {TRL!r}, trl.__version__"]
+    if python.exists() and subprocess.run(probe, capture_output=True).returncode == 0:
+        return str(python)
+    # A version such as 2.13.0+cpu is found under 2.13.0.
+    versions = [f"{name}=={importlib.metadata.version(name).split('+')[0]}" for name in SHARED_PACKAGES]
+    install = [str(python), "-m", "pip", "install", f"trl=={TRL}", *versions]
+    print(f"installing TRL {TRL} in {folder}", flush=True)
+    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, probe):
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            error = (result.stderr or result.stdout).strip().splitlines()
+            print(
+                f"no TRL, so no comparison with it: {' '.join(command)} failed:\n" + "\n".join(error[-3:]), flush=True
+            )
+            return None
+    return str(python)

@@ -1,0 +1,239 @@
+"""The tables of docs/performance.md: ratios of steps made in the same round, with their spread, and the machine."""
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.benchmarks.programs import Step
+from tests.benchmarks.workloads import Workload
+
+OWN, BARE, TRL = "own_steps", "bare_steps", "trl_steps"
+NAMES = {TRL: "TRL", BARE: "bare compute", OWN: "alpaca_ppo"}
+STAGES = ("rollout", "score", "logprobs", "old policy", "update")
+BEGIN, END = "<!-- make bench writes this -->", "<!-- until here -->"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All programs on one workload."""
+
+    name: str
+    workload: Workload
+    counted: dict[str, Step]
+    """A step of each program whose FLOPs were counted; its time says nothing."""
+    steps: dict[str, list[Step]]
+    """The measured steps, one a round."""
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One program on workloads that differ in one size from the first."""
+
+    program: str
+    steps: dict[str, list[Step]]
+
+
+@dataclass
+class Machine:
+    """What the figures depend on besides the programs."""
+
+    threads: int
+    busy_before: float
+    used_before: float
+    start: float
+    others: float = field(default=0.0)
+    """Cores that other processes used on average."""
+
+    @classmethod
+    def begin(cls, threads: int) -> "Machine":
+        """Starts to watch what other processes use."""
+        return cls(threads, _busy_seconds(), _own_seconds(), time.perf_counter())
+
+    def end(self) -> "Machine":
+        """Ends it, once all programs have ended."""
+        busy, own = _busy_seconds() - self.busy_before, _own_seconds() - self.used_before
+        self.others = max(0.0, busy - own) / (time.perf_counter() - self.start)
+        return self
+
+
+def _busy_seconds() -> float:
+    """Seconds in which a core of this machine was busy, summed over cores."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """Processor time of this process and of those it has waited for."""
+    return sum(os.times()[:4])
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median, and the smallest and largest of `values`."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def wall(step: Step) -> float:
+    """Seconds by the clock."""
+    return step.wall
+
+
+def cpu(step: Step) -> float:
+    """Processor time."""
+    return step.cpu
+
+
+def without_old_policy(seconds: Callable[[Step], float]) -> Callable[[Step], float]:
+    """`seconds` less those of the policy's pass with its old weights, which only the bare program tells apart."""
+
+    def rest(step: Step) -> float:
+        stages = step.stages if seconds is wall else step.cpu_stages
+        return seconds(step) - stages["old policy"]
+
+    return rest
+
+
+def ratios(
+    above: Sequence[Step],
+    below: Sequence[Step],
+    seconds: Callable[[Step], float],
+    below_seconds: Callable[[Step], float] | None = None,
+) -> list[float]:
+    """`above` / `below` in each round."""
+    other = below_seconds or seconds
+    return [seconds(a) / other(b) for a, b in zip(above, below, strict=True)]
+
+
+def claims(comparison: Comparison) -> list[str]:
+    """The rows of the table of ratios."""
+    steps, counted = comparison.steps, comparison.counted
+    rows = []
+    for label, seconds in (("by the clock", wall), ("in processor time", cpu)):
+        if TRL in steps:
+            rows.append(f"times as fast as TRL, {label} | {spread(ratios(steps[TRL], steps[OWN], seconds))}")
+        rows.append(f"of bare compute, {label} | {spread(ratios(steps[OWN], steps[BARE], seconds))}")
+        bare = without_old_policy(seconds)
+        rows.append(
+            f"of bare compute without the old policy's pass, {label} | "
+            f"{spread(ratios(steps[OWN], steps[BARE], seconds, bare))}"
+        )
+    others = [name for name in (TRL, BARE) if name in steps]
+    for name in others:
+        flops, memory = (counted[OWN].flops or 0) / (counted[name].flops or 1), _peak(steps[OWN]) / _peak(steps[name])
+        rows.append(f"of the FLOPs of {NAMES[name]} | {flops:.2f}")
+        rows.append(f"of the peak memory of {NAMES[name]} | {memory:.2f}")
+    return rows
+
+
+def _peak(steps: Sequence[Step]) -> int:
+    return max(step.peak_bytes for step in steps)
+
+
+def describe(workload: Workload) -> str:
+    """One sentence about a workload."""
+    low, high = min(workload.lengths), max(workload.lengths)
+    mean = sum(workload.lengths) / workload.num_prompts
+    lengths = f"of {low} tokens each" if low == high else f"of {low} to {high} tokens, {mean:.0f} on average"
+    return (
+        f"{workload.num_prompts} prompts of {workload.prompt_len} tokens, responses {lengths} (room for "
+        f"{workload.response_len}); {workload.ppo_epochs} epochs of "
+        f"{-(-workload.num_prompts // workload.step_batch_size)} optimizer steps in micro-batches of "
+        f"{workload.micro_batch_size} rows"
+    )
+
+
+def stage_table(comparison: Comparison) -> list[str]:
+    """Seconds by stage and peak memory of each program."""
+    steps = comparison.steps
+    lines = [f"| {comparison.name} | {' | '.join(NAMES[name] for name in steps)} |", "|---" * (len(steps) + 1) + "|"]
+    rows: list[tuple[str, Callable[[Sequence[Step]], str]]] = [
+        (f"{stage}, s", lambda s, stage=stage: _seconds([step.stages.get(stage) for step in s])) for stage in STAGES
+    ]
+    rows += [
+        ("step by the clock, s", lambda s: spread([step.wall for step in s])),
+        ("step in processor time, s", lambda s: spread([step.cpu for step in s])),
+        ("peak memory above the start, MiB", lambda s: f"{_peak(s) / 2**20:.0f}"),
+    ]
+    lines += [f"| {label} | {' | '.join(cell(steps[name]) for name in steps)} |" for label, cell in rows]
+    flops = [f"{(step.flops or 0) / 1e9:.0f}" for step in comparison.counted.values()]
+    return [*lines, f"| FLOPs of a step, 1e9 | {' | '.join(flops)} |"]
+
+
+def _seconds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.2f}" if known else "-"
+
+
+def growth_table(growths: Sequence[Growth]) -> list[str]:
+    """Processor time and peak memory with one size doubled, relative to the first workload."""
+    names = [NAMES[growth.program] for growth in growths]
+    lines = [
+        f"| twice as | {' | '.join(f'{name}, time | {name}, memory' for name in names)} |",
+        "|---" * (1 + 2 * len(names)) + "|",
+    ]
+    base, *doubled = growths[0].steps
+    for size in doubled:
+        cells = []
+        for growth in growths:
+            time_ratio = statistics.median(ratios(growth.steps[size], growth.steps[base], cpu))
+            cells += [f"{time_ratio:.2f}", f"{_peak(growth.steps[size]) / _peak(growth.steps[base]):.2f}"]
+        lines.append(f"| {SIZES[size]} | {' | '.join(cells)} |")
+    return lines
+
+
+SIZES = {
+    "prompts": "many prompts",
+    "response length": "long responses",
+    "vocabulary": "large a vocabulary",
+    "layers": "many layers",
+}
+
+
+def machine_facts(machine: Machine, versions: dict[str, str]) -> str:
+    """The machine and the versions."""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    model = cpus[0].partition(":")[2].strip() if cpus else platform.machine()
+    installed = {**versions, "torch": importlib.metadata.version("torch")}
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
+    return (
+        f"Machine: {len(os.sched_getaffinity(0))} cores ({model}), {machine.threads} threads for every program; other "
+        f"processes used {machine.others:.1f} cores on average meanwhile. Python {platform.python_version()}, {listed}."
+    )
+
+
+def text(comparisons: Sequence[Comparison], growths: Sequence[Growth], machine: Machine) -> str:
+    """The whole block that `make bench` writes."""
+    rounds = len(comparisons[0].steps[OWN])
+    lines = [machine_facts(machine, comparisons[0].versions), ""]
+    lines += [f"- **{comparison.name}**: {describe(comparison.workload)}." for comparison in comparisons]
+    lines += [
+        "",
+        f"Median, smallest and largest of {rounds} rounds, warm-up excluded:",
+        "",
+        f"| alpaca_ppo's step is | {' | '.join(comparison.name for comparison in comparisons)} |",
+        "|---" * (len(comparisons) + 1) + "|",
+    ]
+    rows = zip(*(claims(comparison) for comparison in comparisons), strict=True)
+    for row in rows:
+        label = row[0].partition(" | ")[0]
+        lines.append(f"| {label} | {' | '.join(cell.partition(' | ')[2] for cell in row)} |")
+    lines += ["", "What the ratios are made of. The seconds hold for this machine alone; stages are medians.", ""]
+    for comparison in comparisons:
+        lines += [*stage_table(comparison), ""]
+    if growths:
+        lines += ["Growth of the realistic workload, in processor time and peak memory, relative to the above:", ""]
+        lines += [*growth_table(growths), ""]
+    return "\n".join(lines)
+
+
+def write_between_markers(path: Path, block: str, begin: str = BEGIN) -> None:
+    """Replaces what is between the markers in the file at `path`."""
+    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    assert found, f"{path} has no marker {begin}"
+    after = rest.partition(END)[2]
+    path.write_text(f"{before}{begin}\n{block}{END}{after}", encoding="utf-8")

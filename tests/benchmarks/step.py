@@ -1,0 +1,94 @@
+"""The speed of a PPO step against TRL and against the bare model compute: `make bench`, a quarter of an hour on two
+idle cores; writes its tables into docs/performance.md.
+
+    python -m tests.benchmarks.step --quick      # two minutes: small sizes, nothing is written
+
+Three programs take turns, step by step: TRL's PPOTrainer in an environment of its own, the bare passes, and this
+package. Ratios of steps of the same round are the result, because a shared machine changes its speed within minutes.
+FLOPs and processor time hardly depend on the load; seconds by the clock do.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tests.benchmarks import report, workloads
+from tests.benchmarks.programs import ROOT, started, take_turns, trl_python
+from tests.benchmarks.report import OWN, TRL, Comparison, Growth, Machine
+
+PAGE = ROOT / "docs/performance.md"
+QUICK = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
+
+
+def doublings() -> dict[str, workloads.Workload]:
+    """The realistic workload, and with one of its sizes doubled."""
+    base = workloads.realistic()
+    return {
+        "as above": base,
+        "prompts": workloads.realistic(2 * base.num_prompts),
+        "response length": workloads.realistic(mean=32),
+        "vocabulary": replace(base, vocab_size=2 * base.vocab_size),
+        "layers": replace(base, num_hidden_layers=2 * base.num_hidden_layers),
+    }
+
+
+def compare(
+    workload: workloads.Workload, pythons: dict[str, str], *, rounds: int, threads: int, name: str
+) -> Comparison:
+    """All programs on one workload."""
+    with started([(module, python, workload) for module, python in pythons.items()], threads) as programs:
+        steps = take_turns(programs, rounds)
+        counted = [program.step(count_flops=True) for program in programs]
+        versions = {k: v for program in programs for k, v in program.versions.items()}
+    for module, answer in zip(pythons, counted, strict=True):
+        tokens = sum(workload.lengths)
+        if answer.response_tokens != tokens:
+            raise RuntimeError(f"{module} sampled {answer.response_tokens} tokens instead of {tokens}")
+    return Comparison(
+        name, workload, dict(zip(pythons, counted, strict=True)), dict(zip(pythons, steps, strict=True)), versions
+    )
+
+
+def grow(sizes: dict[str, workloads.Workload], module: str, python: str, *, rounds: int, threads: int) -> Growth:
+    """One program on all `sizes`, the first of which is the measure of the others."""
+    with started([(module, python, workload) for workload in sizes.values()], threads) as programs:
+        steps = take_turns(programs, rounds)
+    return Growth(module, dict(zip(sizes, steps, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, two rounds; nothing is written")
+    parser.add_argument("--rounds", type=int, default=None, help="steps of each program; 7, with --quick 2")
+    parser.add_argument("--without_growth", action="store_true", help="the two workloads only")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every program")
+    parser.add_argument("--trl_environment", type=Path, default=ROOT / ".venv-trl", help="made if it does not exist")
+    args = parser.parse_args()
+    sizes = QUICK if args.quick else {}
+    rounds = args.rounds or (2 if args.quick else 7)
+    trl = trl_python(args.trl_environment)
+    own = {"bare_steps": sys.executable, OWN: sys.executable}
+    pythons = ({} if trl is None else {TRL: trl}) | own
+    machine = Machine.begin(args.threads)
+    comparisons = [
+        compare(workload, pythons, rounds=rounds, threads=args.threads, name=name)
+        for name, workload in (
+            ("realistic", workloads.realistic(**sizes)),
+            ("fixed", workloads.fixed(**sizes)),
+        )
+    ]
+    growths = []
+    if not (args.quick or args.without_growth):
+        growths = [
+            grow(doublings(), module, python, rounds=3, threads=args.threads) for module, python in pythons.items()
+        ]
+    text = report.text(comparisons, growths, machine.end())
+    print(text)
+    if not args.quick:
+        report.write_between_markers(PAGE, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The slot loop gives the tokens of plain passes, whatever shares the slots, whoever waits and what is appended."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+from alpaca_ppo.functional.rng import uniforms
+from alpaca_ppo.generation import Generation, SamplingParams, generate
+from alpaca_ppo.generation.slot_probe import slot_problem
+from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
+from alpaca_ppo.generation.stopping_criteria import StopRule
+from alpaca_ppo.generation.token_sampling import choose_tokens
+from tests.generation.test_generate import PROMPT_IDS, PROMPTS, assert_same, padded
+from tests.models.test_packed_sequences import InFloat64
+from tests.tiny_models import EOS, PACKED, PAD, tiny_causal_lm
+
+COMMON = [13, *range(30, 50)]
+SYSTEM = [COMMON + prompt for prompt in PROMPTS]
+"""21 tokens that all prompts begin with."""
+BUCKETS = StepShapes(
+    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=4, check_every=3, growth=2, admission_cost=1.0
+)
+"""Shapes as on an accelerator, for short rows."""
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 12,
+    "temperature": 0.9,
+    "pad_token_id": PAD,
+    "stop_token_ids": (EOS, 7, 9, 10, 11),
+    "truncate_token_ids": tuple(range(20, 30)),
+    "truncate_after": 5,
+    "num_return_sequences": 3,
+    "seed": 3,
+    "step": 1,
+}
+
+
+def model_of(arch: str, **overrides: Any) -> PreTrainedModel:
+    model = tiny_causal_lm(arch, dtype=torch.float64, **overrides)
+    # The fast kernel of experts has no float64.
+    model.set_experts_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def in_slots(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> Generation:
+    settings = {**SETTINGS, **{key: arguments.pop(key) for key in list(arguments) if key in SETTINGS}}
+    assert slot_problem(model) is None
+    return sample_in_slots(
+        model,
+        *padded(prompts, 0),
+        prompt_ids=torch.tensor(PROMPT_IDS),
+        sampling_params=SamplingParams(**settings),
+        **arguments,
+    )
+
+
+def decoded(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **settings: Any) -> Generation:
+    prompt_ids = torch.tensor(PROMPT_IDS)
+    return generate(model, *padded(prompts), prompt_ids=prompt_ids, backend="decode", **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("arch", PACKED)
+def test_slots_sample_what_the_decode_loop_samples_on_every_family_that_packs(arch: str) -> None:
+    model = model_of(arch)
+    with InFloat64():
+        expected = decoded(model)
+        # Five slots for twelve rows: three prompts share them, and one has a sample that starts later.
+        assert_same(in_slots(model, slots=5, shapes=BUCKETS), expected, 1e-10)
+        assert_same(in_slots(model, slots=None), expected, 1e-10)
+    assert 4 < len({tuple(row) for row in expected.responses.tolist()}) and 0 < expected.stopped.sum()
+
+
+@pytest.mark.parametrize(("arch", "overrides"), [("gpt2", {}), ("gemma3", {"sliding_window": 4})])
+def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str, overrides: dict[str, Any]) -> None:
+    model = model_of(arch, **overrides)
+    for prompts in (PROMPTS, SYSTEM):
+        expected = decoded(model, prompts)
+        for slots in (1, 2, 3, 7, 12, None):
+            for shapes in (EXACT, BUCKETS):
+                assert_same(in_slots(model, prompts, slots=slots, shapes=shapes), expected, 1e-10)
+    greedy = {"do_sample": False, "num_return_sequences": 1, "stop_token_ids": (), "truncate_token_ids": ()}
+    queries, mask = padded(PROMPTS)
+    arguments = {**SETTINGS, **greedy, "prompt_ids": torch.tensor(PROMPT_IDS)}
+    assert_same(
+        generate(model, queries, mask, backend="slots", slots=3, **arguments),
+        generate(model, queries, mask, backend="decode", **arguments),
+        1e-10,
+    )
+
+
+class Passes:
+    """Records the shape of what a model reads in each pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: self.shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+
+    def of(self, call: Any) -> tuple[Generation, list[int], list[int]]:
+        """The result of `call`, the tokens of each prefill, and the rows of each step."""
+        self.shapes.clear()
+        result = call()
+        steps = [rows for rows, width in self.shapes if width == 1]
+        return result, [width for rows, width in self.shapes if width > 1], steps
+
+
+def test_each_prompt_is_computed_once_and_no_row_after_its_end() -> None:
+    model = model_of("llama")
+    assert slot_problem(model) is None
+    passes = Passes(model)
+    for slots in (2, 5, None):
+        found, prefills, steps = passes.of(lambda slots=slots: in_slots(model, slots=slots, truncate_token_ids=()))
+        assert sum(prefills) + sum(1 for rows in steps if slots is not None and rows == 0) <= sum(map(len, PROMPTS))
+        # The prompt of one token alone is a pass of shape (1, 1), which counts as a step here.
+        lengths = found.response_mask.sum(dim=1)
+        assert sum(prefills) + sum(steps) == sum(map(len, PROMPTS)) + int((lengths - 1).sum())
+        assert max(steps) <= (slots or 12)
+    _, prefills, steps = passes.of(lambda: in_slots(model, SYSTEM, slots=2, stop_token_ids=(), max_new_tokens=1))
+    # One token each: nothing is decoded. The common tokens are read once.
+    assert prefills[0] == len(COMMON) and sum(prefills) + sum(steps) == len(COMMON) + sum(map(len, PROMPTS))
+
+
+def test_a_beginning_is_shared_only_if_every_prompt_goes_on_after_it() -> None:
+    model = model_of("llama")
+    equal = [COMMON, COMMON, COMMON + [5], COMMON + [6]]
+    _, prefills, steps = Passes(model).of(lambda: in_slots(model, equal, slots=12, max_new_tokens=1))
+    # All but the last token of the shortest prompt, and then 1 + 1 + 2 + 2 tokens.
+    assert prefills == [len(COMMON) - 1, 6] and steps == []
+    assert_same(in_slots(model, equal, slots=4), decoded(model, equal), 1e-10)
+
+
+def test_free_slots_are_given_away_in_groups() -> None:
+    # Sixteen rows at a time, sixty-four prompts of two tokens, none of which stops before its 4 tokens.
+    model = model_of("llama")
+    assert slot_problem(model) is None
+    params = SamplingParams(**{**SETTINGS, "stop_token_ids": (), "max_new_tokens": 4, "num_return_sequences": 1})
+    queries = torch.arange(128).view(64, 2) % 60 + 4
+    with torch.no_grad():
+        _, prefills, steps = Passes(model).of(
+            lambda: sample_in_slots(
+                model,
+                queries,
+                torch.ones_like(queries),
+                prompt_ids=torch.arange(64),
+                sampling_params=params,
+                slots=16,
+            )
+        )
+    assert prefills == [32] * 4 and steps == [16] * 12
+
+
+def plain(
+    model: PreTrainedModel, prompt: list[int], key: Tensor, appended: dict[int, list[int]], **settings: Any
+) -> tuple[list[int], list[bool], list[float], bool]:
+    """Tokens, mask, log-probs and `stopped` of one row by a pass over the whole row for each token. `appended` are the
+    tokens that follow stop number 0, 1, ...
+    """
+    params = SamplingParams(**{**SETTINGS, **settings})
+    ends = StopRule(params.stop_token_ids, device=torch.device("cpu"))
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    stops = 0
+    while len(tokens) < params.max_new_tokens:
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[:, -1]
+        choice = choose_tokens(logits, uniforms(key.view(1), len(tokens)), temperature=params.temperature)
+        tokens.append(int(choice.tokens))
+        mask.append(True)
+        logprobs.append(float(choice.logprobs))
+        if not bool(ends(choice.tokens, 0)):
+            continue
+        if len(tokens) == params.max_new_tokens or stops not in appended:
+            return tokens, mask, logprobs, True
+        room = params.max_new_tokens - len(tokens)
+        tokens += appended[stops][:room]
+        mask += [False] * len(appended[stops][:room])
+        logprobs += [0.0] * len(appended[stops][:room])
+        stops += 1
+    return tokens, mask, logprobs, False
+
+
+@pytest.mark.parametrize(("slots", "shapes"), [(1, EXACT), (4, EXACT), (5, BUCKETS), (None, EXACT)])
+@torch.no_grad()
+def test_a_row_goes_on_after_appended_tokens_as_a_row_that_begins_with_them(slots: Any, shapes: StepShapes) -> None:
+    model = model_of("qwen3")
+    # Tokens that follow the first, second and third stop of a prompt's samples; stop tokens among them end nothing.
+    three = {0: [33, EOS, 40], 1: [41], 2: [42, 43, 44, 45, 46, 47, 48]}
+    appended = [three, {0: [50, 51], 1: list(range(40, 55))}, {}]
+    settings = {"stop_token_ids": tuple(range(2, 64, 3)), "truncate_token_ids": (), "max_new_tokens": 16}
+    stops: Counter[int] = Counter()
+
+    def on_stop(row: int, response: list[int]) -> list[int] | None:
+        stops[row] += 1
+        assert response[-1] % 3 == 2
+        return appended[row % 3].get(stops[row] - 1)
+
+    with InFloat64():
+        found = in_slots(model, slots=slots, shapes=shapes, on_stop=on_stop, **settings)
+        keys = SamplingParams(**SETTINGS).random_keys(torch.tensor(PROMPT_IDS))
+        ends = Counter()
+        for row in range(12):
+            tokens, mask, logprobs, stopped = plain(model, PROMPTS[row // 3], keys[row], appended[row % 3], **settings)
+            rest = 16 - len(tokens)
+            assert found.responses[row].tolist() == tokens + [PAD] * rest
+            assert found.response_mask[row].tolist() == mask + [False] * rest
+            assert_close(
+                found.logprobs[row], torch.tensor(logprobs + [0.0] * rest, dtype=torch.float64), rtol=1e-10, atol=1e-10
+            )
+            assert bool(found.stopped[row]) == stopped
+            ends[stopped, len(tokens) == 16, mask[-1]] += 1
+    # Rows that end by a stop, by the limit after a token of theirs, and by the limit within appended tokens.
+    assert {(True, False, True), (False, True, False)} <= ends.keys(), ends
+
+
+@pytest.mark.parametrize("slots", [3, None])
+def test_rows_are_reported_once_and_as_they_end(slots: int | None) -> None:
+    model = model_of("llama")
+    reported: dict[int, tuple[Tensor, ...]] = {}
+    polls: list[int] = []
+    at: dict[int, int] = {}
+
+    def on_finished(rows: list[int], finished: Generation) -> None:
+        for i, row in enumerate(rows):
+            assert row not in reported
+            reported[row] = tuple(tensor[i].clone() for tensor in vars(finished).values())
+            at[row] = len(polls)
+
+    found = in_slots(model, slots=slots, on_finished=on_finished, before_token=lambda: polls.append(0))
+    for row in range(12):
+        for mine, whole in zip(reported[row], vars(found).values(), strict=True):
+            assert torch.equal(mine, whole[row])
+    lengths = found.response_mask.sum(dim=1).tolist()
+    # Rows that start together and wait for no other prompt have ended after as many passes as they have tokens.
+    together = range(12) if slots is None else [min(range(3), key=lambda row: lengths[row])]
+    assert [at[row] for row in together] == [lengths[row] for row in together]
+    assert max(at.values()) == len(polls) and (slots is None) == (max(lengths) == len(polls))
+
+
+def test_an_exception_between_tokens_leaves_a_model_that_samples_the_same_again() -> None:
+    model = model_of("llama")
+    expected = in_slots(model, slots=3)
+    for stop_at in (1, 2, 5, 11):
+        calls: list[int] = []
+
+        def poll(stop_at: int = stop_at, calls: list[int] = calls) -> None:
+            calls.append(0)
+            if len(calls) == stop_at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            in_slots(model, slots=3, before_token=poll)
+        assert len(calls) == stop_at
+        found = in_slots(model, slots=3)
+        assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))

@@ -1,0 +1,94 @@
+"""Which models can read rows without padding, and that the others are left as they were."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
+from alpaca_ppo.models.packing_probe import packing_problem, supports_packing, use_padding_free
+from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config
+
+
+@pytest.mark.parametrize("arch", PADDED)
+def test_models_that_need_padding_keep_it_and_stay_as_they_are(arch):
+    model = tiny_causal_lm(arch)
+    ids = torch.arange(4, 12).unsqueeze(0)
+    wanted, attention = model(ids).logits, model.config._attn_implementation
+    assert use_padding_free(model, "auto") is False
+    assert use_padding_free(model, False) is False
+    with pytest.raises(ValueError, match=rf"padding_free is true, but {type(model).__name__} .* padding_free: auto"):
+        use_padding_free(model, True)
+    assert model.config._attn_implementation == attention
+    assert torch.equal(model(ids).logits, wanted)
+
+
+def test_a_state_that_hardly_runs_into_the_next_row_is_found():
+    model = tiny_causal_lm("lfm2", block_ff_dim=32)
+    for name, parameter in model.named_parameters():
+        if ".conv." in name:
+            parameter.data *= 1e-3
+    # The rows differ by less than rounding may, but they are not independent.
+    assert packing_problem(model) == "what it computes for one row depends on another"
+
+
+@pytest.mark.parametrize("choice", [False, "auto", True])
+def test_a_llama_packs_unless_it_must_not(choice):
+    model = tiny_causal_lm("llama").train()
+    assert use_padding_free(model, choice) is bool(choice)
+    assert is_installed(model) is bool(choice)
+    assert model.training and underlying_attention(model) == "sdpa"
+
+
+def test_a_mask_that_the_attention_is_not_told_of_is_found_by_its_shape():
+    # Chunks of 8192 tokens: rows of a trial are shorter.
+    config = AutoConfig.for_model("llama4_text", **_llama4())
+    model = AutoModel.from_config(config)
+    assert packing_problem(model) == "its masks are not causal masks or sliding windows"
+    window = tiny_causal_lm("mistral", sliding_window=4096)
+    assert supports_packing(copy.deepcopy(window))
+    for layer in window.model.layers:
+        # Mistral's layers read the window from the configuration; the masks are made from another one.
+        layer.self_attn.config = tiny_config("mistral", sliding_window=None)
+        layer.self_attn.config._attn_implementation = "packing_probe"
+    window.config.max_position_embeddings += 1
+    assert packing_problem(window) == "a layer with a window of 4096 tokens has the keyword None"
+
+
+def _llama4() -> dict:
+    sizes = tiny_config("llama", vocab_size=64).to_dict()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    return {name: sizes[name] for name in names} | {"intermediate_size_mlp": 48, "head_dim": 8, "moe_layers": []}
+
+
+def test_models_without_weights_and_with_other_attention_need_padding():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    assert packing_problem(model) == "its weights are on the meta device"
+    flex = tiny_causal_lm("llama", hidden_size=16)
+    flex.config._attn_implementation = "flex_attention"
+    assert not supports_packing(flex) and flex.config._attn_implementation == "flex_attention"
+    weights = tiny_causal_lm("llama", output_attentions=True, attn_implementation="eager")
+    assert packing_problem(weights) == "its attention (eager) cannot be replaced"
+
+
+def test_an_error_in_the_trial_is_the_reason():
+    model = tiny_causal_lm("llama", hidden_size=48)
+    model.model.layers[0].register_forward_pre_hook(_fails_on_keywords, with_kwargs=True)
+    assert packing_problem(model) == "a trial raised RuntimeError: no keywords here"
+    assert not is_installed(model)
+
+
+def _fails_on_keywords(module, args, kwargs):
+    if "packing" in kwargs:
+        raise RuntimeError("no keywords here")
+
+
+def test_results_that_depend_on_the_name_of_the_attention_keep_it():
+    # GPT-2 looks for the name "eager" when it computes attention in float32 whatever the weights' dtype.
+    model = tiny_causal_lm("gpt2", dtype=torch.bfloat16, attn_implementation="eager", reorder_and_upcast_attn=True)
+    assert packing_problem(model) == "its results depend on the name of its attention"
+    assert model.config._attn_implementation == "eager"
+    assert_close(model(torch.ones(1, 3, dtype=torch.long)).logits, model(torch.ones(1, 3, dtype=torch.long)).logits)

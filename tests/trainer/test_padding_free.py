@@ -1,0 +1,64 @@
+"""Training without padding is training with it, in every layout of policy, critic and reference."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.testing import assert_close
+
+from alpaca_ppo.functional.packing import PackedRows
+from alpaca_ppo.models import ActorCritic, Policy
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, tiny_trainer, weights
+
+LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
+# What depends on how rows are packed, and rounding near zero.
+LEFT_OUT = ("padding_fraction", "mismatch/", "first_ratio_error", "kl_by_source")
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {}),
+        ({"adv_estimator": "grpo", "num_return_sequences": 3, "rollout_batch_size": 4}, {}),
+        ({"critic_layout": "adapter", "gradient_checkpointing": True}, LORA),
+        ({"critic_layout": "shared", "use_kl_loss": True}, {}),
+    ],
+    ids=["separate", "group", "adapter", "shared"],
+)
+def test_a_run_without_padding_learns_what_one_with_it_learns(settings, arguments, tmp_path):
+    runs = []
+    for choice in (False, True):
+        folder = tmp_path / str(choice)
+        trainer = tiny_trainer(
+            folder, dtype=torch.float64, padding_free=choice, trainer_arguments=arguments, **settings
+        )
+        assert trainer.actor_critic.padding_free is choice
+        trainer.train()
+        runs.append((weights(trainer), metric_lines(folder)))
+    (padded, lines), (packed, packed_lines) = runs
+    for name, weight in padded.items():
+        assert_close(packed[name], weight, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    for line, packed_line in zip(lines, packed_lines, strict=True):
+        assert line.keys() == packed_line.keys()
+        for name, value in line.items():
+            if isinstance(value, float) and not any(word in name for word in LEFT_OUT):
+                assert packed_line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+class OwnStates(Policy):
+    def states(self, packed: PackedRows) -> torch.Tensor:
+        assert packed.spans is None
+        return super().states(packed)
+
+
+def test_a_policy_with_states_of_its_own_gets_padded_rows(tmp_path):
+    model = ActorCritic(OwnStates(tiny_causal_lm("llama")), None)
+    trainer = tiny_trainer(tmp_path, model=model, adv_estimator="rloo", num_return_sequences=2, total_episodes=10)
+    trainer.train()
+    assert not trainer.actor_critic.padding_free
+
+
+def test_a_model_that_needs_padding_is_refused_where_there_must_be_none(tmp_path):
+    with pytest.raises(ValueError, match=r"padding_free is true, but BloomForCausalLM .* set padding_free: auto"):
+        tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), padding_free=True)
+    assert not tiny_trainer(tmp_path, model=tiny_causal_lm("bloom")).actor_critic.padding_free
