@@ -15,6 +15,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.mismatch import SHORT, SamplerMismatch, clipped_difference, judge, spread_by_length
+from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
@@ -81,15 +82,14 @@ def test_short_responses_end_a_run_only_if_many_tokens_disagree(rows, stops, tmp
     At most 0.5 of a token counts: one makes 0.5 / 20 = 0.025, four of them 0.1, and more if a response is shorter.
     """
     trainer = tiny_trainer(tmp_path)
-    plain = rollouts.generate
+    plain = RolloutCollector.sample
 
     def flipped(*inputs, **how):
         samples = plain(*inputs, **how)
-        for row in range(len(samples.logprobs)):
-            samples.logprobs[row, 0] += 2.5 * (row in rows)
+        samples["rollout_logprobs"][rows, 0] += 2.5
         return samples
 
-    monkeypatch.setattr(rollouts, "generate", flipped)
+    monkeypatch.setattr(RolloutCollector, "sample", flipped)
     if stops:
         with pytest.raises(ValueError, match="in 4 short responses"):
             trainer.check_sampler()
