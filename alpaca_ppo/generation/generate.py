@@ -101,9 +101,7 @@ def generate(
         seed=seed,
         step=step,
     )
-    _check_params(params)
-    if slots is not None and slots < 1:
-        raise ValueError(f"slots ({slots}) must be at least 1; None decodes all rows at once")
+    _check_params(params, slots)
     queries, mask = _trim(queries, query_attn_masks)
     queries, mask = queries.to(model.device), mask.to(model.device)
     with eval_mode(model):
@@ -125,7 +123,9 @@ def _report(on_finished: OnFinished, rows: list[int], finished: Generation) -> N
     on_finished(rows, _check_finite(finished, rows))
 
 
-def _check_params(params: SamplingParams) -> None:
+def _check_params(params: SamplingParams, slots: int | None) -> None:
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots ({slots}) must be at least 1; None decodes all rows at once")
     if params.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens ({params.max_new_tokens}) must be at least 1")
     if params.num_return_sequences < 1:
