@@ -104,9 +104,11 @@ class SlotMemory:
 
     def step(self, model: PreTrainedModel, *, slots: int, columns: int) -> None:
         """Makes a decode step of the first `slots` slots over the first `columns` columns; see `decode_step`."""
-        run = partial(self._run, _compiled() if self._key.compile_decoding else decode_step, model, slots, columns)
+        # Bound to the tensors of now, as a graph is to their addresses.
+        tensors = (self.cache, self.state, self.outputs, self.rules)
+        eager = partial(decode_step, model, *tensors, slots=slots, columns=columns)
+        run = partial(_compiled(), *eager.args, **eager.keywords) if self._key.compile_decoding else eager
         if self.capture is not None and not self._steps:
-            eager = partial(self._run, decode_step, model, slots, columns)
             problem = self._without_rows(partial(host_read, eager))
             if problem is not None:
                 self.capture = None
@@ -125,9 +127,6 @@ class SlotMemory:
             with _uncached_autocast(self._device):
                 self._steps[key] = self._without_rows(partial(self.capture, run))
         self._steps[key]()
-
-    def _run(self, decode: Callable[..., None], model: PreTrainedModel, slots: int, columns: int) -> None:
-        decode(model, self.cache, self.state, self.outputs, self.rules, slots=slots, columns=columns)
 
     def _without_rows(self, call: Callable[[], Any]) -> Any:
         """Returns `call()`, during which no row runs, so that steps in it record nothing and advance no row."""

@@ -121,3 +121,9 @@ def test_a_permutation_depends_on_its_whole_key() -> None:
     assert torch.equal(seeded_permutation(50, 1, 2), seeded_permutation(50, 1, 2))
     keys = [(1, 2), (2, 1), (0, 3), (3, 0), (3,), (1, 2, 0)]
     assert len({tuple(seeded_permutation(50, *key).tolist()) for key in keys}) == len(keys)
+
+
+def test_rows_have_positions_of_their_own() -> None:
+    keys, positions = torch.tensor([5, -7, 1 << 40]), torch.tensor([0, 9, 3])
+    each = [uniforms(key[None], int(position)) for key, position in zip(keys, positions, strict=True)]
+    assert torch.equal(uniforms(keys, positions), torch.cat(each))

@@ -178,6 +178,10 @@ def test_adapters_that_are_switched_count_as_other_weights() -> None:
     with lora.disable_adapter():
         assert weights_binding(base) != bound
     assert weights_binding(base) == bound
+    base.model.layers[0].self_attn.q_proj.set_scale("default", 0.5)
+    assert weights_binding(base) != bound
+    base.model.layers[0].self_attn.q_proj.set_scale("default", 1.0)
+    assert weights_binding(base) == bound
     lora.merge_adapter()
     assert weights_binding(base) != bound
 
@@ -330,6 +334,7 @@ def test_what_was_captured_is_kept_for_the_next_call_with_the_model(monkeypatch:
     with kept(model, params, rows=9) as more_rows:
         assert more_rows is first and len(more_rows.outputs.responses) == 10
         assert more_rows.state.rows.tolist() == [9] * SLOTS
+        assert_same(sampled(more_rows, model, params), plain(model, params))
     with kept(model, params, columns=20) as longer:
         assert longer is not first and longer.sizes == (SLOTS, 2, 20)
         assert longer.capture is first.capture

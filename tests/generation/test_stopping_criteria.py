@@ -25,6 +25,11 @@ def test_truncate_tokens_end_a_row_only_after_enough_tokens() -> None:
     assert rule(TOKENS, 3).tolist() == [True, False, True]
 
 
+def test_rows_at_positions_of_their_own_end_as_each_would_alone() -> None:
+    rule = StopRule([2], truncate_token_ids=[9], truncate_after=3, device=CPU)
+    assert rule(torch.tensor([9, 9, 2]), torch.tensor([2, 3, 0])).tolist() == [False, True, True]
+
+
 def test_a_token_that_both_stops_and_truncates_stops_at_any_position() -> None:
     assert StopRule([9], truncate_token_ids=[9], truncate_after=3, device=CPU)(TOKENS, 0).tolist() == [
         False,

@@ -144,3 +144,19 @@ def test_the_logits_are_not_changed() -> None:
     before = logits.clone()
     choose_tokens(logits, EDGES, temperature=1.0, top_k=2, top_p=0.5)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 3000])
+def test_a_row_is_chosen_alone_as_among_others_to_the_last_bit(size: int) -> None:
+    # Together the rows are summed in several chunks of blocks, alone in one.
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(300, size, generator=generator)
+    numbers = torch.rand(300, generator=generator, dtype=torch.float64)
+    given = logits.clone()
+    together = choose_tokens(logits, numbers, temperature=1.0)
+    alone = [
+        choose_tokens(row[None], number[None], temperature=1.0) for row, number in zip(logits, numbers, strict=True)
+    ]
+    assert torch.equal(together.tokens, torch.cat([choice.tokens for choice in alone]))
+    assert torch.equal(together.logprobs, torch.cat([choice.logprobs for choice in alone]))
+    assert torch.equal(logits, given)
