@@ -28,7 +28,7 @@ quickstart results overopt compare lora: $(INSTALLED)
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
 
-# Against TRL, which gets .venv-trl, and against the bare model compute; BENCH="--quick" for two minutes.
+# Against TRL, which gets .venv-trl, and against the bare model compute; BENCH="--quick" takes two minutes.
 BENCH ?=
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.benchmarks.step $(BENCH)

@@ -8,6 +8,7 @@ Weights are random, and no response ends before its last token, so that every wa
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def decoding_speed(
     device = model.device
     prompts = torch.randint(2, model.config.vocab_size, (rows, prompt_len), device=device)
     short, long = (
-        min(synchronized_seconds(lambda n=n: WAYS[way](model, prompts, n), device) for _ in range(3))
+        min(synchronized_seconds(partial(WAYS[way], model, prompts, n), device) for _ in range(3))
         for n in (tokens // 2, tokens)
     )
     steps_per_second = (tokens - tokens // 2) / max(long - short, 1e-9)
@@ -174,9 +175,9 @@ def step_bytes(model: PreTrainedModel, *, rows: int, columns: int) -> int:
     rows' lines, and the keys and values of `rows` rows of `columns` tokens.
     """
     config = model.config
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights: Any = sum(parameter.nbytes for parameter in model.parameters())
     if not config.tie_word_embeddings:
-        weights -= model.get_input_embeddings().weight.nbytes  # type: ignore[operator, union-attr]
+        weights -= model.get_input_embeddings().weight.nbytes
     size = config.hidden_size // config.num_attention_heads
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * size * rows * columns
     return int(weights + numbers * model.dtype.itemsize)

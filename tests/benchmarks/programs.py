@@ -114,6 +114,7 @@ def take_turns(programs: Sequence[Program], rounds: int) -> list[list[Step]]:
             program.step()
     steps: list[list[Step]] = [[] for _ in programs]
     for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", flush=True)
         for i in range(len(programs)):
             turn = (i + number) % len(programs)
             steps[turn].append(programs[turn].step())

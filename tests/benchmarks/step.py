@@ -38,6 +38,7 @@ def compare(
     workload: workloads.Workload, pythons: dict[str, str], *, rounds: int, threads: int, name: str
 ) -> Comparison:
     """All programs on one workload."""
+    print(f"{name}: {report.describe(workload)}", flush=True)
     with started([(module, python, workload) for module, python in pythons.items()], threads) as programs:
         steps = take_turns(programs, rounds)
         counted = [program.step(count_flops=True) for program in programs]
@@ -53,6 +54,7 @@ def compare(
 
 def grow(sizes: dict[str, workloads.Workload], module: str, python: str, *, rounds: int, threads: int) -> Growth:
     """One program on all `sizes`, the first of which is the measure of the others."""
+    print(f"growth of {module}", flush=True)
     with started([(module, python, workload) for workload in sizes.values()], threads) as programs:
         steps = take_turns(programs, rounds)
     return Growth(module, dict(zip(sizes, steps, strict=True)))

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic and its turns, on invented steps; the programs themselves are run by hand (`make bench`)."""
+"""The benchmark's arithmetic and turns, on invented steps; the programs themselves run by hand (`make bench`)."""
 
 import pytest
 
