@@ -45,14 +45,19 @@ class Rollouts(TypedDict, total=False):
     rollout_logprobs: Required[Tensor]
     """(B, R) float32, log-probabilities under the policy as computed by the sampler."""
     logprobs: Required[Tensor]
-    """(B, R) float32, log-probabilities under the old policy, from the trainer's own forward pass; with `old_policy:
-    rollout`, a copy of `rollout_logprobs`."""
+    """(B, R) float32, log-probabilities under the old policy, from the trainer's own forward pass or, without
+    `recomputed`, a copy of `rollout_logprobs`."""
+    recomputed: NotRequired[Tensor]
+    """(B,) bool, all True: `logprobs` are from the trainer's own forward pass, so sampler and trainer can be compared.
+    Absent with `old_policy: rollout`, and in the steps in which `auto` takes the sampler's."""
     ref_logprobs: Required[Tensor]
     """(B, R) float32, log-probabilities under the reference policy; without a reference, a copy of `logprobs`."""
     entropies: NotRequired[Tensor]
-    """(B, R) float32, entropy of the old policy's distribution at each token; absent with `old_policy: rollout`."""
+    """(B, R) float32, entropy of the old policy's distribution at each token; absent without `recomputed`, and in steps
+    that log no entropies (`entropy_logging_steps`)."""
     ref_entropies: NotRequired[Tensor]
-    """(B, R) float32, entropy of the reference policy's distribution at each token; absent without a reference."""
+    """(B, R) float32, entropy of the reference policy's distribution at each token; absent without a reference, and in
+    steps that log no entropies."""
     values: NotRequired[Tensor]
     """(B, R) float32, the critic's value of the state before the action; absent without a critic."""
     value_means: NotRequired[Tensor]

@@ -31,8 +31,8 @@ save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_r
 total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
 logprob_chunk_size deepspeed ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates
 eval_do_sample eval_top_p eval_top_k trust_remote_code reward_retries reward_retry_pause failed_rewards
-mismatch_action max_tokens_per_micro_batch padding_free optim cuda_graphs
-compile_decoding
+mismatch_action mismatch_check_steps entropy_logging_steps kept_logits_gib max_tokens_per_micro_batch padding_free
+optim cuda_graphs compile_decoding
 """.split()
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
 _COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]

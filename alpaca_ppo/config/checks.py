@@ -17,6 +17,9 @@ MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes"),)
 the file.
 """
 
+ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
+"""Metrics that only every `entropy_logging_steps`-th step has."""
+
 _CRITIC_ONLY = (
     "critic",
     "risk_level",
@@ -214,6 +217,17 @@ def _check_best_metric(config: Any) -> None:
             f"metric_for_best_model is {metric!r}, but save_steps ({config.save_steps}) is not a multiple of "
             f"eval_steps ({config.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to "
             f"{config.save_steps}"
+        )
+    remedies = []
+    if metric in ENTROPIES and config.entropy_logging_steps > 1:
+        remedies.append("entropy_logging_steps: 1")
+    if metric == "objective/entropies" and config.old_policy == "auto":
+        remedies.append("old_policy: recompute")
+    if remedies:
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, but entropy_logging_steps is {config.entropy_logging_steps} and "
+            f"old_policy is {config.old_policy!r}, with which not every step has that metric; set "
+            f"{' and '.join(remedies)}, or choose another metric"
         )
 
 

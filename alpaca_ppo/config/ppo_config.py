@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from alpaca_ppo.config.checks import check_combinations
 from alpaca_ppo.config.fields import argument, check_fields, shown
+from alpaca_ppo.config.run_options import RunOptions
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     CRITIC_HEADS,
@@ -24,68 +25,13 @@ from alpaca_ppo.registry import (
 
 
 @dataclass(frozen=True)
-class PPOConfig:
-    """Everything that `PPOTrainer` needs besides models, data and rewards.
+class PPOConfig(RunOptions):
+    """Everything that `PPOTrainer` needs besides models, data and rewards; the options of the run are in `RunOptions`.
 
     Raises:
         ValueError: for a value outside its range, or for two options that contradict each other; the message names the
             fields, their values and the remedy.
     """
-
-    output_dir: str = argument(
-        "outputs/ppo", "Folder for checkpoints, final models, metrics.jsonl and logs.", group="Run and tracking"
-    )
-    run_name: str | None = argument(None, "Name of the run in the trackers; null = the name of output_dir.")
-    seed: int = argument(
-        42,
-        "Seed of the prompt order, the sampling, the mini-batches and, in train(), the global generators.",
-        at_least=0,
-    )
-    report_to: list[str] | str = argument(
-        ["tensorboard"], "Accelerate's trackers to log to, such as tensorboard or wandb; all, or none."
-    )
-    logging_steps: int = argument(
-        1, "Steps between two reports to the trackers; metrics.jsonl gets every step.", at_least=1
-    )
-    num_logged_rollouts: int = argument(
-        8, "Samples per step written to rollouts/ with their per-token numbers; 0 = none.", at_least=0
-    )
-
-    save_steps: int = argument(
-        0, "Steps between two checkpoints; 0 = only the final model is saved.", at_least=0, group="Checkpoints"
-    )
-    save_total_limit: int | None = argument(
-        None,
-        "Number of checkpoints to keep, including the newest and the best (1 keeps both); null = all.",
-        at_least=1,
-    )
-    metric_for_best_model: str | None = argument(
-        None, "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept."
-    )
-    greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is better.")
-    ignore_data_change: bool = argument(
-        False, "Resume even if the training data differ from the checkpoint's; the remaining steps use the new data."
-    )
-    ignore_model_change: bool = argument(
-        False,
-        "Resume even if the starting policy or the reference differs from the checkpoint's; the remaining steps "
-        "measure the KL to the new reference.",
-    )
-    ignore_reward_change: bool = argument(
-        False,
-        "Resume even if reward sources or their weights differ from the checkpoint's; the remaining steps use the new "
-        "ones.",
-    )
-    merge_on_save: bool = argument(False, "Also save final/merged, the policy with its adapter merged into the base.")
-    push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
-    hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")
-
-    eval_steps: int = argument(
-        0, "Steps between two evaluations; 0 = only before and after training.", at_least=0, group="Evaluation"
-    )
-    eval_do_sample: bool = argument(False, "Evaluate sampled responses instead of greedy ones.")
-    eval_top_p: float | None = argument(None, "Nucleus sampling in evaluation.", above=0, at_most=1)
-    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1)
 
     query_len: int = argument(192, "Maximum length of a prompt, in tokens.", at_least=1, group="Prompts")
     overlong_prompts: Literal["drop", "error"] = argument(
@@ -132,10 +78,15 @@ class PPOConfig:
         registry=GENERATION_BACKENDS,
     )
     cuda_graphs: bool = argument(
-        True, "On a GPU, capture decode steps in CUDA graphs; the KV cache then stays allocated between rollouts."
+        True,
+        "On a GPU, capture decode steps of generation_backend slots in CUDA graphs: a small batch is then not slowed "
+        "down by the host. The KV cache stays allocated between rollouts; false frees it.",
     )
     compile_decoding: bool = argument(
-        False, "Compile decode steps: minutes for each shape; on a CPU, steps of one row become 1.6 to 3 times as fast."
+        False,
+        "Run decode steps of generation_backend slots through torch.compile. Each number of rows and of columns takes "
+        "a minute or more to compile, so it pays in long runs of small models (on a CPU, steps of one row are 1.6 to 3 "
+        "times as fast, of 32 rows 1.1 times).",
     )
     truncate_tokens: list[str | int] | None = argument(
         None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."
@@ -200,10 +151,16 @@ class PPOConfig:
     )
     loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
     entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
-    old_policy: Literal["recompute", "rollout", "correct"] = argument(
-        "recompute",
+    old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
+        "auto",
         "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
-        "correct recomputes and weights the loss by the ratio of the two.",
+        "correct recomputes and weights the loss by the ratio of the two. auto recomputes, and in float32 takes the "
+        "sampler's once the two have agreed.",
+    )
+    mismatch_check_steps: int = argument(
+        50,
+        "With old_policy auto: steps between two that recompute all the same, to compare sampler and trainer.",
+        at_least=1,
     )
     rollout_correction_level: RolloutCorrectionLevel = argument(
         "token", "With old_policy correct: one weight per token, or one per sequence."
@@ -369,6 +326,12 @@ class PPOConfig:
         "error where it does not), or never.",
     )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
+    kept_logits_gib: float = argument(
+        1.0,
+        "Most GiB of a micro-batch's logits that are kept for the backward pass, which recomputes the others; 1 holds "
+        "those of 3,500 tokens in bfloat16 at a vocabulary of 150,000. 0 saves memory and changes no number.",
+        at_least=0,
+    )
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(
         None,

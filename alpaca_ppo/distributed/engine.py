@@ -6,7 +6,7 @@ An engine wraps policy and critic and knows where their weights and the optimize
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models.half_weights import HalfPrecisionCopies
 
 
 class GradNorms(NamedTuple):
@@ -98,6 +99,9 @@ class Engine(TrainState):
         super().__init__(actor_critic, optimizer)
         self.accelerator, self.actor_critic = accelerator, actor_critic
         self.max_grad_norm, self.critic_max_grad_norm = max_grad_norm, critic_max_grad_norm
+        models = (actor_critic.policy, actor_critic.critic) if accelerator.native_amp else ()
+        # Of the policy and of the critic's own weights; none without autocast.
+        self._copies = [HalfPrecisionCopies(model) for model in models if model is not None]
         self.model: Any = self._wrap()
 
     def _wrap(self) -> Any:
@@ -131,7 +135,10 @@ class Engine(TrainState):
         """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one, or
         (`defers_reduction`) by `end_micro_batches`.
         """
-        with nullcontext() if last and not self.defers_reduction else self.accelerator.no_sync(self.model):
+        with (
+            self._copies_active(trained=True),
+            nullcontext() if last and not self.defers_reduction else self.accelerator.no_sync(self.model),
+        ):
             yield
 
     def end_micro_batches(self) -> None:
@@ -182,8 +189,13 @@ class Engine(TrainState):
         has_critic = self.actor_critic.critic is not None
         critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
         norms = GradNorms(policy, critic)
+        # Their memory is free outside the update, but for what a captured decode step reads.
+        for copies in self._copies[1 if self._replays else 0 :]:
+            copies.release(frozen=False)
         if norms.non_finite is None:
             self._stepping.step()
+            for copies in self._copies:
+                copies.weights_changed()
         self._stepping.zero_grad()
         return norms
 
@@ -200,6 +212,32 @@ class Engine(TrainState):
         """Shards a frozen model in place, and casts a reference to the policy's precision, if this engine shards and
         casts the trained models. With `offload`, the shards stay in host memory.
         """
+
+    @contextmanager
+    def autocast(self, *, sampling: bool = False) -> Iterator[None]:
+        """Wraps passes without gradients in the run's precision: one block for the sampling of a rollout, and one for
+        each model that evaluates it.
+
+        Frozen weights are read from copies (`models.half_weights`). Of trained weights autocast keeps its casts until
+        the block ends; only steps that a GPU replays need copies of them, which stay at their addresses.
+        """
+        replayed = sampling and self._replays
+        with self.accelerator.autocast(), self._copies_active(trained=replayed):
+            for copies in self._copies[:1] if replayed else ():
+                copies.make()
+            yield
+
+    @contextmanager
+    def _copies_active(self, *, trained: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for copies in self._copies:
+                stack.enter_context(copies.active(trained=trained))
+            yield
+
+    @property
+    def _replays(self) -> bool:
+        """Whether decode steps may be captured and replayed."""
+        return self.accelerator.device.type == "cuda"
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:

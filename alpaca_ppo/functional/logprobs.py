@@ -72,15 +72,17 @@ def chunked_logprobs(
     chunk_size: int,
     bias: Tensor | None = None,
     with_entropy: bool = True,
+    kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
     """`token_logprobs` and `entropy_from_logits` of logits = hidden @ lm_head_weight.T + bias, with the logits of only
-    one chunk of tokens in memory.
+    one chunk of tokens in memory, and of those that `kept_bytes` has room for.
 
     The forward and the backward pass hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform`
-    saves. The backward pass recomputes the logits of each chunk and accumulates the gradient of the weight in place (in
-    float32, if the weight's dtype is narrower). Under autocast the matrix product uses autocast's dtype, as the model's
-    own head does. Gradients flow to hidden, weight and bias; there is no second derivative.
+    saves. The backward pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were
+    kept, and accumulates the gradient of the weight in place (in float32, if the weight's dtype is narrower). Either
+    way the gradients are the same to the last bit. Under autocast the matrix product uses autocast's dtype, as the
+    model's own head does. Gradients flow to hidden, weight and bias; there is no second derivative.
 
     Args:
         hidden: (..., H), the states that the labels are predicted from. Zero tokens are allowed; the result is then
@@ -91,6 +93,9 @@ def chunked_logprobs(
         chunk_size: tokens per chunk.
         bias: (V,), added to the logits.
         with_entropy: compute entropies too.
+        kept_bytes: the most bytes of logits that are kept for a backward pass: those of the first chunks, as far as
+            whole chunks fit, in the dtype of the matrix product. They are freed one by one in the backward pass; a
+            second one through a retained graph recomputes them.
         logit_transform: an elementwise function of the raw logits in float32 or wider, applied before the temperature
             (Gemma's final soft-capping). Tensors that it closes over get no gradient.
 
@@ -101,7 +106,16 @@ def chunked_logprobs(
     _check_labels("hidden", hidden, labels)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 token")
-    settings = _Settings(_matmul_dtype(hidden, lm_head_weight), temperature, chunk_size, with_entropy, logit_transform)
+    inputs = (hidden, lm_head_weight) if bias is None else (hidden, lm_head_weight, bias)
+    has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    settings = _Settings(
+        _matmul_dtype(hidden, lm_head_weight),
+        temperature,
+        chunk_size,
+        with_entropy,
+        kept_bytes if has_backward else 0,
+        logit_transform,
+    )
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.size(-1)), lm_head_weight, bias, labels.reshape(-1), settings
     )
@@ -113,6 +127,7 @@ class _Settings(NamedTuple):
     temperature: float
     chunk_size: int
     with_entropy: bool
+    kept_bytes: float
     logit_transform: LogitTransform | None
 
 
@@ -131,14 +146,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_zeros(hidden.size(0), dtype=_softmax_dtype(settings))
         entropies, normalizers = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        kept: dict[int, Tensor] = {}
         with torch.autocast(hidden.device.type, enabled=False):
             head = _head(weight, bias, settings)
+            room = settings.kept_bytes // (weight.size(0) * head[0].element_size())
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
+                if chunk.stop <= room:
+                    kept[chunk.start] = _raw_logits(hidden[chunk], *head, settings)
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = _forward_chunk(
-                    hidden[chunk], *head, labels[chunk], settings
+                    hidden[chunk], *head, labels[chunk], settings, kept.get(chunk.start)
                 )
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, entropies)
-        ctx.settings = settings
+        # Not among the saved tensors, which could not be freed one by one.
+        ctx.settings, ctx.kept = settings, kept
         # The gradient of an output that no loss uses is then None, and the backward pass can skip that part.
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -161,7 +181,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
                 states = hidden[chunk].to(settings.matmul_dtype)
                 part = _Saved(*(tensor[chunk] for tensor in saved))
-                grad_logits = _grad_logits(states, *head, part, grad_logprobs[chunk], grad_entropies[chunk], settings)
+                grad_logits = _grad_logits(
+                    states,
+                    *head,
+                    part,
+                    grad_logprobs[chunk],
+                    grad_entropies[chunk],
+                    settings,
+                    ctx.kept.pop(chunk.start, None),
+                )
                 _add_chunk(grads, chunk, grad_logits, states, head[0])
                 # Otherwise it would stay in memory beside the tensors of the next chunk.
                 del grad_logits
@@ -170,12 +198,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _forward_chunk(
-    states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
+    states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    scaled = _raw_logits(states, weight, bias, settings)
+    """Log-probs, normalizers and entropies of a chunk, each (chunk,); `kept`: its raw logits (chunk, V), if kept."""
+    scaled = at_least_float32(_raw_logits(states, weight, bias, settings) if kept is None else kept)
     if settings.logit_transform is not None:
         scaled = settings.logit_transform(scaled)
-    scaled = scaled.div_(settings.temperature)
+    scaled = scaled.div_(settings.temperature) if kept is None else scaled / settings.temperature
     normalizers = scaled.logsumexp(dim=-1)
     logprobs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers
     if not settings.with_entropy:
@@ -192,13 +221,14 @@ def _grad_logits(
     grad_logprobs: Tensor,
     grad_entropies: Tensor,
     settings: _Settings,
+    kept: Tensor | None,
 ) -> Tensor:
-    """Gradient of a chunk's raw logits, (chunk, V), in the softmax dtype.
+    """Gradient of a chunk's raw logits, (chunk, V), in the softmax dtype; `kept`, those logits, is overwritten.
 
     With p = softmax(z), H its entropy and y the label: d log p_y / dz_j = [j = y] - p_j and
     dH / dz_j = -p_j (log p_j + H).
     """
-    raw = _raw_logits(states, weight, bias, settings)
+    raw = at_least_float32(_raw_logits(states, weight, bias, settings) if kept is None else kept)
     if settings.logit_transform is None:
         scaled = raw.div_(settings.temperature)
     else:
@@ -222,7 +252,8 @@ def _grad_logits(
 
 
 def _raw_logits(states: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
-    return at_least_float32(F.linear(states.to(settings.matmul_dtype), weight, bias))
+    """The logits (chunk, V) of a chunk, in the dtype of the matrix product."""
+    return F.linear(states.to(settings.matmul_dtype), weight, bias)
 
 
 def _head(weight: Tensor, bias: Tensor | None, settings: _Settings) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +275,7 @@ def _add_chunk(grads: list[Tensor | None], chunk: slice, grad_logits: Tensor, st
 
 
 def _chunks(tokens: int, chunk_size: int) -> list[slice]:
-    return [slice(start, start + chunk_size) for start in range(0, tokens, chunk_size)]
+    return [slice(start, min(start + chunk_size, tokens)) for start in range(0, tokens, chunk_size)]
 
 
 def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
@@ -54,6 +55,8 @@ class Critic(nn.Module):
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
         super().__init__()
         assert backbone is None or not has_adapter
+        if backbone is not None:
+            use_torch_activations(backbone)
         self.head = head
         self.backbone = backbone
         self.has_adapter = has_adapter
@@ -120,6 +123,8 @@ class ActorCritic(nn.Module):
         chunk_size: int,
         with_policy: bool = True,
         with_critic: bool = True,
+        with_entropies: bool = True,
+        kept_bytes: float = 0,
         value_taus: Tensor | None = None,
         packed: tuple[PackedRows, PackedRows] | None = None,
     ) -> ActorCriticOutputs:
@@ -134,6 +139,8 @@ class ActorCritic(nn.Module):
             chunk_size: tokens whose logits are in memory at once.
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
+            with_entropies: False leaves the entropies out.
+            kept_bytes: of the policy's logits that are kept for the backward pass (`chunked_logprobs`).
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
             packed: what `pack` returned for these rows, if the caller has it.
         """
@@ -146,7 +153,13 @@ class ActorCritic(nn.Module):
         if with_policy:
             assert states is not None
             logprobs, entropies = self.policy.outputs_from_states(
-                states, packed_rows, responses, temperature=temperature, chunk_size=chunk_size
+                states,
+                packed_rows,
+                responses,
+                temperature=temperature,
+                chunk_size=chunk_size,
+                with_entropies=with_entropies,
+                kept_bytes=kept_bytes,
             )
         if self.critic is None or not with_critic:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)

@@ -112,7 +112,9 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     activation checkpointing.
     """
     disable_dropout(built)
-    built.policy.padding_free = use_padding_free(built.policy.model, args.padding_free)
+    # A subclass that reads the rows itself knows whether it can do without padding.
+    if type(built.policy).states is Policy.states:
+        built.policy.padding_free = use_padding_free(built.policy.model, args.padding_free)
     backbones: list[Any] = [built.policy.model]
     if built.critic is not None:
         built.critic.head.configure(args)

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.activations import use_torch_activations
+from alpaca_ppo.models.half_weights import head_weights
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout, sequence_keywords
 
 
@@ -24,12 +26,13 @@ class PolicyOutputs(NamedTuple):
 
     logprobs: Tensor
     """(B, R) float32 or wider, in nats."""
-    entropies: Tensor
-    """(B, R) float32 or wider, in nats: of the distribution that each token was drawn from."""
+    entropies: Tensor | None
+    """(B, R) float32 or wider, in nats: of the distribution that each token was drawn from; None if not requested."""
 
 
 class Policy(nn.Module):
-    """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied.
+    """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied; some of its
+    activations are replaced by faster ones (`activations`).
 
     Args:
         model: the language model; `AdapterSet.model` if it has adapters.
@@ -48,6 +51,7 @@ class Policy(nn.Module):
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
         _check_architecture(model)
+        use_torch_activations(model)
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
@@ -83,23 +87,35 @@ class Policy(nn.Module):
         return response_states(self.model.base_model, packed)
 
     def outputs_from_states(
-        self, states: Tensor, packed: PackedRows, responses: Tensor, *, temperature: float, chunk_size: int
+        self,
+        states: Tensor,
+        packed: PackedRows,
+        responses: Tensor,
+        *,
+        temperature: float,
+        chunk_size: int,
+        with_entropies: bool = True,
+        kept_bytes: float = 0,
     ) -> PolicyOutputs:
-        """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`."""
+        """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`.
+
+        The keywords are those of `forward`.
+        """
         scale, transform = logit_scaling(self.model.config)
+        weight, bias = head_weights(self.head)
         flat = chunked_logprobs(
             states,
-            self.head.weight,
+            weight,
             responses[packed.rows, packed.actions],
             temperature=temperature / scale,
             chunk_size=chunk_size,
-            bias=self.head.bias,
+            bias=bias,
+            with_entropy=with_entropies,
+            kept_bytes=kept_bytes,
             logit_transform=transform,
         )
-        assert flat.entropies is not None
-        return PolicyOutputs(
-            scatter_tokens(flat.logprobs, packed, responses), scatter_tokens(flat.entropies, packed, responses)
-        )
+        entropies = None if flat.entropies is None else scatter_tokens(flat.entropies, packed, responses)
+        return PolicyOutputs(scatter_tokens(flat.logprobs, packed, responses), entropies)
 
     def forward(
         self,
@@ -110,6 +126,8 @@ class Policy(nn.Module):
         *,
         temperature: float,
         chunk_size: int,
+        with_entropies: bool = True,
+        kept_bytes: float = 0,
         packed: PackedRows | None = None,
     ) -> PolicyOutputs:
         """Returns log-probabilities and entropies (B, R) of `responses`, under softmax(logits / temperature).
@@ -121,11 +139,19 @@ class Policy(nn.Module):
             response_mask: (B, R) bool, True = chosen by the policy.
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
+            with_entropies: False leaves the entropies out.
+            kept_bytes: of the logits that are kept for the backward pass (`chunked_logprobs`).
             packed: what `pack` returned for these rows, if the caller has it.
         """
         packed = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         return self.outputs_from_states(
-            self.states(packed), packed, responses, temperature=temperature, chunk_size=chunk_size
+            self.states(packed),
+            packed,
+            responses,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            with_entropies=with_entropies,
+            kept_bytes=kept_bytes,
         )
 
     @torch.no_grad()

@@ -63,7 +63,8 @@ def loss_terms(
     """The terms of a micro-batch's loss and their statistics.
 
     Args:
-        forward: a pass over the micro-batch; takes `with_policy` and `with_critic`.
+        forward: a pass over the micro-batch; takes `with_policy` and `with_critic`. If its outputs have entropies,
+            their mean is among the statistics.
         batch: the micro-batch.
         args: the run's configuration.
         head: the critic's; None without a critic.
@@ -82,7 +83,7 @@ def loss_terms(
 
 def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
     """Policy loss, KL loss and entropy bonus, added up, and their statistics."""
-    assert outputs.logprobs is not None and outputs.entropies is not None
+    assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
     policy = _checked(
         f"policy_loss {args.policy_loss!r}",
@@ -97,7 +98,8 @@ def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
         ),
     )
     stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
-    stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
+    if outputs.entropies is not None:
+        stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
     stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
     loss = policy.loss
     if args.use_kl_loss:
@@ -107,11 +109,12 @@ def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
         )
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
+        assert outputs.entropies is not None
         stats["loss/entropy"] = aggregate_loss(
             _weighted(outputs.entropies, weights), mask, args.loss_agg_mode, denominator=denominator
         )
         loss = loss - args.entropy_coef * stats["loss/entropy"]
-    if args.old_policy == "rollout":
+    if args.old_policy in ("auto", "rollout") and "recomputed" not in batch:
         stats |= mismatch_stats(outputs.logprobs, batch["rollout_logprobs"], mask)
     return loss, stats
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
@@ -137,6 +138,14 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
 
 
+def logs_entropies(step: int, args: PPOConfig) -> bool:
+    """Whether the metrics of `step` (from 0) include entropies: the first step's, and every `entropy_logging_steps`-th.
+
+    As with `logging_steps`, steps are counted from 1, so that trackers get both if one is a multiple of the other.
+    """
+    return step == 0 or (step + 1) % args.entropy_logging_steps == 0
+
+
 @torch.no_grad()
 def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Returns `mismatch/*`: how the trainer's log-probs differ from the sampler's, for the same policy.
@@ -158,6 +167,8 @@ def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 
 def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
     """Returns `objective/*` and `mismatch/*` of a step: rewards, KL and entropies in nats, lengths in tokens.
+
+    Entropies are there if `rollouts` has them, the mismatch if the trainer has evaluated the policy (`recomputed`).
 
     Args:
         rollouts: the step's rollouts, with shaped rewards.
@@ -184,10 +195,10 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
     if "baseline_scores" in rollouts:
         stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
-    if "entropies" not in rollouts:
-        # Without a forward pass of the trainer, there is nothing to compare the sampler with.
+    if "entropies" in rollouts:
+        stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
+    if "recomputed" not in rollouts:
         return stats
-    stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
     mismatch = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
     return stats | {name: float(value) for name, value in mismatch.items()}
 

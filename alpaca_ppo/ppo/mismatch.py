@@ -2,7 +2,8 @@
 
 `judge` compares `mismatch/*` with the one table of bounds, `BOUNDS`. `MismatchGuard` applies it in a run: to a few
 short responses before the first rollout is paid for, and to the rollouts of every step before they train the policy.
-How the metrics are measured is in `metrics`; the weights of `old_policy: correct` are in `functional.policy_losses`.
+How the metrics are measured is in `metrics`, what `old_policy: auto` concludes from them in `old_policy`; the weights
+of `old_policy: correct` are in `functional.policy_losses`.
 """
 
 import math
@@ -198,17 +199,21 @@ class MismatchGuard:
         if fault is not None:
             raise ValueError(fault)
 
-    def check_rollouts(self, rollouts: Rollouts) -> None:
-        """Judges the global rollouts of a step before the update, unless the trainer has not evaluated them
-        (`old_policy: rollout`). Every rank must call it.
+    @property
+    def half_precision(self) -> bool:
+        """Whether the policy computes in less than 32 bits."""
+        return in_half_precision(self._engine.actor_critic, self._accelerator)
 
-        Raises:
-            SamplerMismatch: as `check`.
-        """
-        if self.active and "entropies" in rollouts:
-            mask = rollouts["response_mask"]
-            stats = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
-            self.check(self._largest(stats))
+    @property
+    def shares_states(self) -> bool:
+        """Whether the critic reads the policy's hidden states, so that its pass is one of the policy too."""
+        critic = self._engine.actor_critic.critic
+        return critic is not None and critic.shares_states
+
+    def stats(self, rollouts: Rollouts) -> dict[str, float]:
+        """`mismatch/*` of global rollouts that the trainer has evaluated (`recomputed`). Every rank must call it."""
+        mask = rollouts["response_mask"]
+        return self._largest(mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask))
 
     def check(self, stats: Mapping[str, float]) -> None:
         """Judges `mismatch/*` of all ranks' responses in one step.
@@ -222,8 +227,7 @@ class MismatchGuard:
                 raise SamplerMismatch(fault)
 
     def _judge(self, stats: Mapping[str, float]) -> list[Finding]:
-        half = in_half_precision(self._engine.actor_critic, self._accelerator)
-        return judge(stats, half_precision=half, temperature=self._args.temperature)
+        return judge(stats, half_precision=self.half_precision, temperature=self._args.temperature)
 
     def _sample(
         self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
@@ -237,7 +241,7 @@ class MismatchGuard:
     ) -> Tensor:
         settings = collector.evaluation_settings(self._engine, sampling_params.temperature)
         model, device = self._engine.actor_critic, self._accelerator.device
-        with self._accelerator.autocast():
+        with self._engine.autocast():
             outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)
         return outputs["logprobs"]
 

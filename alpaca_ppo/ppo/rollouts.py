@@ -5,7 +5,7 @@ scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ class RolloutPasses:
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
+    with_entropies: bool = False
+    """The entropies of policy and reference."""
     greedy_baseline: bool = False
     """The score of each prompt's greedy response, as `baseline_scores`."""
     compares_group: bool = False
@@ -62,6 +64,8 @@ class EvaluationSettings:
     """Tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding."""
     most_passes: Callable[[int], int] = int
     """From this rank's number of passes the number that all ranks make, where they have to make equally many."""
+    with_entropies: bool = False
+    """Whether entropies are computed."""
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -208,8 +212,8 @@ def evaluate_responses(
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU, from a
-    forward pass of the trainer without gradients.
+    """`logprobs`, `entropies` (if asked for) and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU,
+    from a forward pass of the trainer without gradients.
 
     Args:
         model: what to run.
@@ -225,7 +229,12 @@ def evaluate_responses(
     for rows, tensors, packed in whole.passes(model):
         poll()
         outputs = model(
-            *tensors, temperature=settings.temperature, chunk_size=settings.chunk_size, packed=packed, **parts
+            *tensors,
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            with_entropies=settings.with_entropies,
+            packed=packed,
+            **parts,
         )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
@@ -332,7 +341,7 @@ class RolloutCollector:
                 early.check()
 
         with (
-            self.accelerator.autocast(),
+            engine.autocast(sampling=True),
             engine.sampling() as (model, any_rank),
             poll.sampling(any_rank) as before_token,
         ):
@@ -366,17 +375,17 @@ class RolloutCollector:
         temperature: float,
         poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
+        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
-        Without `passes.with_policy` the sampler's log-probs take the place of the policy's; without a reference,
-        `ref_logprobs` is a copy of the policy's log-probs.
+        Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
+        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
         """
-        settings, device = self.evaluation_settings(engine, temperature), self.accelerator.device
+        settings = replace(self.evaluation_settings(engine, temperature), with_entropies=passes.with_entropies)
+        device = self.accelerator.device
         rows = EvaluatedRows(samples, settings, device)
         out: dict[str, Tensor] = {}
         if passes.with_policy or passes.with_critic:
-            # One block for each model: autocast caches the cast weights until its block ends.
-            with self.accelerator.autocast():
+            with engine.autocast():
                 out = evaluate_responses(
                     engine.actor_critic,
                     rows,
@@ -386,10 +395,12 @@ class RolloutCollector:
                     with_policy=passes.with_policy,
                     with_critic=passes.with_critic,
                 )
-        if not passes.with_policy:
+        if passes.with_policy:
+            out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
+        else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
-        with self.reference.on_device(device) as reference, self.accelerator.autocast():
+        with self.reference.on_device(device) as reference, engine.autocast():
             ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=poll)
         return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

@@ -334,7 +334,7 @@ class Updater:
                 f"before any update the policy's probability ratio deviates from 1 by {error:.3g} (tolerance "
                 f"{tolerance}): old and new log-probs disagree. Likely causes: dropout enabled in a custom model, a "
                 "different dtype or padding in an overridden compute_loss, an adapter's state, or (old_policy: "
-                "rollout) a sampler that differs",
+                "auto or rollout) a sampler that differs",
                 stacklevel=3,
             )
 

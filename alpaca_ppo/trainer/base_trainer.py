@@ -31,6 +31,7 @@ from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
+from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
@@ -60,6 +61,7 @@ class BaseTrainer(ABC):
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
+    old_policy: OldPolicySource
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
 
@@ -112,6 +114,7 @@ class BaseTrainer(ABC):
     def _components(self) -> dict[str, Component]:
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
+        own |= {"old_policy": self.old_policy}
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(

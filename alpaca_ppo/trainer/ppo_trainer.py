@@ -36,6 +36,7 @@ from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
 from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
+from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.registry import GENERATION_BACKENDS
@@ -126,6 +127,8 @@ class PPOTrainer(BaseTrainer):
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
+        has_reference, report = reference is not None, lambda text: self.run_log.message(text)
+        self.old_policy = OldPolicySource(self.mismatch_guard, args, has_reference=has_reference, report=report)
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
         self.timers, self.rollout_poll, self.dropped_rows = metrics.Timers(), RolloutPoll(), 0
@@ -203,8 +206,14 @@ class PPOTrainer(BaseTrainer):
         Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
         up to `rewards`.
         """
-        sampling_params = replace(self.sampling_params, seed=self.args.seed, step=self.state.global_step)
-        return self._rollout(prompt_batches, sampling_params, rollout_passes(self.args))
+        step = self.state.global_step
+        sampling_params = replace(self.sampling_params, seed=self.args.seed, step=step)
+        passes = rollout_passes(
+            self.args,
+            with_policy=self.old_policy.recomputes(step),
+            with_entropies=metrics.logs_entropies(step, self.args),
+        )
+        return self._rollout(prompt_batches, sampling_params, passes)
 
     def _rollout(
         self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, passes: RolloutPasses
@@ -354,7 +363,7 @@ class PPOTrainer(BaseTrainer):
         Marks the step as done (`mark_step_done`), so that the next `rollout` of a custom loop uses new random numbers.
         """
         step, args = self.state.global_step, self.args
-        self.mismatch_guard.check_rollouts(rollouts)
+        self.old_policy.check_rollouts(rollouts, step)
         rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
         update = self.progress.update_for(rollouts)
         rows, key = rollouts["responses"].size(0), (args.seed, step)
@@ -374,7 +383,7 @@ class PPOTrainer(BaseTrainer):
                         freeze_policy=self.in_critic_warmup,
                         value_taus=sample_value_taus(self.critic_head, *key, epoch, update.num_attempted),
                         target_kl_stop=args.target_kl_stop,
-                        check_first=self.mismatch_guard.check if args.old_policy == "rollout" else None,
+                        check_first=self.old_policy.check_first(rollouts, step),
                         poll=self.poll,
                         message=self.run_log.message,
                     )
@@ -416,8 +425,9 @@ class PPOTrainer(BaseTrainer):
         run inside this method, and its part of the returned loss is detached from the critic.
         """
         separate = self.separate_critic_backward and self.updater.separate_backward
+        entropies = self.args.entropy_coef > 0 or metrics.logs_entropies(self.state.global_step, self.args)
         terms = loss_terms(
-            partial(self._forward, rollouts_batch),
+            partial(self._forward, rollouts_batch, with_entropies=entropies),
             rollouts_batch,
             self.args,
             head=self.critic_head,
@@ -437,6 +447,7 @@ class PPOTrainer(BaseTrainer):
             value_taus=batch.get("value_taus"),
             temperature=self.args.temperature,
             chunk_size=self.args.logprob_chunk_size,
+            kept_bytes=self.args.kept_logits_gib * 2**30,
             packed=self.updater.packed(batch),
             **parts,
         )
@@ -449,6 +460,7 @@ class PPOTrainer(BaseTrainer):
             "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts),
+            **self.old_policy.stats(rollouts),
             **self._pop_dropped("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }

@@ -21,6 +21,7 @@ from alpaca_ppo.generation import (
 )
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
+from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.ppo import kl_controllers
@@ -129,7 +130,7 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         _reward_tokenizer(args)
         if not reward_funcs:
             return RewardScorer([], [], policy=policy)
-    return build_reward(
+    scorer = build_reward(
         reward_funcs,
         reward_weights=weights,
         reward_processing_classes=tokenizers,
@@ -140,6 +141,10 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         policy=policy,
         padding_free=bool(args.padding_free),
     )
+    for source in scorer.sources:
+        if isinstance(source, ModelReward):
+            use_torch_activations(source.model)
+    return scorer
 
 
 def _reward_tokenizer(args: PPOConfig) -> Any:

@@ -46,7 +46,7 @@ def against_transformers(model: PreTrainedModel, stops: list[int], length: int) 
     queries, mask = prompts(BATCH, length, varied=True)
     common = {"max_new_tokens": NEW_TOKENS, "pad_token_id": PAD, "stop_token_ids": stops, "seed": 0, "step": 0}
 
-    def ours(backend: str = "decode"):
+    def ours(backend: str = "slots"):
         return generate(model, queries, mask, prompt_ids=torch.arange(BATCH), backend=backend, **common)
 
     plain = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, pad_token_id=PAD, eos_token_id=stops)
@@ -56,11 +56,34 @@ def against_transformers(model: PreTrainedModel, stops: list[int], length: int) 
         return model.generate(queries, attention_mask=mask, generation_config=plain)
 
     lengths = ours().response_mask.sum(dim=1).float()
-    decode, fallback, library = seconds(ours, lambda: ours("generate"), theirs)
+    slots, decode, fallback, library = seconds(ours, lambda: ours("decode"), lambda: ours("generate"), theirs)
     print(
         f"prompts <= {length}, lengths {lengths.min():.0f} to {lengths.max():.0f}, mean {lengths.mean():.0f}: "
-        f"decode {decode:.3f} s; library / that {library / decode:.2f}, fallback / that {fallback / decode:.2f}"
+        f"slots {slots:.3f} s; library / that {library / slots:.2f}, decode {decode / slots:.2f}, "
+        f"fallback {fallback / slots:.2f}"
     )
+
+
+def refilled(model: PreTrainedModel) -> None:
+    queries, mask = prompts(4 * BATCH, 32, varied=True)
+    common = {
+        "max_new_tokens": 2 * NEW_TOKENS,
+        "pad_token_id": PAD,
+        "stop_token_ids": range(2, 18),
+        "seed": 0,
+        "step": 0,
+    }
+    ids = torch.arange(len(queries))
+
+    def batches():
+        for chunk in ids.split(BATCH):
+            generate(model, queries[chunk], mask[chunk], prompt_ids=chunk, backend="decode", **common)
+
+    def slots():
+        generate(model, queries, mask, prompt_ids=ids, backend="slots", slots=BATCH, **common)
+
+    one_by_one, refilling = seconds(batches, slots)
+    print(f"{len(ids)} prompts, {BATCH} at once: one batch after the other / refilled {one_by_one / refilling:.2f}")
 
 
 def prefill_once(model: PreTrainedModel) -> None:
@@ -97,6 +120,7 @@ def main() -> None:
     for length in (32, 256):
         for stops in ([], [2], list(range(2, 18))):
             against_transformers(model, stops, length)
+    refilled(model)
     prefill_once(model)
     choosing(32, 128_256, 1024)
     choosing(BATCH, VOCAB, 128)

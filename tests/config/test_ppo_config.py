@@ -26,6 +26,14 @@ from tests.registered import temporary_choices
             r"save_steps \(4\) is not a multiple of eval_steps \(0\), .* set eval_steps to 4",
         ),
         (
+            {"metric_for_best_model": "objective/entropies", "save_steps": 4},
+            "entropy_logging_steps is 10 and old_policy is 'auto', .* set entropy_logging_steps: 1 and old_policy: r",
+        ),
+        (
+            {"metric_for_best_model": "ppo/policy/entropy", "save_steps": 4, "entropy_logging_steps": 2},
+            "entropy_logging_steps is 2 .* set entropy_logging_steps: 1, or choose another metric",
+        ),
+        (
             {"metric_for_best_model": "eval/scores", "save_steps": 4, "eval_steps": 3},
             r"save_steps \(4\) is not a multiple of eval_steps \(3\)",
         ),
@@ -110,7 +118,7 @@ from tests.registered import temporary_choices
         ),
         ({"use_kl_loss": True, "kl_loss_type": "k1_clamped"}, "kl_loss_type is 'k1_clamped', whose gradient jumps"),
         ({"kl_loss_type": "k4"}, "kl_loss_type is 'k4'; choose one of k1"),
-        ({"old_policy": "new"}, "old_policy is 'new'; choose one of recompute, rollout, correct"),
+        ({"old_policy": "new"}, "old_policy is 'new'; choose one of auto, recompute, rollout, correct"),
         ({"rollout_correction_threshold": 0.0}, "rollout_correction_threshold is 0.0; it must be above 0"),
         ({"target_kl_stop": -1.0}, "target_kl_stop is -1.0; it must be above 0 or null"),
         ({"critic_learning_rate": -1.0}, "critic_learning_rate is -1.0; it must be at least 0 or null"),

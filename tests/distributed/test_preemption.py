@@ -20,6 +20,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
 from alpaca_ppo.generation import register_generation_backend
+from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.run_killed import at_the
@@ -103,6 +104,9 @@ def test_a_run_interrupted_again_and_again_is_the_run_that_never_was(
         run["trainer_arguments"] = {**RUN["trainer_arguments"], "peft_config": lora}
     torch.manual_seed(0)
     whole = tiny_trainer(tmp_path / "whole", **run)
+    # Ten prompts and four slots: a signal comes while slots are refilled, too.
+    assert resolve_backend(whole.args.generation_backend, whole.actor_critic.policy.model, None) == "slots"
+    assert whole.args.rollout_batch_size > whole.args.rollout_per_device_batch_size
     torch.manual_seed(1)
     whole.train()
     parts, moments = tmp_path / "parts", []
@@ -366,7 +370,9 @@ def test_ranks_in_lockstep_are_stopped_before_a_token_if_the_backend_can_be(stop
     assert polls == ([] if stops_before_tokens else ["sampled"])
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("auto", True), ("decode", True), ("generate", False), ("mine", True)])
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("auto", True), ("decode", True), ("generate", False), ("mine", True)]
+)
 def test_the_rollout_asks_the_backend_whether_it_stops_before_tokens(backend, expected, tmp_path):
     with temporary_choices():
         register_generation_backend("mine", stops_before_tokens=True)(GENERATION_BACKENDS.get("decode"))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from alpaca_ppo.functional import chunked_logprobs, entropy_from_logits, token_logprobs
 from tests.golden_cases import golden_cases
@@ -235,8 +236,10 @@ def test_autocast_takes_bfloat16_states_with_a_float32_weight_and_leaves_float64
     assert weight.grad.dtype == hidden.grad.dtype == torch.float32
 
 
-def peak_bytes(function):
-    """Most bytes that torch held at once for what `function` allocated, temporaries inside operators included."""
+def memory_of(function):
+    """Bytes that torch held for what `function` allocated: the most at once, temporaries inside operators included, and
+    those at the end, less what it freed of others.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     held, peak = 0, 0
@@ -244,7 +247,11 @@ def peak_bytes(function):
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return peak
+    return peak, held
+
+
+def peak_bytes(function):
+    return memory_of(function)[0]
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
@@ -284,3 +291,90 @@ def test_arguments_that_make_no_sense_are_refused(changes, message):
 def test_token_logprobs_refuses_logits_that_are_not_the_labels():
     with pytest.raises(ValueError, match=r"labels has shape \(2,\) but logits has \(3, 4\)"):
         token_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
+
+
+BYTES_OF_A_CHUNK = 3 * 11 * 8
+"""Of three tokens' logits over the vocabulary of `random_head`, in float64."""
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("transform", [None, softcap, lambda logits: logits])
+@pytest.mark.parametrize("kept_bytes", [BYTES_OF_A_CHUNK, 2 * BYTES_OF_A_CHUNK + 1, 1e9])
+def test_kept_logits_change_no_bit(kept_bytes, transform, with_entropy):
+    hidden, weight, bias, labels = random_head()
+    settings = {"temperature": TEMPERATURE, "chunk_size": 3, "bias": bias, "logit_transform": transform}
+    found = []
+    for room in (0, kept_bytes):
+        result = chunked_logprobs(hidden, weight, labels, with_entropy=with_entropy, kept_bytes=room, **settings)
+        loss = weighted_sum(*result) if with_entropy else result.logprobs.square().sum()
+        grads = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+        # The kept logits are used up: a second pass recomputes them.
+        again = torch.autograd.grad(loss, (hidden, weight, bias))
+        assert all(torch.equal(one, other) for one, other in zip(grads, again, strict=True))
+        found.append((*grads, *(part for part in result if part is not None)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_kept_logits_change_no_bit_in_half_precision(autocast):
+    dtype = torch.float32 if autocast else torch.bfloat16
+    hidden, weight, bias, labels = random_head(tokens=40, vocab=300, hidden_size=16, dtype=dtype)
+    grads = []
+    for room in (0, 1e9):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            result = chunked_logprobs(hidden, weight, labels, temperature=0.7, chunk_size=8, bias=bias, kept_bytes=room)
+        grads.append(torch.autograd.grad(weighted_sum(*result), (hidden, weight, bias)))
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def addmm_flops(sum_shape, a_shape, b_shape, **how):
+    """Of the accumulating product, which FlopCounterMode does not know."""
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+def head_flops(kept_bytes, *, backward=True):
+    hidden, weight, _, labels = random_head(tokens=7, vocab=11, hidden_size=5)
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops}) as counter:
+        result = chunked_logprobs(hidden, weight, labels, temperature=1.0, chunk_size=3, kept_bytes=kept_bytes)
+        if backward:
+            result.logprobs.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_kept_logits_save_the_product_of_their_chunks():
+    # The logits, their recomputation, and the gradients of states and weight: four products of 2 * 7 * 5 * 11.
+    product = 2 * 7 * 5 * 11
+    assert head_flops(0, backward=False) == product
+    assert head_flops(0) == 4 * product
+    assert head_flops(1e9) == 3 * product
+    # Two of three chunks of 3, 3 and 1 tokens; a chunk is kept whole or not at all.
+    assert head_flops(2 * BYTES_OF_A_CHUNK + 1) == 4 * product - 2 * 6 * 5 * 11
+    assert head_flops(2 * BYTES_OF_A_CHUNK - 1) == 4 * product - 2 * 3 * 5 * 11
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_take_no_more_memory_than_they_may_and_are_freed_one_by_one(dtype, with_entropy):
+    tokens, vocab, chunk_size = 256, 4096, 16
+    hidden, weight, _, labels = random_head(tokens, vocab, 8, dtype)
+    chunk, kept = chunk_size * vocab * 4, 8 * chunk_size * vocab * dtype.itemsize
+    results = []
+
+    def forward():
+        settings = {"temperature": 1.0, "chunk_size": chunk_size, "with_entropy": with_entropy}
+        results.append(chunked_logprobs(hidden, weight, labels, kept_bytes=kept + 100, **settings))
+
+    def backward():
+        result = results.pop()
+        (weighted_sum(*result) if with_entropy else result.logprobs.sum()).backward()
+
+    per_token, gradients = 64 * tokens, 2 * 4 * (weight.numel() + hidden.numel())
+    peak, held = memory_of(forward)
+    assert kept <= held <= kept + per_token
+    assert peak <= kept + 2 * chunk + per_token
+    peak, released = memory_of(backward)
+    # Beyond what the forward pass kept: a chunk, and half a chunk of gradients in the dtype of the product.
+    assert peak <= chunk + chunk * (dtype == torch.bfloat16) + gradients + per_token
+    assert released <= gradients - kept
+    with torch.no_grad():
+        assert memory_of(forward)[1] <= per_token, "nothing is kept for a backward pass that will not come"

@@ -86,3 +86,66 @@ def test_a_backend_is_registered_with_its_traits() -> None:
         register_generation_backend("mine", stops_before_tokens=True, own_cache=True)(len)
         for trait in ("stops_before_tokens", "own_cache"):
             assert not GENERATION_BACKENDS.trait("plain", trait) and GENERATION_BACKENDS.trait("mine", trait)
+
+
+def refilling(*, twice: bool) -> Any:
+    """A backend that reports its rows one by one, the first one twice if `twice`."""
+
+    def sample(
+        model: Any,
+        queries: Tensor,
+        mask: Tensor,
+        *,
+        sampling_params: SamplingParams,
+        slots: Any,
+        on_finished: Any,
+        **_: Any,
+    ) -> Generation:
+        shape = (len(queries) * sampling_params.num_return_sequences, sampling_params.max_new_tokens)
+        numbers = torch.arange(shape[0]).unsqueeze(1).expand(shape) + 10 * (slots or 0)
+        whole = Generation(numbers, numbers >= 0, -1.0 * numbers, numbers[:, 0] > 0)
+        for row in ([0] if twice else []) + list(reversed(range(shape[0]))):
+            if on_finished is not None:
+                on_finished([row], Generation(*(tensor[[row]] for tensor in vars(whole).values())))
+        return whole
+
+    return sample
+
+
+def test_a_backend_that_refills_gets_slots_and_reports_rows() -> None:
+    model, seen = tiny_causal_lm("llama"), []
+    with temporary_choices():
+        register_generation_backend("one_by_one", refills=True)(refilling(twice=False))
+        register_generation_backend("twice", refills=True)(refilling(twice=True))
+        settings = {
+            **SETTINGS,
+            "slots": 2,
+            "on_finished": lambda rows, found: seen.append((rows, found.responses.tolist())),
+        }
+        generate(model, QUERIES, MASK, **settings, backend="one_by_one")
+        assert seen == [([row], [[20 + row] * 3]) for row in (3, 2, 1, 0)]
+        generate(model, QUERIES, MASK, **SETTINGS, backend="one_by_one")
+        with pytest.raises(ValueError, match="'twice' called on_finished with 4 different rows of 4, 5 in all"):
+            generate(model, QUERIES, MASK, **settings, backend="twice")
+
+
+def test_a_backend_without_slots_reports_all_rows_at_the_end() -> None:
+    seen: list[Any] = []
+    generation = generate(
+        tiny_causal_lm("llama"),
+        QUERIES,
+        MASK,
+        **SETTINGS,
+        backend="decode",
+        slots=1,
+        on_finished=lambda rows, finished: seen.append((rows, finished)),
+    )
+    assert seen == [([0, 1, 2, 3], generation)]
+
+
+def test_logits_that_are_not_finite_are_an_error_before_a_row_is_reported() -> None:
+    model = tiny_causal_lm("llama")
+    model.lm_head.weight.data[5] = float("nan")
+    settings = {**SETTINGS, "slots": 1, "on_finished": lambda rows, finished: pytest.fail("reported")}
+    with pytest.raises(ValueError, match="not finite at response position 0 of row 0"):
+        generate(model, QUERIES, MASK, **settings)

@@ -201,6 +201,7 @@ CASES: dict[str, Case] = {
         ppo_epochs=3,
     ),
     "gspo, corrected": case(policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", **CORRECTED),
+    "recomputed log-probs": case(old_policy="recompute", kl_coef=0.3),
     "sampler's log-probs": case(old_policy="rollout", mismatch=0.1, kl_coef=0.3),
     "corrected tokens": case(**CORRECTED, rollout_correction_threshold=1.2, entropy_coef=0.1, **WITH_KL_LOSS),
     "corrected tokens, normalised": case(

@@ -125,7 +125,8 @@ class IndependentPPO:
         elif config["old_policy"] == "rollout":
             old = samples.rollout_logprobs
         else:
-            assert config["old_policy"] == "recompute", (
+            # With auto, the first steps recompute.
+            assert config["old_policy"] in ("auto", "recompute"), (
                 f"no independent computation of old_policy {config['old_policy']!r}"
             )
         if config["reference"] == "none":

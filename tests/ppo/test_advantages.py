@@ -53,9 +53,10 @@ def test_a_groups_score_is_the_sum_of_its_shaped_rewards():
 
 
 def test_a_rollout_makes_the_passes_that_are_needed():
-    assert rollout_passes(PPOConfig()) == RolloutPasses(with_policy=True, with_critic=True, greedy_baseline=False)
-    sparing = PPOConfig(adv_estimator="remax", old_policy="rollout")
-    assert rollout_passes(sparing) == RolloutPasses(with_policy=False, with_critic=False, greedy_baseline=True)
+    passes = rollout_passes(PPOConfig(), with_policy=True, with_entropies=True)
+    assert passes == RolloutPasses(with_policy=True, with_critic=True, with_entropies=True, greedy_baseline=False)
+    sparing = rollout_passes(PPOConfig(adv_estimator="remax"), with_policy=False, with_entropies=False)
+    assert sparing == RolloutPasses(with_policy=False, with_critic=False, greedy_baseline=True)
 
 
 def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits():
@@ -67,7 +68,8 @@ def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits(
 
         args = PPOConfig(adv_estimator="halved", lam=0.5)
         assert args.uses_critic
-        assert rollout_passes(args) == RolloutPasses(with_policy=True, with_critic=True, greedy_baseline=True)
+        passes = rollout_passes(args, with_policy=True, with_entropies=False)
+        assert passes == RolloutPasses(with_policy=True, with_critic=True, greedy_baseline=True)
         given = {"scores": tensor([1.0, 3.0]), "baseline_scores": tensor([0.0, 0.0])}
         outcome = estimate_advantages(AdvantageInputs(REWARDS, torch.zeros(2, 2), MASK, **given), args)
         assert outcome.advantages.tolist() == [[0.0, 0.5], [1.5, 0.0]]

@@ -19,6 +19,7 @@ def batch(**others: Tensor) -> Any:
     tensors = {
         "response_mask": MASK,
         "logprobs": torch.full((2, 2), -1.0),
+        "recomputed": torch.ones(2, dtype=torch.bool),
         "ref_logprobs": tensor([[-1.5, -1.0], [-2.0, 0.0]]),
         "advantages": tensor([[1.0, 2.0], [3.0, 0.0]]),
         "returns": tensor([[1.0, 2.0], [4.0, 0.0]]),
@@ -45,6 +46,25 @@ def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
     stats = policy_terms(outputs(), batch(loss_weights=weights), args)[1]
     expected = pytest.approx([-1.5, 2.5 / 6, 0.75])
     assert [float(stats[f"loss/{name}"]) for name in ("policy", "kl", "entropy")] == expected
+
+
+def test_without_entropies_only_their_statistic_is_missing():
+    args = PPOConfig(use_kl_loss=True)
+    loss, stats = policy_terms(outputs(), batch(), args)
+    alone, others = policy_terms(outputs(entropies=None), batch(), args)
+    assert torch.equal(alone, loss) and set(stats) - set(others) == {"policy/entropy"}
+
+
+def test_the_samplers_log_probs_are_compared_with_the_policys_in_the_loss_where_they_took_their_place():
+    sampler = torch.full((2, 2), -1.0) - tensor([[0.5, 0.0], [0.25, 9.0]])
+    taken = batch(rollout_logprobs=sampler)
+    del taken["recomputed"]
+    for mode in ("auto", "rollout"):
+        stats = policy_terms(outputs(), taken, PPOConfig(old_policy=mode))[1]
+        # Of three tokens, the last is outside the mask: (0.5 + 0 + 0.25) / 3.
+        assert float(stats["mismatch/logprob_abs_mean"]) == 0.25
+    stats = policy_terms(outputs(), batch(rollout_logprobs=sampler), PPOConfig())[1]
+    assert not any(name.startswith("mismatch/") for name in stats)
 
 
 def test_the_critics_term_is_the_loss_of_its_head_times_vf_coef():

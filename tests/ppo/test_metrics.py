@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo import metrics
 
 
@@ -84,6 +85,7 @@ def rollouts() -> dict[str, torch.Tensor]:
         "logprobs": ones * -1.0,
         "ref_logprobs": ones * -1.5,
         "rollout_logprobs": ones * -1.0,
+        "recomputed": torch.ones(2, dtype=torch.bool),
         "entropies": ones * torch.tensor([[1.0], [2.0]]),
         "ref_entropies": ones,
         "values": ones,
@@ -106,6 +108,22 @@ def test_objective_stats_are_over_tokens_or_sequences_and_never_over_padding():
     assert stats["objective/response_length"] == 2.0
     assert stats["objective/truncated_fraction"] == 0.5
     assert stats["mismatch/ratio_max"] == 1.0
+
+
+def test_a_step_without_entropies_or_a_pass_of_the_policy_has_no_such_metrics():
+    given = rollouts()
+    whole = metrics.objective_stats(given, source_names=["a", "b"])
+    del given["entropies"], given["ref_entropies"]
+    found = metrics.objective_stats(given, source_names=["a", "b"])
+    assert set(whole) - set(found) == {"objective/entropies", "objective/ref_entropies"}
+    del given["recomputed"]
+    sampled = metrics.objective_stats(given, source_names=["a", "b"])
+    assert not any(name.startswith("mismatch/") for name in sampled)
+
+
+def test_the_first_step_and_every_nth_log_entropies():
+    args = PPOConfig(entropy_logging_steps=3)
+    assert [step + 1 for step in range(10) if metrics.logs_entropies(step, args)] == [1, 3, 6, 9]
 
 
 def test_mismatch_stats_compare_the_log_probs_of_sampler_and_trainer():

@@ -90,6 +90,8 @@ def test_a_plan_by_tokens_takes_the_longest_row_first_and_fills_bins_alike():
     # Bins of like cost in the order of their numbers, the first of each pair to the rank that has the least.
     plan = plan_micro_batches([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, max_tokens=10)
     assert plan == [[[7, 0], [5, 2]], [[6, 1], [4, 3]]]
+    # 9 5 | 4 1: the rank that has taken the 5 takes the 4.
+    assert plan_micro_batches([9, 5, 4, 1], num_ranks=2, max_tokens=9) == [[[0], [3]], [[1], [2]]]
     # 12 tokens fit into one bin each, of 6 tokens.
     assert plan_micro_batches([5, 4, 2, 1], num_ranks=2, max_tokens=6) == [[[0, 3]], [[1, 2]]]
     # 3 3 2 2 2 would be 7 and 5 in two bins, so a budget of 6 needs a third: 3 | 3 | 2, then 2 to 2, and 2 to a 3.
@@ -100,6 +102,11 @@ def test_a_padded_plan_has_the_least_cost_that_so_many_micro_batches_allow():
     # At most 12 cells: 6 6 | 2 2 2 2 2 2 with 12 and 12 is a plan of two; no two runs cost less.
     lengths = [6, 6, 2, 2, 2, 2, 2, 2]
     assert plan_padded_micro_batches(lengths, num_ranks=1, max_tokens=14, max_rows=8) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
+    # At most 12 cells would be 4 4 2 | 2 2 2, but 4 4 | 2 2 2 2 has 8 and 8.
+    assert plan_padded_micro_batches([4, 4, 2, 2, 2, 2], num_ranks=2, max_tokens=12, max_rows=4) == [
+        [[0, 1]],
+        [[2, 3, 4, 5]],
+    ]
     # With two ranks and at most four rows there are four runs, of which one may stay empty; 6 | 6 | 2 2 2 | 2 2 2.
     plan = plan_padded_micro_batches(lengths, num_ranks=2, max_tokens=12, max_rows=4)
     assert sorted(cells(lengths, batch) for part in plan for batch in part) == [6, 6, 6, 6]

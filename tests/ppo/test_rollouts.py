@@ -1,9 +1,13 @@
 """One rank's rollout: what the reward sources see, and that chunking changes nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+from alpaca_ppo.generation import generate
+from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.rollouts import merge_prompt_batches
 from alpaca_ppo.tracking.rollout_tables import evaluation_rows, rollout_rows
 from tests.tiny_runs import prompts, tiny_trainer
@@ -14,9 +18,17 @@ def rollouts_of(tmp_path, name, **overrides):
     return trainer.rollout(trainer.prompt_batches(0))
 
 
-@pytest.mark.parametrize("overrides", [{"rollout_per_device_batch_size": 1}, {"generation_backend": "generate"}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rollout_per_device_batch_size": 1},
+        {"rollout_per_device_batch_size": 3},
+        {"generation_backend": "slots"},
+        {"generation_backend": "generate"},
+    ],
+)
 def test_rollouts_do_not_depend_on_chunks_or_the_sampling_backend(overrides, tmp_path):
-    expected = rollouts_of(tmp_path, "a", rollout_per_device_batch_size=10)
+    expected = rollouts_of(tmp_path, "a", rollout_per_device_batch_size=10, generation_backend="decode")
     actual = rollouts_of(tmp_path, "b", **overrides)
     assert expected.keys() == actual.keys()
     for key, value in expected.items():
@@ -83,3 +95,36 @@ def test_rows_for_reading_show_no_padding(tmp_path):
         assert "<pad>" not in row["prompt"]
     evaluated = evaluation_rows(rollouts, trainer.processing_class)
     assert [row["length"] for row in evaluated] == rollouts["response_mask"].sum(1).tolist()
+
+
+@pytest.mark.parametrize(("backend", "calls"), [("auto", [10]), ("decode", [2, 2, 2, 2, 2])])
+def test_all_prompts_of_a_rank_share_the_slots_and_rows_are_final_when_they_are_reported(backend, calls, tmp_path):
+    trainer = tiny_trainer(tmp_path, generation_backend=backend)
+    prompts = merge_prompt_batches(trainer.prompt_batches(0))
+    model, sizes, reported, finished = trainer.actor_critic.policy.model, [], {}, []
+    slots = set()
+
+    def spy(module, queries, *args, **keywords):
+        sizes.append(len(queries))
+        slots.add(keywords["slots"])
+        return generate(module, queries, *args, **keywords)
+
+    def on_finished(rows, samples):
+        reported.update({row: {key: value[row].clone() for key, value in samples.items()} for row in rows})
+
+    params = replace(trainer.sampling_params, num_return_sequences=2, seed=1, step=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "generate", spy)
+        samples = rollouts.sample_responses(
+            model,
+            prompts,
+            params,
+            per_device_batch_size=4,
+            on_rows=finished.append,
+            on_finished=on_finished,
+        )
+    assert sizes == calls and slots == {4} and sum(finished) == 20
+    assert sorted(reported) == list(range(20))
+    for row, parts in reported.items():
+        assert all(torch.equal(parts[key], value[row]) for key, value in samples.items())
+    assert samples["prompt_ids"].tolist() == prompts["prompt_ids"].repeat_interleave(2).tolist()

@@ -24,6 +24,8 @@ COMMON: dict[str, Any] = {
     "total_episodes": 30,
     "learning_rate": 3e-3,
     "kl_coef": 0.05,
+    "generation_backend": "decode",
+    "old_policy": "recompute",
     # The default of earlier commits.
     "adam_epsilon": 1e-5,
     "num_logged_rollouts": 100,

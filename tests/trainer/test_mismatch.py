@@ -83,11 +83,12 @@ def test_short_responses_end_a_run_only_if_many_tokens_disagree(rows, stops, tmp
     trainer = tiny_trainer(tmp_path)
     plain = rollouts.generate
 
-    def flipped(*inputs, **how):
-        samples = plain(*inputs, **how)
-        for row in range(len(samples.logprobs)):
-            samples.logprobs[row, 0] += 2.5 * (row in rows)
-        return samples
+    def flipped(*inputs, on_finished, **how):
+        def flip(finished_rows, samples):
+            samples.logprobs[:, 0] += torch.tensor([2.5 * (row in rows) for row in finished_rows])
+            on_finished(finished_rows, samples)
+
+        return plain(*inputs, on_finished=flip, **how)
 
     monkeypatch.setattr(rollouts, "generate", flipped)
     if stops:

@@ -174,7 +174,7 @@ def test_the_mismatch_of_sampler_and_policy_is_logged_in_every_mode(mode, tmp_pa
     assert same["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     monkeypatch.undo()
     # The policy's own log-probs of the same responses: what recompute puts beside the sampler's.
-    trainer, _ = step_of(tmp_path / "b", monkeypatch, scale=0.1)
+    trainer, _ = step_of(tmp_path / "b", monkeypatch, scale=0.1, old_policy="recompute")
     mask = trainer.recorded["response_mask"]
     difference = (trainer.recorded["logprobs"] - trainer.recorded["rollout_logprobs"])[mask].double()
     monkeypatch.undo()
@@ -215,7 +215,7 @@ def test_the_samplers_log_probs_spare_the_policys_pass(tmp_path):
         batch = trainer.rollout(trainer.prompt_batches(0))
         passes[mode] = len(calls)
         assert torch.equal(batch["logprobs"], batch["rollout_logprobs"]) == (mode == "rollout")
-        assert ("entropies" in batch) == (mode != "rollout")
+        assert ("entropies" in batch) == ("recomputed" in batch) == (mode != "rollout")
         assert "values" in batch
     # Ten responses, four at once: three passes. The others belong to the sampler.
     assert passes["recompute"] - passes["rollout"] == 3

@@ -5,6 +5,8 @@ import torch
 from peft import LoraConfig
 from torch.testing import assert_close
 
+from alpaca_ppo.functional.packing import PackedRows
+from alpaca_ppo.models import ActorCritic, Policy
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
 
@@ -41,6 +43,19 @@ def test_a_run_without_padding_learns_what_one_with_it_learns(settings, argument
         for name, value in line.items():
             if isinstance(value, float) and not any(word in name for word in LEFT_OUT):
                 assert packed_line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+class OwnStates(Policy):
+    def states(self, packed: PackedRows) -> torch.Tensor:
+        assert packed.spans is None
+        return super().states(packed)
+
+
+def test_a_policy_with_states_of_its_own_gets_padded_rows(tmp_path):
+    model = ActorCritic(OwnStates(tiny_causal_lm("llama")), None)
+    trainer = tiny_trainer(tmp_path, model=model, adv_estimator="rloo", num_return_sequences=2, total_episodes=10)
+    trainer.train()
+    assert not trainer.actor_critic.padding_free
 
 
 def test_a_model_that_needs_padding_is_refused_where_there_must_be_none(tmp_path):

@@ -1,0 +1,129 @@
+"""Where each step's old log-probs come from: the trainer's own forward pass, or the sampler (`old_policy`).
+
+With `auto` that is decided step by step. The bounds within which sampler and trainer agree are those of `mismatch`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.functional.masked import masked_mean
+from alpaca_ppo.ppo.mismatch import MismatchGuard, judge
+from alpaca_ppo.types import Rollouts
+
+AGREEMENTS = 2
+"""Comparisons that must agree before the sampler's log-probs are used. The second one follows an update, so a sampler
+that kept older weights is found."""
+SHARE_OF_KL = 0.01
+"""The difference of sampler and trainer must be below this share of the policy's distance to its reference."""
+
+
+class OldPolicySource:
+    """Decides whether a step recomputes the old log-probs, and judges the step's sampler.
+
+    With `old_policy: auto` a step recomputes, unless `AGREEMENTS` comparisons of earlier steps have agreed. A
+    comparison agrees if `mismatch/*` is within the bounds of float32 and, with a reference, the mean difference of
+    sampler and trainer is below `SHARE_OF_KL` of the mean difference of policy and reference. The reason: the KL in the
+    reward is measured on the old log-probs. While the two models are equal, recomputed ones are exactly the
+    reference's, but the sampler's differ by rounding, which whitening would turn into advantages. So steps recompute
+    until the policy has moved well beyond rounding.
+
+    Every `mismatch_check_steps`-th step recomputes and compares again. A step that does not is compared on the rows of
+    its first optimizer step. One comparison beyond the bounds, and the rest of the run recomputes.
+
+    Half precision always recomputes, as does a critic that shares the policy's hidden states, because the critic's pass
+    computes all of the policy but its head; so do steps of the critic's warm-up, whose update has no policy to compare.
+
+    The decision depends on nothing but the configuration, the step and the recorded comparisons of earlier steps, which
+    are the same on every rank and stored in checkpoints.
+
+    Args:
+        guard: judges what is measured, whether or not the run is `auto`.
+        args: of the run.
+        has_reference: whether there is a reference policy.
+        report: called with a message for the user, once when the sampler's log-probs begin to be used and once when
+            they no longer are.
+    """
+
+    def __init__(
+        self, guard: MismatchGuard, args: PPOConfig, *, has_reference: bool, report: Callable[[str], Any]
+    ) -> None:
+        self._guard, self._args, self._has_reference, self._report = guard, args, has_reference, report
+        self._decides = args.old_policy == "auto" and not guard.half_precision and not guard.shares_states
+        self._agreed_at: list[int] = []
+        self._disagreed_at: int | None = None
+
+    def recomputes(self, step: int) -> bool:
+        """Whether `step` (from 0) computes the old log-probs in a forward pass of the trainer."""
+        args = self._args
+        if not self._decides:
+            return args.old_policy != "rollout"
+        if step < args.critic_warmup_steps or (step + 1) % args.mismatch_check_steps == 0:
+            return True
+        # Comparisons of this step itself, recorded before an interruption, must not change how it is repeated.
+        agreed = sum(earlier < step for earlier in self._agreed_at) >= AGREEMENTS
+        return not agreed or (self._disagreed_at is not None and self._disagreed_at < step)
+
+    def check_rollouts(self, rollouts: Rollouts, step: int) -> None:
+        """Compares sampler and trainer on the global rollouts of `step`, before the update, if the trainer has
+        evaluated them. Every rank must call it.
+
+        Raises:
+            SamplerMismatch: as `MismatchGuard.check`.
+        """
+        if "recomputed" not in rollouts:
+            return
+        stats = self._guard.stats(rollouts)
+        self._guard.check(stats)
+        if not self._decides or self._disagrees(stats, step):
+            return
+        mask = rollouts["response_mask"]
+        distance = float(masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask))
+        difference = stats["mismatch/logprob_abs_mean"]
+        if self._has_reference and difference >= SHARE_OF_KL * distance:
+            self._agreed_at = []
+        elif len(self._agreed_at) < AGREEMENTS and step not in self._agreed_at:
+            self._agreed_at.append(step)
+            if len(self._agreed_at) == AGREEMENTS and self._args.mismatch_check_steps > 1:
+                self._report(
+                    f"step {step + 1}: sampler and trainer agree ({difference:.2g} nats per token), so from now on the "
+                    "sampler's log-probs are the old policy's, which saves a forward pass; every "
+                    f"{self._args.mismatch_check_steps}th step compares the two again (old_policy: auto)"
+                )
+
+    def check_first(self, rollouts: Rollouts, step: int) -> Callable[[Mapping[str, float]], None] | None:
+        """What `Updater.step` calls with `mismatch/*` of the first optimizer step of `step`; None if `check_rollouts`
+        has compared all of `rollouts`, or if nothing is to be compared.
+        """
+        if "recomputed" in rollouts or self._args.old_policy not in ("auto", "rollout"):
+            return None
+
+        def check(stats: Mapping[str, float]) -> None:
+            self._guard.check(stats)
+            if self._decides:
+                self._disagrees(stats, step)
+
+        return check
+
+    def stats(self, rollouts: Rollouts) -> dict[str, float]:
+        """`mismatch/recomputed` of a step with `old_policy: auto`: 1 if the trainer computed the log-probs, else 0."""
+        return {"mismatch/recomputed": float("recomputed" in rollouts)} if self._args.old_policy == "auto" else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recorded comparisons."""
+        return {"agreed_at": list(self._agreed_at), "disagreed_at": self._disagreed_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._agreed_at, self._disagreed_at = list(state["agreed_at"]), state["disagreed_at"]
+
+    def _disagrees(self, stats: Mapping[str, float], step: int) -> bool:
+        """Whether `stats` exceed a bound of float32; the first time, the rest of the run is made to recompute."""
+        findings = judge(stats, half_precision=False)
+        if findings and self._disagreed_at is None:
+            self._disagreed_at = step
+            self._report(
+                f"step {step + 1}: sampler and trainer disagree, {', '.join(map(str, findings))}: the rest of the run "
+                "computes the old policy's log-probs itself (old_policy: auto)"
+            )
+        return bool(findings)

@@ -1,0 +1,108 @@
+"""Which models are sampled in slots, and what happens with the others."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from alpaca_ppo.generation import slot_probe
+from alpaca_ppo.generation.backends import resolve_backend
+from alpaca_ppo.generation.slot_probe import slot_problem
+from tests.generation.test_generate import assert_same, run
+from tests.tiny_models import PACKED, PADDED, tiny_causal_lm, tiny_config
+
+
+def test_rounding_in_half_precision_is_no_problem() -> None:
+    # test_slots asks for every family in float64.
+    for arch in ("llama", "gemma2", "gpt_oss", "deepseek_v3"):
+        assert arch in PACKED and slot_problem(tiny_causal_lm(arch, dtype=torch.bfloat16)) is None
+
+
+def test_other_families_are_not_and_auto_decodes_them() -> None:
+    for arch in PADDED:
+        model = tiny_causal_lm(arch)
+        assert slot_problem(model) is not None
+        assert resolve_backend("auto", model, None) == "decode"
+    model = tiny_causal_lm("bloom")
+    decoded = run(model, backend="decode")
+    found = run(model, slots=2)
+    assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(decoded).values(), strict=True))
+    with pytest.raises(
+        ValueError, match="generation_backend is slots, but BloomForCausalLM .* cannot be sampled in slo"
+    ):
+        run(model, backend="slots")
+
+
+def test_sharded_parameters_are_decoded_in_lockstep() -> None:
+    model = tiny_causal_lm("llama")
+    asked: list[bool] = []
+
+    def any_rank(here: bool) -> bool:
+        asked.append(here)
+        return here
+
+    assert_same(run(model, any_rank=any_rank), run(model))
+    assert asked[-1] is False and asked[0] is True
+    with pytest.raises(
+        ValueError, match="its parameters are sharded over ranks; set generation_backend: auto or decode"
+    ):
+        run(model, backend="slots", any_rank=any_rank)
+
+
+class Forgetful(LlamaForCausalLM):
+    """Reads the cache, and stores nothing in the one that was passed."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, past_key_values=copy.deepcopy(past_key_values), **kwargs)
+
+
+class Strict(LlamaForCausalLM):
+    """Knows no further keywords."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, past_key_values=past_key_values)
+
+
+class Failing(LlamaForCausalLM):
+    """Cannot do what it is asked to."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        past_key_values = kwargs.pop("past_key_values", None)
+        assert past_key_values is None, "no cache"
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = __import__("inspect").signature(LlamaForCausalLM.forward)
+
+
+def of_class(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    model = kind(tiny_config("llama")).eval()
+    model.load_state_dict(tiny_causal_lm("llama").state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (Forgetful, "its logits differ by .* from those of a pass over the row"),
+        (Strict, "takes no past_key_values, or no further keywords"),
+        (Failing, "a trial raised AssertionError: no cache"),
+    ],
+)
+def test_a_model_that_cannot_is_found_by_a_trial(kind: type[PreTrainedModel], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot be sampled in slots: .*{problem}"):
+        run(of_class(kind), backend="slots")
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_causal_lm("llama")
+    monkeypatch.setattr(slot_probe, "packing_problem", lambda model: None)
+    assert "its attention (sdpa) reads a cache of its own" in str(slot_problem(model))
+
+
+def test_the_trial_leaves_modes_as_they_were() -> None:
+    model = tiny_causal_lm("llama", hidden_act="gelu").train()
+    model.lm_head.eval()
+    assert slot_problem(model) is None
+    assert [name for name, module in model.named_modules() if not module.training] == ["lm_head"]
