@@ -78,15 +78,10 @@ class PPOConfig(RunOptions):
         registry=GENERATION_BACKENDS,
     )
     cuda_graphs: bool = argument(
-        True,
-        "On a GPU, capture decode steps of generation_backend slots in CUDA graphs: a small batch is then not slowed "
-        "down by the host. The KV cache stays allocated between rollouts; false frees it.",
+        True, "On a GPU, capture decode steps in CUDA graphs; the KV cache then stays allocated between rollouts."
     )
     compile_decoding: bool = argument(
-        False,
-        "Run decode steps of generation_backend slots through torch.compile. Each number of rows and of columns takes "
-        "a minute or more to compile, so it pays in long runs of small models (on a CPU, steps of one row are 1.6 to 3 "
-        "times as fast, of 32 rows 1.1 times).",
+        False, "Compile decode steps: minutes for each shape; on a CPU, steps of one row become 1.6 to 3 times as fast."
     )
     truncate_tokens: list[str | int] | None = argument(
         None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."

@@ -103,10 +103,11 @@ def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool)
 
 def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Measurements:
     run = build(models, args, layers=layers, half=half)
-    found, mode = measure_weights(run, args), FakeTensorMode(allow_non_fake_inputs=True)
+    args, mode = replace(args, bf16=args.bf16 and not half), FakeTensorMode(allow_non_fake_inputs=True)
+    found = measure_weights(run, args)
     make_fake(run, mode)
     with grouped_mm_of_any_dtype(), mode, LiveBytes(_ANSWERS) as live:
-        passes = _Passes(live, replace(args, bf16=args.bf16 and not half), sizes)
+        passes = _Passes(live, args, sizes)
         return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
 
 

@@ -4,13 +4,14 @@ Counts tensors only, not what a device and its kernels need for themselves.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import Sizes, measure
 from alpaca_ppo.estimate_memory.sharding import DeviceMemory, Sharding
+from alpaca_ppo.registry import GENERATION_BACKENDS
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache", "logits")
 PHASES = ("load", "prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
@@ -99,6 +100,12 @@ class _Step:
         self._measured, self._args, self._sharding = measured, args, sharding
         self._device = DeviceMemory(measured, args, sharding)
         self._weights = self._device.weights
+        # Copies in half precision, from the first rollout on; those of trained weights only where GPUs replay steps.
+        replays = args.cuda_graphs and not args.use_cpu and sharding.stage != 3
+        replays = replays and bool(GENERATION_BACKENDS.trait(args.generation_backend, "refills"))
+        self._copied = measured["policy/copied_frozen"] + measured["critic/copied_frozen"]
+        self._copied += measured["policy/copied_trained"] if replays else 0.0
+        self._kept_cache = measured["policy/kv_cache"] if replays else 0.0
 
     def moments(self) -> Iterator[PhaseMemory]:
         """The moments of a step that can be a phase's peak, in order of time."""
@@ -109,7 +116,8 @@ class _Step:
         yield from self._evaluation()
         yield from self._backward()
         gradients, optimizer = device.during_step()
-        yield PhaseMemory("optimizer step", weights=self._weights, gradients=gradients, optimizer=optimizer)
+        held = self._held("optimizer step")
+        yield replace(held, gradients=gradients, optimizer=optimizer)
 
     @property
     def _loaded_gradients(self) -> float:
@@ -118,8 +126,14 @@ class _Step:
 
     def _held(self, phase: str, extra_weights: float = 0.0) -> PhaseMemory:
         """What is in memory during `phase` without its passes."""
-        device, weights = self._device, self._weights + extra_weights
-        return PhaseMemory(phase, weights=weights, gradients=device.gradient_buffers, optimizer=device.optimizer)
+        device, weights = self._device, self._weights + self._copied + extra_weights
+        return PhaseMemory(
+            phase,
+            weights=weights,
+            gradients=device.gradient_buffers,
+            optimizer=device.optimizer,
+            kv_cache=self._kept_cache,
+        )
 
     def _rollout(self) -> Iterator[PhaseMemory]:
         measured, cast = self._measured, self._measured["policy/cast"]
@@ -146,7 +160,8 @@ class _Step:
             own = self._measured.get(f"{name}/cast", 0.0)
             # Autocast drops its copies of policy and critic before the reference's pass.
             casts = 0.0 if name == "reference" else casts
-            held = self._held("log-probs", casts + own + self._only_during(name))
+            copied = self._measured["reference/copied"] if name == "reference" else 0.0
+            held = self._held("log-probs", casts + own + copied + self._only_during(name))
             yield from self._pass(f"{name}/eval", held, double_counted=own)
             casts += own
 
@@ -164,13 +179,22 @@ class _Step:
         passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in measured]
         for place, name in enumerate(passes):
             gradients = device.gradients_around(passes, place, single=single)
-            held = self._held("backward", device.gathered(self._running(name), training=True))
+            copied = self._copied_in_update(passes[:place] if single else [n for n in passes if n != name], name)
+            held = self._held("backward", copied + device.gathered(self._running(name), training=True))
             # Gradients are allocated while activations are freed, so the peak is at one end of the pass or the other.
             tail = measured[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
             yield replace(held, gradients=gradients.after, activations=tail)
             yield from self._pass(
                 f"{name}/train", replace(held, gradients=gradients.before), backbone_gradients=gradients.during
             )
+
+    def _copied_in_update(self, others: Sequence[str], own: str) -> float:
+        """Bytes of the copies of trained weights of `others`, which are kept until the optimizer's step, and of the
+        running model's `own` as far as `measure` does not see them: with recomputed activations a cast lives shortly.
+        """
+        names = [*others, *([own] if self._args.gradient_checkpointing else [])]
+        sizes = {"policy": self._measured["policy/copied_in_update"], "critic": self._measured["critic/copied_trained"]}
+        return sum(sizes[name] for name in names)
 
     def _running(self, name: str) -> str:
         """The model whose weights the pass `name` reads: a critic without its own backbone reads the policy's."""

@@ -103,7 +103,7 @@ class EarlyCalls:
             self._num_missing[number] -= 1
             assert self._num_missing[number] >= 0, f"row {row} was finished twice"
             if self._num_missing[number] == 0:
-                part = {key: value[self._chunks[number]].clone() for key, value in samples.items()}
+                part = {key: value[self._chunks[number]] for key, value in samples.items()}
                 self._events.put(partial(self._completed, number, part))
         self.check()
 
@@ -142,7 +142,8 @@ class EarlyCalls:
         while self._next in self._complete:
             number, self._next = self._next, self._next + 1
             batch = self._make_batch(self._chunks[number], self._complete.pop(number))
-            calls = function_calls(self._functions, batch, self._policy, pause=self._pause)
+            # The end of the block, which abandons the call, ends a pause, too.
+            calls = function_calls(self._functions, batch, self._policy, pause=self._closed.wait)
             self._continue(number, batch, calls, None)
 
     def _continue(
@@ -168,10 +169,6 @@ class EarlyCalls:
     def _set_calling(self, calling: bool) -> None:
         with self._lock:
             self._calling = calling
-
-    def _pause(self, seconds: float) -> None:
-        if self._closed.wait(seconds):
-            raise _Abandoned
 
 
 class _LoopThread:

@@ -17,6 +17,8 @@ from tests.benchmarks.workloads import Workload
 ROOT = Path(__file__).resolve().parents[2]
 TRL = "1.12.0"
 """The last version that has PPO."""
+WARM_UP = 3
+"""Steps before those that are measured."""
 SHARED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 """Installed for TRL in the versions that this environment has, so that only the trainers differ."""
 
@@ -102,17 +104,20 @@ def started(programs: Sequence[tuple[str, str, Workload]], threads: int) -> Iter
         yield running
 
 
-def take_turns(programs: Sequence[Program], rounds: int) -> tuple[list[Step], list[list[Step]]]:
-    """The first step of each program, in which FLOPs are counted, and then `rounds` steps of each, one after the other.
-    Who goes first changes from round to round.
+def take_turns(programs: Sequence[Program], rounds: int) -> list[list[Step]]:
+    """`rounds` steps of each program, after a warm-up, one after the other; who goes first changes from round to round.
+
+    The warm-up is as long as a run compares sampler and trainer in every step (`old_policy: auto`).
     """
-    first = [program.step(count_flops=True) for program in programs]
+    for _ in range(WARM_UP):
+        for program in programs:
+            program.step()
     steps: list[list[Step]] = [[] for _ in programs]
     for number in range(rounds):
         for i in range(len(programs)):
             turn = (i + number) % len(programs)
             steps[turn].append(programs[turn].step())
-    return first, steps
+    return steps
 
 
 def trl_python(folder: Path) -> str | None:

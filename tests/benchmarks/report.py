@@ -24,10 +24,10 @@ class Comparison:
 
     name: str
     workload: Workload
-    first: dict[str, Step]
-    """The first step of each program: its FLOPs were counted, its time says nothing."""
+    counted: dict[str, Step]
+    """A step of each program whose FLOPs were counted; its time says nothing."""
     steps: dict[str, list[Step]]
-    """Further steps, one a round."""
+    """The measured steps, one a round."""
     versions: dict[str, str]
 
 
@@ -111,7 +111,7 @@ def ratios(
 
 def claims(comparison: Comparison) -> list[str]:
     """The rows of the table of ratios."""
-    steps, first = comparison.steps, comparison.first
+    steps, counted = comparison.steps, comparison.counted
     rows = []
     for label, seconds in (("by the clock", wall), ("in processor time", cpu)):
         if TRL in steps:
@@ -124,7 +124,7 @@ def claims(comparison: Comparison) -> list[str]:
         )
     others = [name for name in (TRL, BARE) if name in steps]
     for name in others:
-        flops, memory = (first[OWN].flops or 0) / (first[name].flops or 1), _peak(steps[OWN]) / _peak(steps[name])
+        flops, memory = (counted[OWN].flops or 0) / (counted[name].flops or 1), _peak(steps[OWN]) / _peak(steps[name])
         rows.append(f"of the FLOPs of {NAMES[name]} | {flops:.2f}")
         rows.append(f"of the peak memory of {NAMES[name]} | {memory:.2f}")
     return rows
@@ -160,7 +160,7 @@ def stage_table(comparison: Comparison) -> list[str]:
         ("peak memory above the start, MiB", lambda s: f"{_peak(s) / 2**20:.0f}"),
     ]
     lines += [f"| {label} | {' | '.join(cell(steps[name]) for name in steps)} |" for label, cell in rows]
-    flops = [f"{(step.flops or 0) / 1e9:.0f}" for step in comparison.first.values()]
+    flops = [f"{(step.flops or 0) / 1e9:.0f}" for step in comparison.counted.values()]
     return [*lines, f"| FLOPs of a step, 1e9 | {' | '.join(flops)} |"]
 
 

@@ -11,6 +11,7 @@ FLOPs and processor time hardly depend on the load; seconds by the clock do.
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks import report, workloads
@@ -21,15 +22,15 @@ PAGE = ROOT / "docs/performance.md"
 QUICK = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 
 
-def doublings(quick: bool) -> dict[str, workloads.Workload]:
+def doublings() -> dict[str, workloads.Workload]:
     """The realistic workload, and with one of its sizes doubled."""
-    sizes = dict(QUICK) if quick else {"vocab_size": 8192, "num_hidden_layers": 4}
+    base = workloads.realistic()
     return {
-        "as above": workloads.realistic(**sizes),
-        "prompts": workloads.realistic(64, **sizes),
-        "response length": workloads.realistic(mean=32, **sizes),
-        "vocabulary": workloads.realistic(**{**sizes, "vocab_size": 2 * sizes["vocab_size"]}),
-        "layers": workloads.realistic(**{**sizes, "num_hidden_layers": 2 * sizes["num_hidden_layers"]}),
+        "as above": base,
+        "prompts": workloads.realistic(2 * base.num_prompts),
+        "response length": workloads.realistic(mean=32),
+        "vocabulary": replace(base, vocab_size=2 * base.vocab_size),
+        "layers": replace(base, num_hidden_layers=2 * base.num_hidden_layers),
     }
 
 
@@ -38,21 +39,22 @@ def compare(
 ) -> Comparison:
     """All programs on one workload."""
     with started([(module, python, workload) for module, python in pythons.items()], threads) as programs:
-        first, steps = take_turns(programs, rounds)
+        steps = take_turns(programs, rounds)
+        counted = [program.step(count_flops=True) for program in programs]
         versions = {k: v for program in programs for k, v in program.versions.items()}
-    for module, answer in zip(pythons, first, strict=True):
+    for module, answer in zip(pythons, counted, strict=True):
         tokens = sum(workload.lengths)
         if answer.response_tokens != tokens:
             raise RuntimeError(f"{module} sampled {answer.response_tokens} tokens instead of {tokens}")
     return Comparison(
-        name, workload, dict(zip(pythons, first, strict=True)), dict(zip(pythons, steps, strict=True)), versions
+        name, workload, dict(zip(pythons, counted, strict=True)), dict(zip(pythons, steps, strict=True)), versions
     )
 
 
 def grow(sizes: dict[str, workloads.Workload], module: str, python: str, *, rounds: int, threads: int) -> Growth:
     """One program on all `sizes`, the first of which is the measure of the others."""
     with started([(module, python, workload) for workload in sizes.values()], threads) as programs:
-        _, steps = take_turns(programs, rounds)
+        steps = take_turns(programs, rounds)
     return Growth(module, dict(zip(sizes, steps, strict=True)))
 
 
@@ -60,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, two rounds; nothing is written")
     parser.add_argument("--rounds", type=int, default=None, help="steps of each program; 7, with --quick 2")
+    parser.add_argument("--without_growth", action="store_true", help="the two workloads only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every program")
     parser.add_argument("--trl_environment", type=Path, default=ROOT / ".venv-trl", help="made if it does not exist")
     args = parser.parse_args()
@@ -76,13 +79,11 @@ def main() -> None:
             ("fixed", workloads.fixed(**sizes)),
         )
     ]
-    growths = (
-        []
-        if args.quick
-        else [
-            grow(doublings(args.quick), module, pythons[module], rounds=3, threads=args.threads) for module in pythons
+    growths = []
+    if not (args.quick or args.without_growth):
+        growths = [
+            grow(doublings(), module, python, rounds=3, threads=args.threads) for module, python in pythons.items()
         ]
-    )
     text = report.text(comparisons, growths, machine.end())
     print(text)
     if not args.quick:

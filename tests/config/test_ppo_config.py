@@ -16,6 +16,10 @@ from tests.registered import temporary_choices
     ("settings", "message"),
     [
         ({"rollout_batch_size": 0}, "rollout_batch_size is 0; it must be at least 1"),
+        (
+            {"max_tokens_per_micro_batch": 491},
+            r"max_tokens_per_micro_batch \(491\) is less than query_len \+ response_len \(492\).*set it to 492 or more",
+        ),
         ({"max_skipped_updates": -1}, "max_skipped_updates is -1; it must be at least 0"),
         (
             {"metric_for_best_model": "objective/scores"},

@@ -137,7 +137,8 @@ def test_only_a_gradient_beyond_its_limit_is_rewritten(runs):
     assert torch.allclose(first.grad, torch.tensor([1.0, 2.0, 2.0]), rtol=2e-7, atol=0)
     assert torch.allclose(second.grad, torch.tensor([4.0]), rtol=2e-7, atol=0)
     given = [torch.nn.Parameter(p.detach().clone()) for p in (first, second)]
-    for limit in (0.3, 1.0, 4.9999995, 5.0, 7.0):
+    # The norm of 1, 2, 3 and 1 is sqrt(15); with a limit just that large torch's factor is still below 1.
+    for limit in (0.3, 1.0, float(torch.tensor(15.0).sqrt()), 3.8729844, 7.0):
         for mine, torchs in zip((first, second), given, strict=True):
             mine.grad = torch.arange(1.0, mine.numel() + 1)
             torchs.grad = mine.grad.clone()

@@ -168,7 +168,8 @@ def test_long_sequences_train_without_a_mask_of_all_pairs(tmp_path, fresh_state,
     measured = measured_peaks(args, None, config)
     predicted = predicted_peaks(Models(config), args, Sharding())
     ratios = {name: predicted[name] / measured[name] for name in predicted}
-    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), (ratios, predicted, measured)
+    # The prompts' pass is estimated with rows of their own, and the cache with a slot for what all prompts begin with.
+    assert 0.9 < ratios["update"] < 1.1 and 0.9 < ratios["rollout"] < 1.2, (ratios, predicted, measured)
 
 
 def test_the_live_bytes_are_those_of_the_storages_that_live():
@@ -342,6 +343,10 @@ def measurements_of_ones(**changed: float) -> dict[str, float]:
         "score",
         "kv_cache",
         "kv_layer",
+        "copied",
+        "copied_frozen",
+        "copied_trained",
+        "copied_in_update",
     )
     zero = {f"{name}/{part}": 0.0 for name in ("policy", "critic", "reference") for part in names}
     return {
@@ -405,6 +410,31 @@ def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
     assert (moments["prefill"].activations, moments["prefill"].kv_cache) == (9.0, 0.0)
     assert (moments["sampling"].kv_cache, moments["sampling"].logits) == (2.0, 3.0)
     assert moments["prefill"].total > moments["sampling"].total
+
+
+def test_copies_in_half_precision_and_the_cache_of_replayed_steps_stay():
+    copies = {"policy/copied_frozen": 1.0, "critic/copied_frozen": 2.0, "reference/copied": 4.0}
+    copies |= {"policy/copied_trained": 8.0, "policy/copied_in_update": 7.0, "critic/copied_trained": 16.0}
+    nothing = measurements_of_ones()
+    found = measurements_of_ones(**copies, **{"policy/kv_cache": 100.0})
+    found |= {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
+
+    def added(**overrides: Any) -> dict[str, tuple[float, float]]:
+        args = settings(step_per_device_batch_size=1, **overrides)
+        before = {m.phase: m for m in peak_by_phase(nothing, args, Sharding())}
+        moments = peak_by_phase(found, args, Sharding())
+        return {m.phase: (m.weights - before[m.phase].weights, m.kv_cache) for m in moments}
+
+    # Frozen weights of policy and critic; in the backward pass also the trained ones of the other model.
+    in_backward = 1.0 + 2.0 + 16.0
+    expected = {"load": (0.0, 0.0), "sampling": (3.0, 100.0), "log-probs": (7.0, 0.0), "backward": (in_backward, 0.0)}
+    expected |= dict.fromkeys(("prefill", "score", "optimizer step"), (3.0, 0.0))
+    assert added() == expected
+    assert added(gradient_checkpointing=True)["backward"] == (in_backward + 7.0, 0.0)
+    # On a GPU the policy's trained copies stay, and the cache.
+    replayed = {phase: (size + 8.0, 100.0) for phase, (size, _) in expected.items()} | {"load": (0.0, 0.0)}
+    assert added(use_cpu=False) == replayed
+    assert added(use_cpu=False, cuda_graphs=False) == expected
 
 
 def test_an_offloaded_reference_is_on_the_device_only_during_its_own_pass():

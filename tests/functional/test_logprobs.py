@@ -377,4 +377,4 @@ def test_kept_logits_take_no_more_memory_than_they_may_and_are_freed_one_by_one(
     assert peak <= chunk + chunk * (dtype == torch.bfloat16) + gradients + per_token
     assert released <= gradients - kept
     with torch.no_grad():
-        assert memory_of(forward)[1] <= per_token, "nothing is kept for a backward pass that will not come"
+        assert memory_of(forward)[0] <= 3 * chunk < kept, "nothing is kept for a backward pass that will not come"

@@ -35,7 +35,7 @@ SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_upda
 CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
 RUNS = {
     # 11 prompts at 10 a step leave one for the last step, and one rank without.
-    "rank_without_prompts": ("total_episodes=11",),
+    "rank_without_prompts": ("total_episodes=11", "score_chunk_prompts=2"),
     # 20 prompts at 7 a step leave ragged step batches.
     "ragged_batches": ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared"),
     "iqn_gspo": (*IQN, *GSPO),
@@ -55,6 +55,7 @@ RUNS = {
     "dropping": (
         "flaky=true",
         "failed_rewards=drop",
+        "score_chunk_prompts=1",
         "rollout_batch_size=3",
         "num_return_sequences=2",
         "eval_prompts=5",

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,14 @@ from alpaca_ppo.models.half_weights import (
 )
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
+
+
+@pytest.fixture
+def own_accelerator():
+    """Accelerate keeps one precision per process, which is float32 for the other tests."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
 
 
 class CountCasts(TorchDispatchMode):
@@ -54,6 +63,7 @@ RUNS = {
 }
 
 
+@pytest.mark.usefixtures("own_accelerator")
 @pytest.mark.parametrize(("settings", "adapter"), RUNS.values(), ids=RUNS)
 def test_a_run_is_that_of_autocast_alone_to_the_last_bit(settings, adapter, tmp_path, monkeypatch, request):
     @contextmanager
@@ -76,6 +86,7 @@ def test_a_run_is_that_of_autocast_alone_to_the_last_bit(settings, adapter, tmp_
     assert count < all_casts
 
 
+@pytest.mark.usefixtures("own_accelerator")
 def test_a_step_casts_frozen_weights_never_again_and_trained_ones_once_per_change(tmp_path):
     settings = {"critic_layout": "adapter", "gradient_checkpointing": True, "step_per_device_batch_size": 1}
     trainer = tiny_trainer(

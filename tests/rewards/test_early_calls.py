@@ -97,12 +97,12 @@ def test_async_calls_of_several_chunks_run_at_once():
 
 def test_draws_before_the_first_await_come_in_the_same_order_as_at_once():
     def drawing(completions, **columns):
-        time.sleep(0.002)
         return [random.random() for _ in completions]
 
     async def asking(completions, **columns):
+        time.sleep(0.002)
         drawn = [random.random() for _ in completions]
-        await asyncio.sleep(0.003)
+        await asyncio.sleep(0.002)
         return drawn
 
     random.seed(3)
@@ -137,6 +137,8 @@ def test_an_exception_is_raised_where_the_sampler_looks_and_names_source_and_row
             time.sleep(0.001)
     assert str(found.value) == str(expected.value) and "text 3" in str(found.value) and found.value.row == 1
     assert isinstance(found.value.__cause__, TimeoutError)
+    with pytest.raises(RewardError):
+        finish(calls, [4])
     # Who waits for a chunk's scores hears of it too, be it another chunk's failure.
     with pytest.raises(RewardError), early(function) as calls:
         finish(calls, [2, 3, 0, 1])
@@ -201,6 +203,6 @@ def test_a_call_that_nobody_waits_for_any_more_is_ended():
             finish(calls)
             assert begun.wait(20)
     while any("reward functions" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() - start < 30
         time.sleep(0.001)
     assert ended.count("busy") == 1 and "waiting" in ended
-    assert time.monotonic() - start < 30

@@ -212,9 +212,10 @@ class MeanScore(LlamaForSequenceClassification):
 
     def forward(self, input_ids, attention_mask=None, **keywords):
         hidden = self.model(input_ids, attention_mask=attention_mask, **keywords).last_hidden_state
-        weights = torch.ones_like(input_ids) if attention_mask is None else attention_mask.expand(input_ids.shape)
-        mean = (hidden * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
-        return SequenceClassifierOutput(logits=self.score(mean))
+        is_mask = attention_mask is not None and attention_mask.shape == input_ids.shape
+        weights = attention_mask if is_mask else torch.ones_like(input_ids)
+        logits = self.score(hidden) * weights.unsqueeze(-1)
+        return SequenceClassifierOutput(logits=logits.sum(dim=1) / weights.sum(dim=1, keepdim=True))
 
 
 class Closed(LlamaForSequenceClassification):

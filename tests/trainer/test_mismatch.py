@@ -15,6 +15,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.mismatch import SHORT, SamplerMismatch, clipped_difference, judge, spread_by_length
+from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
@@ -81,16 +82,14 @@ def test_short_responses_end_a_run_only_if_many_tokens_disagree(rows, stops, tmp
     At most 0.5 of a token counts: one makes 0.5 / 20 = 0.025, four of them 0.1, and more if a response is shorter.
     """
     trainer = tiny_trainer(tmp_path)
-    plain = rollouts.generate
+    plain = RolloutCollector.sample
 
-    def flipped(*inputs, on_finished, **how):
-        def flip(finished_rows, samples):
-            samples.logprobs[:, 0] += torch.tensor([2.5 * (row in rows) for row in finished_rows])
-            on_finished(finished_rows, samples)
+    def flipped(*inputs, **how):
+        samples = plain(*inputs, **how)
+        samples["rollout_logprobs"][rows, 0] += 2.5
+        return samples
 
-        return plain(*inputs, on_finished=flip, **how)
-
-    monkeypatch.setattr(rollouts, "generate", flipped)
+    monkeypatch.setattr(RolloutCollector, "sample", flipped)
     if stops:
         with pytest.raises(ValueError, match="in 4 short responses"):
             trainer.check_sampler()

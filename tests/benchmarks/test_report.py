@@ -1,0 +1,73 @@
+"""The benchmark's arithmetic and its turns, on invented steps; the programs themselves are run by hand (`make bench`)."""
+
+import pytest
+
+from tests.benchmarks import workloads
+from tests.benchmarks.programs import WARM_UP, Step, take_turns
+from tests.benchmarks.report import BARE, BEGIN, END, OWN, TRL, Comparison, claims, write_between_markers
+
+
+def step(wall, cpu, flops=None, old_policy=0.0, peak=100):
+    stages = {"update": wall - old_policy, "old policy": old_policy}
+    return Step(wall, cpu, flops, stages, dict(stages), response_tokens=3, peak_bytes=peak)
+
+
+def test_ratios_compare_steps_of_the_same_round():
+    comparison = Comparison(
+        "realistic",
+        workloads.fixed(4, 8),
+        {TRL: step(0, 0, 300), BARE: step(0, 0, 100), OWN: step(0, 0, 150)},
+        {
+            TRL: [step(6, 9, peak=400), step(20, 9), step(9, 9)],
+            BARE: [step(2, 2, old_policy=1), step(5, 2, old_policy=1), step(3, 2, old_policy=1)],
+            OWN: [step(3, 4, peak=200), step(5, 4), step(3, 4)],
+        },
+        {},
+    )
+    assert claims(comparison) == [
+        # 6/3, 20/5, 9/3
+        "times as fast as TRL, by the clock | 3.00 (2.00 to 4.00)",
+        # 3/2, 5/5, 3/3
+        "of bare compute, by the clock | 1.00 (1.00 to 1.50)",
+        # 3/1, 5/4, 3/2
+        "of bare compute without the old policy's pass, by the clock | 1.50 (1.25 to 3.00)",
+        "times as fast as TRL, in processor time | 2.25 (2.25 to 2.25)",
+        "of bare compute, in processor time | 2.00 (2.00 to 2.00)",
+        # 4 / (2 - 1)
+        "of bare compute without the old policy's pass, in processor time | 4.00 (4.00 to 4.00)",
+        "of the FLOPs of TRL | 0.50",
+        "of the peak memory of TRL | 0.50",
+        "of the FLOPs of bare compute | 1.50",
+        "of the peak memory of bare compute | 2.00",
+    ]
+
+
+def test_programs_take_turns_and_each_is_first_in_turn():
+    made = []
+
+    class Program:
+        def __init__(self, name):
+            self.name = name
+
+        def step(self):
+            made.append(self.name)
+            return self.name
+
+    steps = take_turns([Program("a"), Program("b")], rounds=3)
+    assert made == ["a", "b"] * WARM_UP + ["a", "b", "b", "a", "a", "b"]
+    assert steps == [["a"] * 3, ["b"] * 3]
+
+
+def test_the_page_keeps_what_is_outside_the_markers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_between_markers(page, "new\n")
+    assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+
+
+@pytest.mark.parametrize("count, mean", [(32, 16), (16, 8), (64, 16)])
+def test_lengths_have_their_mean_and_a_long_tail(count, mean):
+    lengths = workloads.spread_lengths(count, mean)
+    assert sum(lengths) == count * mean
+    assert min(lengths) >= 1 and 3 * mean <= max(lengths) <= 8 * mean
+    assert sorted(lengths)[count // 2] < mean
