@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_step import SlotOutputs, SlotState, StepRules, decode_step
+from alpaca_ppo.models.half_weights import weight_copies
 
 Step = Callable[[], None]
 """A decode step, which changes the tensors of a `SlotMemory`."""
@@ -232,12 +233,15 @@ class CudaCapture:
 def weights_binding(model: PreTrainedModel) -> Any:
     """Returns what a captured step of `model` depends on beyond the contents of its weights, for comparison.
 
-    That is where the weights are, which adapters act, and the precision of autocast.
+    That is where the weights and their copies in half precision are, which adapters act, and the precision of autocast.
     """
     device = model.device.type
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     return (
-        [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())],
+        [
+            (tensor.data_ptr(), tensor.dtype)
+            for tensor in (*model.parameters(), *model.buffers(), *weight_copies(model))
+        ],
         [
             (layer.disable_adapters, list(layer.active_adapters), list(layer.merged_adapters), dict(layer.scaling))
             for layer in layers

@@ -21,6 +21,7 @@ from alpaca_ppo.generation.graphs import SlotMemory, host_read, slot_memory, wei
 from alpaca_ppo.generation.responses import Generation, ResponseBuffer
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_step import choose_and_record, read_tokens
+from alpaca_ppo.models.half_weights import HalfPrecisionCopies, weight_copies
 from alpaca_ppo.models.packed_attention import install_attention
 from tests.tiny_models import EOS, PACKED, PAD, SMALLEST, tiny_causal_lm
 
@@ -184,6 +185,31 @@ def test_adapters_that_are_switched_count_as_other_weights() -> None:
     assert weights_binding(base) == bound
     lora.merge_adapter()
     assert weights_binding(base) != bound
+
+
+def test_copies_of_weights_in_half_precision_count_as_weights() -> None:
+    model, params = tiny_causal_lm("llama"), params_of()
+    assert install_attention(model)
+    copies, capture = HalfPrecisionCopies(model), Recorder()
+    memory = memory_for(model, capture=capture)
+    with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
+        copies.make()
+        first = sampled(memory, model, params)
+        sampled(memory, model, params)
+        assert capture.captured == 2
+    for parameter in model.parameters():
+        parameter.mul_(0.7)
+    with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
+        changed = sampled(memory, model, params)
+        assert capture.captured == 2
+        assert_same(changed, sampled(memory_for(model, capture=None), model, params), 0.0)
+        assert not torch.equal(changed.logprobs, first.logprobs)
+    held = weight_copies(model)  # So that the new copies are elsewhere.
+    copies.release(frozen=True)
+    with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
+        copies.make()
+        sampled(memory, model, params)
+    assert capture.captured == 4 and held
 
 
 def test_steps_are_captured_without_the_cache_of_autocast() -> None:
