@@ -16,7 +16,7 @@ from alpaca_ppo.generation.slot_extend import NewTokens, extend
 from alpaca_ppo.generation.slot_step import SlotState, read_tokens
 from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
-from alpaca_ppo.models.packing_probe import packing_problem
+from alpaca_ppo.models.packing_probe import once_per_kind, packing_problem
 
 _problems: dict[tuple[Any, ...], str | None] = {}
 """What was found, by what it depends on: a run has copies of a model, and a test suite many alike."""
@@ -28,13 +28,9 @@ def slot_problem(model: PreTrainedModel) -> str | None:
     """
     if problem := packing_problem(model):
         return problem
-    attention = underlying_attention(model)
     if not is_installed(model):
-        return f"its attention ({attention}) reads a cache of its own"
-    key = (type(model), model.config.to_json_string(), model.dtype, model.device.type, attention)
-    if key not in _problems:
-        _problems[key] = _try(model)
-    return _problems[key]
+        return f"its attention ({underlying_attention(model)}) reads a cache of its own"
+    return once_per_kind(_problems, model, _try)
 
 
 @torch.no_grad()

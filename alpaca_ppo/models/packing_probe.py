@@ -4,6 +4,7 @@ Not so are models with an attention of their own, or a state that runs from one 
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_attention import (
     dense_attention,
     install_attention,
@@ -40,13 +42,26 @@ def packing_problem(model: PreTrainedModel) -> str | None:
     device = backbone.get_input_embeddings().weight.device
     if device.type == "meta":
         return "its weights are on the meta device"
-    attention = underlying_attention(backbone)
-    key = (type(backbone), backbone.config.to_json_string(), backbone.dtype, device.type, attention)
-    if key not in _problems:
-        _problems[key] = _try(backbone)
-    if _problems[key] is None and not _has_flash_attention(backbone):
+    problem = once_per_kind(_problems, backbone, _try)
+    if problem is None and not _has_flash_attention(backbone):
         install_attention(backbone)
-    return _problems[key]
+    return problem
+
+
+def once_per_kind(
+    found: dict[tuple[Any, ...], str | None], model: PreTrainedModel, trial: Callable[[PreTrainedModel], str | None]
+) -> str | None:
+    """Returns what `trial` finds in `model`, kept in `found` for other models of the same classes and configuration.
+
+    A model with hooks, or with a forward of its own in an instance, may compute something else, and is always tried.
+    """
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+        return trial(model)
+    classes = tuple(type(module) for module in model.modules())
+    key = (classes, model.config.to_json_string(), model.dtype, model.device.type, underlying_attention(model))
+    if key not in found:
+        found[key] = trial(model)
+    return found[key]
 
 
 def use_padding_free(model: PreTrainedModel, choice: str | bool) -> bool:
@@ -76,16 +91,14 @@ def _try(backbone: PreTrainedModel) -> str | None:
     parameters = inspect.signature(backbone.forward).parameters
     if "position_ids" not in parameters or all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
         return "its forward pass takes no position_ids, or no further keywords"
-    was_training, had_it = backbone.training, is_installed(backbone)
-    backbone.eval()
+    had_it = is_installed(backbone)
     try:
-        with torch.autocast(backbone.device.type, enabled=False):
+        with eval_mode(backbone), torch.autocast(backbone.device.type, enabled=False):
             return _problem(backbone)
     except Exception as error:
         # Models of any kind come here, and what is wrong with one is no error of a run without packing.
         return f"a trial raised {type(error).__name__}: {error}"
     finally:
-        backbone.train(was_training)
         if is_installed(backbone) and not had_it:
             uninstall_attention(backbone)
 

@@ -92,3 +92,20 @@ def test_results_that_depend_on_the_name_of_the_attention_keep_it():
     assert packing_problem(model) == "its results depend on the name of its attention"
     assert model.config._attn_implementation == "eager"
     assert_close(model(torch.ones(1, 3, dtype=torch.long)).logits, model(torch.ones(1, 3, dtype=torch.long)).logits)
+
+
+def test_a_model_with_a_hook_is_tried_though_others_of_its_kind_were():
+    assert packing_problem(tiny_causal_lm("gpt2")) is None
+    hooked = tiny_causal_lm("gpt2")
+    hooked.transformer.register_forward_pre_hook(
+        lambda module, inputs, keywords: (inputs, {**keywords, "position_ids": None}), with_kwargs=True
+    )
+    assert "differ by" in packing_problem(hooked)
+
+
+def test_a_trial_leaves_the_mode_of_each_module_as_it_was():
+    model = tiny_causal_lm("llama", hidden_act="relu").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    assert packing_problem(model) is None
+    assert [module.training for module in model.modules()] == modes
