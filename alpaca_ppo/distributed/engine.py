@@ -105,7 +105,10 @@ class Engine(TrainState):
         self.model: Any = self._wrap()
 
     def _wrap(self) -> Any:
-        model, self._stepping = self.accelerator.prepare(self.actor_critic, self.optimizer)
+        # torchrun with one process would get DDP around the model, though there is nothing to reduce.
+        alone = self.accelerator.num_processes == 1
+        model = self.accelerator.prepare_model(self.actor_critic, evaluation_mode=alone)
+        self._stepping = self.accelerator.prepare_optimizer(self.optimizer)
         if self.defers_reduction:
             # A forward pass that broadcasts buffers (constants, such as rotary frequencies) would wait for all ranks.
             model.broadcast_buffers = False
