@@ -126,12 +126,15 @@ def trl_python(folder: Path) -> str | None:
     reason printed, if TRL cannot be installed.
     """
     python = folder / "bin/python"
-    probe = [str(python), "-c", f"import trl; assert trl.__version__ == {TRL!r}, trl.__version__"]
+    # A version such as 2.13.0+cpu is found under 2.13.0.
+    versions = {name: importlib.metadata.version(name).split("+")[0] for name in SHARED_PACKAGES} | {"trl": TRL}
+    found = (
+        f"import importlib.metadata as m; assert {{n: m.version(n).split('+')[0] for n in {versions}}} == {versions}"
+    )
+    probe = [str(python), "-c", found]
     if python.exists() and subprocess.run(probe, capture_output=True).returncode == 0:
         return str(python)
-    # A version such as 2.13.0+cpu is found under 2.13.0.
-    versions = [f"{name}=={importlib.metadata.version(name).split('+')[0]}" for name in SHARED_PACKAGES]
-    install = [str(python), "-m", "pip", "install", f"trl=={TRL}", *versions]
+    install = [str(python), "-m", "pip", "install", *(f"{name}=={version}" for name, version in versions.items())]
     print(f"installing TRL {TRL} in {folder}", flush=True)
     for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, probe):
         result = subprocess.run(command, capture_output=True, text=True)
