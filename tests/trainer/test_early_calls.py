@@ -19,6 +19,8 @@ from alpaca_ppo.rewards.early_calls import EarlyCalls
 from tests.distributed.test_preemption import signal_at, slow_async_judge, slow_judge
 from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
 
+pytestmark = pytest.mark.usefixtures("deadline")
+
 
 class AfterSampling(PPOTrainer):
     """Calls every function after the sampling, since it may score in another way."""
