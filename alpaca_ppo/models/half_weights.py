@@ -54,9 +54,7 @@ class _LayerCopies:
 
     def stand_in(self, name: str, own: Tensor | None) -> Tensor | None:
         """The copy of the layer's own tensor `name` where it takes its place, else the tensor itself."""
-        if own is None or own.dtype != torch.float32 or not torch.is_autocast_enabled(own.device.type):
-            return own
-        if not (self._state.trained if own.requires_grad else self._state.frozen):
+        if own is None or not self._takes_place_of(own):
             return own
         dtype = torch.get_autocast_dtype(own.device.type)
         if name not in self._copies or self._copies[name].dtype != dtype:
@@ -65,6 +63,12 @@ class _LayerCopies:
             differentiable: Tensor = _InPlaceOf.apply(own, self._copies[name])  # type: ignore[no-untyped-call]
             return differentiable
         return self._copies[name]
+
+    def _takes_place_of(self, own: Tensor) -> bool:
+        """Whether a copy of the layer's tensor is read now."""
+        if own.dtype != torch.float32 or not torch.is_autocast_enabled(own.device.type):
+            return False
+        return self._state.trained if own.requires_grad else self._state.frozen
 
     @torch.no_grad()
     def refresh(self, layer: nn.Module) -> None:
@@ -88,9 +92,9 @@ class _LayerCopies:
             if frozen or own.requires_grad:
                 del self._copies[name]
 
-    def tensors(self) -> list[Tensor]:
-        """The copies that exist."""
-        return list(self._copies.values())
+    def read(self, layer: nn.Module) -> list[Tensor]:
+        """The copies that `layer` reads now, of those that exist."""
+        return [copy for name, copy in self._copies.items() if self._takes_place_of(getattr(layer, name))]
 
 
 def _source(own: Tensor) -> tuple[Any, ...]:
@@ -193,9 +197,11 @@ class HalfPrecisionCopies:
             layer.copies.release(layer, frozen=frozen)
 
 
-def weight_copies(model: nn.Module) -> list[Tensor]:
-    """The copies that exist now of weights of `model`. A captured step that reads them is bound to their addresses."""
-    return [tensor for layer in _layers_with_copies(model) for tensor in layer.copies.tensors()]
+def copies_read(model: nn.Module) -> list[Tensor]:
+    """The copies that a pass of `model` reads now in place of its weights, of those that exist: none outside autocast
+    and `active`. A captured step is bound to their addresses.
+    """
+    return [tensor for layer in _layers_with_copies(model) for tensor in layer.copies.read(layer)]
 
 
 def mark_weights_changed(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ from alpaca_ppo.models.half_weights import (
     HalfPrecisionCopies,
     copied_bytes,
     copied_layers,
+    copies_read,
     head_weights,
-    weight_copies,
 )
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
@@ -153,6 +153,10 @@ def layer():
     return nn.Linear(6, 4)
 
 
+def copies_made(model):
+    return [copy for layer in copied_layers(model) for copy in layer.copies._copies.values()]
+
+
 def bfloat16_linear(layer, x):
     return nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
 
@@ -162,20 +166,26 @@ def test_copies_are_read_only_inside_the_block_and_under_autocast(layer):
     expected, exact = bfloat16_linear(layer, x), layer(x)
     copies = HalfPrecisionCopies(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(x), expected) and not weight_copies(model)
+        assert torch.equal(model(x), expected) and not copies_made(model)
         with copies.active(trained=False):
             assert torch.equal(model(x), expected)
-            assert torch.equal(weight_copies(model)[0], layer.weight.bfloat16())
+            (weight, bias), made = copies_read(model), copies_made(model)
+            assert weight is made[0] and bias is made[1] and torch.equal(weight, layer.weight.bfloat16())
             with torch.autocast("cpu", enabled=False):
-                assert torch.equal(model(x), exact)
+                assert torch.equal(model(x), exact) and not copies_read(model)
+        layer.weight.requires_grad_(True)
+        with copies.active(trained=False):
+            assert [tensor is bias for tensor in copies_read(model)] == [True]
+        layer.weight.requires_grad_(False)
+        assert not copies_read(model)
     with copies.active(trained=False):
         assert torch.equal(model(x), exact)
     assert isinstance(layer, nn.Linear) and dict(model.state_dict()).keys() == {"0.weight", "0.bias"}
     assert copied_bytes(model, trained=False) == 2 * (6 * 4 + 4) and copied_bytes(model, trained=True) == 0
     copies.release(frozen=False)
-    assert len(weight_copies(model)) == 2
+    assert len(copies_made(model)) == 2
     copies.release(frozen=True)
-    assert not weight_copies(model)
+    assert not copies_made(model)
 
 
 def test_copies_follow_the_weights_at_the_same_addresses(layer):
@@ -187,7 +197,7 @@ def test_copies_follow_the_weights_at_the_same_addresses(layer):
             return model(x)
 
     def addresses():
-        return [tensor.data_ptr() for tensor in weight_copies(model)]
+        return [tensor.data_ptr() for tensor in copies_made(model)]
 
     with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
         copies.make()
@@ -219,10 +229,10 @@ def test_copies_follow_the_weights_at_the_same_addresses(layer):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         with copies.active(trained=True):
             model(x)
-        assert not weight_copies(model)
+        assert not copies_made(model)
         with later.active(trained=True):
             assert torch.equal(model(x), bfloat16_linear(layer, x))
-    assert len(weight_copies(model)) == 2
+    assert len(copies_made(model)) == 2
 
 
 def test_gradients_of_several_micro_batches_add_up_in_float32(layer):
