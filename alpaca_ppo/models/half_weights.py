@@ -77,9 +77,9 @@ class _LayerCopies:
                 copy.copy_(own)
                 self._sources[name] = _source(own)
 
-    def invalidate(self, layer: nn.Module) -> None:
-        """Makes `refresh` overwrite the copies of trained weights."""
-        self._sources |= {name: () for name in self._copies if getattr(layer, name).requires_grad}
+    def invalidate(self, layer: nn.Module, *, frozen: bool) -> None:
+        """Makes `refresh` overwrite the copies of trained weights and, if `frozen`, of the others."""
+        self._sources |= {name: () for name in self._copies if frozen or getattr(layer, name).requires_grad}
 
     def release(self, layer: nn.Module, *, frozen: bool) -> None:
         """Drops the copies of trained weights and, if `frozen`, of the others."""
@@ -185,7 +185,7 @@ class HalfPrecisionCopies:
         optimizer's own kernels may write to a weight without counting up its version.
         """
         for layer in self._layers:
-            layer.copies.invalidate(layer)
+            layer.copies.invalidate(layer, frozen=False)
 
     def release(self, *, frozen: bool) -> None:
         """Frees the memory of the copies of trained weights and, if `frozen`, of the others, until their next use."""
@@ -195,8 +195,24 @@ class HalfPrecisionCopies:
 
 def weight_copies(model: nn.Module) -> list[Tensor]:
     """The copies that exist now of weights of `model`. A captured step that reads them is bound to their addresses."""
-    layers = [module for module in model.modules() if isinstance(module, _CopiedLinear | _CopiedConv1D)]
-    return [tensor for layer in layers for tensor in layer.copies.tensors()]
+    return [tensor for layer in _layers_with_copies(model) for tensor in layer.copies.tensors()]
+
+
+def mark_weights_changed(model: nn.Module) -> None:
+    """Has all copies of weights of `model` overwritten before they are read again, between two steps of a run.
+
+    To be called after a write that torch does not count, such as `weight.data.copy_(new)` or one through NumPy.
+    `weight.copy_(new)` under `torch.no_grad()` is seen without it.
+
+    Args:
+        model: a policy, a critic, or any module inside or around them.
+    """
+    for layer in _layers_with_copies(model):
+        layer.copies.invalidate(layer, frozen=True)
+
+
+def _layers_with_copies(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, _CopiedLinear | _CopiedConv1D)]
 
 
 def copied_layers(model: nn.Module) -> list[nn.Module]:

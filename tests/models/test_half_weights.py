@@ -9,8 +9,10 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
+from alpaca_ppo.models import mark_weights_changed
 from alpaca_ppo.models.half_weights import (
     HalfPrecisionCopies,
     copied_bytes,
@@ -107,6 +109,44 @@ def test_a_step_casts_frozen_weights_never_again_and_trained_ones_once_per_chang
     assert {second.counts[n] for n, trained in names.items() if trained and ".value." in n} == {4}
 
 
+class HalveFrozen(TrainerCallback):
+    """Halves the frozen weights of linear layers before the second step, through `write`."""
+
+    def __init__(self, write):
+        self.write = write
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            for layer in copied_layers(model):
+                if not layer.weight.requires_grad:
+                    self.write(layer.weight)
+            if self.write is halve_unseen:
+                mark_weights_changed(model)
+
+
+def halve_in_place(weight):
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def halve_unseen(weight):
+    weight.data.mul_(0.5)
+
+
+@pytest.mark.usefixtures("own_accelerator")
+def test_a_callbacks_write_to_frozen_weights_that_torch_does_not_count_is_read_once_it_is_marked(tmp_path):
+    def run(write):
+        given = {"peft_config": lora(), "callbacks": [HalveFrozen(write)]}
+        settings = {"critic_layout": "adapter"}
+        trainer = tiny_trainer(tmp_path / write.__name__, bf16=True, trainer_arguments=given, **settings)
+        trainer.train()
+        return weights(trainer), metric_lines(tmp_path / write.__name__)
+
+    (seen, seen_lines), (marked, marked_lines) = run(halve_in_place), run(halve_unseen)
+    assert all(torch.equal(marked[name], value) for name, value in seen.items())
+    assert marked_lines == seen_lines
+
+
 @pytest.fixture
 def layer():
     torch.manual_seed(0)
@@ -160,6 +200,10 @@ def test_copies_follow_the_weights_at_the_same_addresses(layer):
     # As a kernel of an optimizer's own, of which torch knows nothing.
     layer.weight.data.numpy()[:] += 1
     copies.weights_changed()
+    assert torch.equal(read(), bfloat16_linear(layer, x)) and addresses() == before
+    # Trained weights are marked too, and from any module around the layer.
+    layer.weight.data.mul_(3)
+    mark_weights_changed(nn.ModuleList([model]))
     assert torch.equal(read(), bfloat16_linear(layer, x)) and addresses() == before
     # Other storage, as after a move.
     layer.weight.data = torch.randn(4, 6)
