@@ -60,6 +60,8 @@ class Updater:
         self.budget, self.loss_agg_mode = budget, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """The learning rate of the last optimizer step."""
+        self.moved_policy = False
+        """Whether the last `step` was taken with a gradient and a learning rate of the policy that are not 0."""
         self.num_updates = 0
         """Optimizer steps taken by this object."""
         self._inside_step = False
@@ -118,6 +120,7 @@ class Updater:
             torch.OutOfMemoryError: when one response does not fit into memory, on every rank; or when a micro-batch
                 does not and the step cannot be made again, on its rank.
         """
+        self.moved_policy = False
         shared = {"denominator": self._denominator(rollouts["response_mask"][rows])}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         before = random_states()
@@ -374,10 +377,12 @@ class Updater:
 
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> GradNorms:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        policy_rate = 0.0 if freeze_policy else self.engine.policy_learning_rate
         norms = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
         if norms.non_finite is not None:
             cause = f"{norms.non_finite}, though the losses of all ranks are finite"
             raise NonFiniteUpdate(cause, prompt_ids.tolist())
+        self.moved_policy = norms.policy > 0 and policy_rate > 0
         self.scheduler.step()
         self.num_updates += 1
         return norms

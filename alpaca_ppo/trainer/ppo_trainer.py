@@ -390,6 +390,7 @@ class PPOTrainer(BaseTrainer):
                         message=self.run_log.message,
                     )
                     update.add(stats, stepped=stepped)
+                    self.old_policy.record_optimizer_step(step, moved_policy=self.updater.moved_policy)
                 except hook_checks.NonFiniteUpdate as error:
                     self.skip_update(error)
                     update.skipped += 1
