@@ -64,7 +64,7 @@ def _micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
     """Rows and tokens (of prompts and responses) of the largest micro-batch."""
     longest = args.query_len + args.response_len
     own = math.ceil(args.step_batch_size / processes)
-    if args.padding_free is not False:
+    if args.padding_free is not False or processes > 1:
         tokens = min(args.micro_batch_tokens, own * longest)
         return math.ceil(tokens / longest), tokens
     rows = math.ceil(args.step_batch_size / (micro_batches_of(args, processes) * processes))

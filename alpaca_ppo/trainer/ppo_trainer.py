@@ -31,6 +31,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
+from alpaca_ppo.ppo.agreements import agree_on_backend
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
@@ -124,6 +125,7 @@ class PPOTrainer(BaseTrainer):
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
+        self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)

@@ -66,6 +66,8 @@ RUNS = {
     # The second of two ranks has memory for one row; gradients are reduced as on a GPU.
     "crowded": ("crowded=[1,1]", "ppo_epochs=2", "critic_warmup_steps=1"),
     "crowded_adapter": ("crowded=[1,1]", *ADAPTER, "gradient_checkpointing=true", "max_tokens_per_micro_batch=20"),
+    # The second of two ranks cannot read rows without padding.
+    "padded_rank": ("padded_rank=1", "eval_prompts=3"),
 }
 HEAVY = {name.replace("clipped", "heavy"): (*RUNS[name], "vf_coef=100.0") for name in ("clipped", "clipped_adapter")}
 
@@ -120,6 +122,12 @@ def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
     lowered = "process 1 ran out of memory in a micro-batch of 2 responses"
     output = (runs / "two" / "output.txt").read_text().split("each of 2 processes")[1 + list(RUNS).index(name)]
     assert output.count(lowered) == output.count("ran out of memory") >= 1
+
+
+def test_a_rank_that_needs_padding_makes_all_pad(runs):
+    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1: another machine; critic on ")):
+        output = (runs / processes / "output.txt").read_text().split(" processes")[1 + list(RUNS).index("padded_rank")]
+        assert output.startswith(reason or "\n")
 
 
 @pytest.mark.parametrize("name", HEAVY)
