@@ -23,7 +23,9 @@ class OldPolicySource:
 
     With `old_policy: auto` a step recomputes, unless `AGREEMENTS` comparisons of earlier steps have agreed, between
     each two of which an optimizer step has moved the policy. (A move too small to exceed the bounds shows no stale
-    sampler, and harms as little. Once it has grown beyond them, the next comparison finds it.) A comparison agrees if `mismatch/*` is within the bounds of float32 and, with a reference, the mean difference of
+    sampler, and harms as little. Once it has grown beyond them, the next comparison finds it.)
+
+    A comparison agrees if `mismatch/*` is within the bounds of float32 and, with a reference, the mean difference of
     sampler and trainer is below `SHARE_OF_KL` of the mean difference of policy and reference. The reason: the KL in the
     reward is measured on the old log-probs. While the two models are equal, recomputed ones are exactly the
     reference's, but the sampler's differ by rounding, which whitening would turn into advantages. So steps recompute

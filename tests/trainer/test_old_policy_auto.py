@@ -120,7 +120,11 @@ def test_without_a_reference_the_first_two_steps_compare(tmp_path, capsys):
         # The first steps leave the policy as it is: a stale sampler agrees in them and in the one after them.
         ({"critic_warmup_steps": 2}, [1, 1, 1, 1, 1, 0, 0], 4),
         ({"trainer_class": poisoned((0, 0), (0, 1))}, [1, 1, 1, 0, 1, 0, 0], 3),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1, "step_batch_size": 4}, [1, 1, 1, 0, 1, 0, 0], 3),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1, "step_batch_size": 4},
+            [1, 1, 1, 0, 1, 0, 0],
+            3,
+        ),
         ({"trainer_arguments": still_policy}, [1] * 7, None),
     ],
     ids=["critic warm-up", "skipped updates", "a learning rate of 0", "only the critic learns"],
