@@ -67,13 +67,6 @@ def ask(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **changes: A
     return generate(model, *padded(prompts), **{**settings, **changes})
 
 
-def captured_as_uncaptured(model: PreTrainedModel) -> Generation:
-    """What captured steps sample, to the last bit what the same steps sample uncaptured."""
-    found = ask(model)
-    assert_same(found, ask(model, cuda_graphs=False), 0.0)
-    return found
-
-
 def change(model: PreTrainedModel) -> None:
     """Changes all weights where they are."""
     for parameter in model.parameters():
@@ -159,14 +152,22 @@ def test_copies_in_half_precision_are_read_as_they_are_now(tapes: Tapes) -> None
     model = tiny_causal_lm("llama")
     copies, bfloat16 = HalfPrecisionCopies(model), torch.autocast("cpu", torch.bfloat16)
 
+    def as_cast(found: Generation) -> Generation:
+        """`found`, to the last bit what uncaptured steps sample that cast the weights themselves."""
+        with bfloat16:
+            assert_same(found, ask(model, cuda_graphs=False), 0.0)
+        return found
+
     def of_trained(copies: HalfPrecisionCopies) -> Generation:
         with bfloat16, copies.active(trained=True):
             copies.make()
-            return captured_as_uncaptured(model)
+            found = ask(model)
+        return as_cast(found)
 
     def without_copies() -> Generation:
         with bfloat16:
-            return captured_as_uncaptured(model)
+            found = ask(model)
+        return as_cast(found)
 
     # They are refreshed in place, so steps stay captured.
     before, captured = of_trained(copies), tapes.captured
@@ -190,7 +191,8 @@ def test_copies_in_half_precision_are_read_as_they_are_now(tapes: Tapes) -> None
     model.requires_grad_(False)
     for _ in range(2):
         with bfloat16, another.active(trained=False):
-            captured_as_uncaptured(model)
+            found = ask(model)
+        as_cast(found)
         another.release(frozen=True)
         change(model)
     # Weights at other addresses, that a trainer moved or replaced.
