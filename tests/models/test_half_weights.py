@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from alpaca_ppo.models import mark_weights_changed
+from alpaca_ppo.distributed.optimizer import make_engine
+from alpaca_ppo.models import build_actor_critic, mark_weights_changed
 from alpaca_ppo.models.half_weights import (
     HalfPrecisionCopies,
     copied_bytes,
@@ -21,7 +23,7 @@ from alpaca_ppo.models.half_weights import (
     head_weights,
 )
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, weights
 
 
 @pytest.fixture
@@ -268,6 +270,45 @@ def test_an_output_head_reads_a_frozen_copy_and_its_own_trained_weight(layer):
     copies = HalfPrecisionCopies(unbiased)
     with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
         assert head_weights(unbiased)[1] is None and unbiased(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "kept"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"generation_backend": "slots"}, True),
+        ("cuda", {"cuda_graphs": False}, False),
+        ("cuda", {"generation_backend": "decode"}, False),
+        ("cpu", {}, False),
+    ],
+)
+def test_only_where_steps_are_replayed_the_policy_s_trained_weights_have_copies_that_stay(device, settings, kept):
+    model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+    # Everything is on the CPU; the engine is told otherwise.
+    accelerator = SimpleNamespace(
+        device=torch.device(device),
+        native_amp=True,
+        num_processes=1,
+        distributed_type="NO",
+        prepare_model=lambda model, evaluation_mode: model,
+        prepare_optimizer=lambda optimizer: optimizer,
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+        unscale_gradients=lambda: None,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = make_engine(accelerator, model, optimizer, tiny_config("unused", **settings), 1)
+    # The head, and seven layers in each of two blocks.
+    count = 15 if kept else 0
+    with engine.autocast(sampling=True):
+        assert len(weight_copies(model.policy)) == count
+    assert len(weight_copies(model.policy)) == count
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with engine.micro_batch(last=True), engine.autocast():
+        model.policy.model(input_ids=ids).logits.sum().backward()
+        model.critic.backbone(input_ids=ids).last_hidden_state.sum().backward()
+    assert len(weight_copies(model.policy)) == 15 and len(weight_copies(model.critic)) == 14
+    engine.step()
+    assert (len(weight_copies(model.policy)), len(weight_copies(model.critic))) == (count, 0)
 
 
 class Doubled(nn.Linear):
