@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from alpaca_ppo.atomic_io import StrPath, clean_leftovers, write_folder_atomically

@@ -31,8 +31,8 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
-from alpaca_ppo.ppo.agreements import agree_on_backend
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
+from alpaca_ppo.ppo.agreements import agree_on_backend
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
