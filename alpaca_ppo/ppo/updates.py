@@ -358,7 +358,7 @@ class Updater:
         chosen = [rows[positions].tolist() for positions in plan]
         try:
             for batch in DeviceRows(_tensors(rollouts), chosen, device):
-                # Once for the passes of critic and policy; on the CPU, so that nobody asks the device for lengths.
+                # Once for the passes of critic and policy; on the CPU, so that no length is asked of the device.
                 self._packed = pack(*(batch.host[key] for key in ROW_KEYS), device=device)
                 self._packed_tensors = [(batch.device[key], batch.device[key]._version) for key in ROW_KEYS]
                 micro: Any = {**batch.device, **common}

@@ -183,6 +183,14 @@ def test_a_pass_has_the_tokens_of_so_many_longest_rows():
     assert grouped([1] * 7 + [7], batch_size=2) == [[7, 0, 1, 2, 3, 4, 5, 6]]
 
 
+def test_a_model_that_some_rank_cannot_pack_is_padded():
+    source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
+    asked = []
+    source.prepare(equal_passes=False, packs_everywhere=lambda packs: bool(asked.append(packs)))
+    source._score_packed = None
+    assert source(RewardBatch(["w5 w6"] * 2, ["w7", ""], [[1]] * 2, {})) and asked == [True]
+
+
 def test_ranks_in_lockstep_make_as_many_passes_as_their_equal_rows_need_and_so_do_rows_with_padding():
     for options in ({"equal_passes": True}, {"padding_free": False}):
         assert grouped([1] * 7 + [7], batch_size=3, **options) == [[7, 0, 1], [2, 3, 4], [5, 6]]
