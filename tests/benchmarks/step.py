@@ -4,8 +4,8 @@ idle cores; writes its tables into docs/performance.md.
     python -m tests.benchmarks.step --quick      # two minutes: small sizes, nothing is written
 
 The programs take turns, step by step: TRL's PPOTrainer in an environment of its own, the bare passes (with either of
-two activations), and this package. Ratios of steps of the same round are the result, because a shared machine changes its speed within minutes.
-FLOPs and processor time hardly depend on the load; seconds by the clock do.
+two activations), and this package. Ratios of steps of the same round are the result, because a shared machine changes
+its speed within minutes. FLOPs and processor time hardly depend on the load; seconds by the clock do.
 """
 
 import argparse
