@@ -4,10 +4,11 @@ Counts tensors only, not what a device and its kernels need for themselves.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.optimizer import replays_decoding
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import Sizes, measure
 from alpaca_ppo.estimate_memory.sharding import DeviceMemory, Sharding
@@ -55,6 +56,15 @@ def sizes_of(args: PPOConfig, processes: int) -> Sizes:
     )
 
 
+def with_known_backend(args: PPOConfig, sharding: Sharding) -> PPOConfig:
+    """`args` with the backend that `auto` stands for, as far as it is known without weights: `decode` while parameters
+    are sharded. Whether a model can be sampled in slots is found by trying it; here it is assumed.
+    """
+    if args.generation_backend == "auto" and sharding.stage == 3 and not args.ds3_gather_for_generation:
+        return replace(args, generation_backend="decode")
+    return args
+
+
 def micro_batches_of(args: PPOConfig, processes: int) -> int:
     """Micro-batches per optimizer step and process, if rows are not divided by tokens; DeepSpeed is told so many."""
     return math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes))
@@ -64,12 +74,11 @@ def _micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
     """Rows and tokens (of prompts and responses) of the largest micro-batch."""
     longest = args.query_len + args.response_len
     own = math.ceil(args.step_batch_size / processes)
-    if args.padding_free is not False:
-        tokens = min(args.micro_batch_tokens, own * longest)
-        return math.ceil(tokens / longest), tokens
-    rows = math.ceil(args.step_batch_size / (micro_batches_of(args, processes) * processes))
-    rows = min(rows, args.micro_batch_tokens // longest)
-    return rows, rows * longest
+    if args.padding_free is False and args.max_tokens_per_micro_batch is None and processes == 1:
+        rows = math.ceil(args.step_batch_size / micro_batches_of(args, processes))
+        return rows, rows * longest
+    tokens = min(args.micro_batch_tokens, own * longest)
+    return math.ceil(tokens / longest), tokens
 
 
 def has_one_micro_batch(args: PPOConfig, processes: int) -> bool:
@@ -85,6 +94,7 @@ def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[PhaseMe
     Raises:
         ValueError: whatever `measure` raises.
     """
+    args = with_known_backend(args, sharding)
     measured = measure(models, args, sizes_of(args, sharding.processes), zero=sharding.stage > 0)
     return peak_by_phase(measured, args, sharding)
 
@@ -100,12 +110,16 @@ class _Step:
         self._measured, self._args, self._sharding = measured, args, sharding
         self._device = DeviceMemory(measured, args, sharding)
         self._weights = self._device.weights
+        replays = replays_decoding(args) and not args.use_cpu and sharding.stage != 3
+        self._kept_cache = measured["policy/kv_cache"] if replays else 0.0
         # Copies in half precision, from the first rollout on; those of trained weights only where GPUs replay steps.
-        replays = args.cuda_graphs and not args.use_cpu and sharding.stage != 3
-        replays = replays and bool(GENERATION_BACKENDS.trait(args.generation_backend, "refills"))
         self._copied = measured["policy/copied_frozen"] + measured["critic/copied_frozen"]
         self._copied += measured["policy/copied_trained"] if replays else 0.0
-        self._kept_cache = measured["policy/kv_cache"] if replays else 0.0
+        # Those that the first micro-batch makes besides, and that are kept until the optimizer's step.
+        self._copied_in_update = {
+            "policy": 0.0 if replays else measured["policy/copied_in_update"],
+            "critic": measured["critic/copied_trained"],
+        }
 
     def moments(self) -> Iterator[PhaseMemory]:
         """The moments of a step that can be a phase's peak, in order of time."""
@@ -136,10 +150,15 @@ class _Step:
         )
 
     def _rollout(self) -> Iterator[PhaseMemory]:
-        measured, cast = self._measured, self._measured["policy/cast"]
+        measured, cast = self._measured, self._measured["policy/sampling_cast"]
         held = self._held("prefill", self._device.gathered("policy", sampling=True) + cast)
         unpacked = measured["policy/unpacked"]
-        yield replace(held, activations=measured["policy/prefill"] - cast + unpacked)
+        prefill = replace(held, activations=measured["policy/prefill"] - cast + unpacked)
+        if not self._args.use_cpu and GENERATION_BACKENDS.trait(self._args.generation_backend, "refills"):
+            # The cache has its full size from the start; `measure` has seen one of the prompts' size.
+            activations = prefill.activations - measured["policy/prompt_cache"]
+            prefill = replace(prefill, kv_cache=measured["policy/kv_cache"], activations=activations)
+        yield prefill
         cached = replace(held, phase="sampling", kv_cache=measured["policy/kv_cache"])
         step = max(measured["policy/decode"], measured["policy/kv_layer"])
         yield replace(cached, activations=step + unpacked)
@@ -179,7 +198,7 @@ class _Step:
         passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in measured]
         for place, name in enumerate(passes):
             gradients = device.gradients_around(passes, place, single=single)
-            copied = self._copied_in_update(passes[:place] if single else [n for n in passes if n != name], name)
+            copied = sum(self._copied_in_update[model] for model in (passes[: place + 1] if single else passes))
             held = self._held("backward", copied + device.gathered(self._running(name), training=True))
             # Gradients are allocated while activations are freed, so the peak is at one end of the pass or the other.
             tail = measured[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
@@ -187,14 +206,6 @@ class _Step:
             yield from self._pass(
                 f"{name}/train", replace(held, gradients=gradients.before), backbone_gradients=gradients.during
             )
-
-    def _copied_in_update(self, others: Sequence[str], own: str) -> float:
-        """Bytes of the copies of trained weights of `others`, which are kept until the optimizer's step, and of the
-        running model's `own` as far as `measure` does not see them: with recomputed activations a cast lives shortly.
-        """
-        names = [*others, *([own] if self._args.gradient_checkpointing else [])]
-        sizes = {"policy": self._measured["policy/copied_in_update"], "critic": self._measured["critic/copied_trained"]}
-        return sum(sizes[name] for name in names)
 
     def _running(self, name: str) -> str:
         """The model whose weights the pass `name` reads: a critic without its own backbone reads the policy's."""

@@ -188,12 +188,18 @@ class DeviceMemory:
             return self.gradient_buffers, 0.0
         if self._stage:
             part = 4 * max(self._elements.values()) / self._processes
-            # A float32 copy of the gradients; AdamW's workspace is two such copies on a CPU, one on an accelerator.
+            # A float32 copy of the gradients.
             buffers = self._bucket_bytes if self._stage == 3 else 0.0
-            return self._gradient_share + buffers + part, self.optimizer + part * (2 if self._args.use_cpu else 1)
-        if self._args.use_cpu:
-            workspace = 2 * self._measured["policy/largest"]
-        else:
-            # On an accelerator all weights of a group are updated at once, with a copy of the second moments.
-            workspace = max(self._gradients.values())
+            return self._gradient_share + buffers + part, self.optimizer + self._workspace(part, part)
+        workspace = self._workspace(self._measured["policy/largest"], max(self._gradients.values()))
         return self._gradient_share + self.gradient_buffers, self.optimizer + workspace
+
+    def _workspace(self, largest: float, group: float) -> float:
+        """Bytes that AdamW allocates for an update of a group of weights with `group` bytes of gradients, of which a
+        single weight has `largest` at most.
+        """
+        if self._args.optim == "adamw_torch_fused":
+            # A single pass over weights and state, on CPU and CUDA. Other accelerators get torch's default, below.
+            return 0.0
+        # One weight at a time, in two copies; on an accelerator all at once, with a copy of the second moments.
+        return 2 * largest if self._args.use_cpu else group

@@ -48,7 +48,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def count_stages(counter: FlopCounterMode, monkeypatch: Any) -> dict[str, int]:
-    """What `counter` counts from now on in each timed stage of this package's trainers, until it is cleared."""
+    """What `counter` counts in each timed stage of this package's trainers from now on, until it is cleared."""
     # Programs of the benchmark import this module where the package is not installed.
     from alpaca_ppo.ppo.metrics import Timers
 

@@ -108,7 +108,7 @@ def started(programs: Sequence[tuple[str, str, Workload]], threads: int) -> Iter
 
 
 def take_turns(programs: Sequence[Program], rounds: int) -> list[list[Step]]:
-    """`rounds` steps of each program in turn, after a warm-up. Who goes first changes from round to round."""
+    """`rounds` steps of each program in turns, after a warm-up; who goes first changes from round to round."""
     for _ in range(WARM_UP):
         for program in programs:
             program.step()

@@ -19,7 +19,7 @@ from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
-from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of
+from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of, with_known_backend
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.generation import register_generation_backend
@@ -57,7 +57,9 @@ def length(prompts: list[str], completions: list[str], **columns: Any) -> list[f
 
 
 class MeasuredTrainer(PPOTrainer):
-    """Records the peak of live bytes in the rollout (sampling, scores, log-probs) and in the update of each step."""
+    """Records the peak of live bytes in the rollout (sampling, scores, log-probs) and in the update of each step, and
+    what is live after each of the two.
+    """
 
     live: LiveBytes
     before: int
@@ -66,17 +68,24 @@ class MeasuredTrainer(PPOTrainer):
         self.live.reset_peak()
         rollouts = super().rollout(prompt_batches)
         self.peaks = {"rollout": self.live.peak - self.before}
+        self.at_rest = [self.live.live - self.before]
         return rollouts
 
     def step_with_rollouts(self, rollouts):
         self.live.reset_peak()
         stats = super().step_with_rollouts(rollouts)
         self.peaks["update"] = self.live.peak - self.before
+        self.at_rest.append(self.live.live - self.before)
         return stats
 
 
 def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None) -> dict[str, int]:
     """Bytes of the second PPO step, at whose start the optimizer's state already exists."""
+    return trained(args, peft_config, config).peaks
+
+
+def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None) -> MeasuredTrainer:
+    """A trainer that has made two steps."""
     live = LiveBytes()
     live.track_all()
     before = live.live
@@ -95,12 +104,16 @@ def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any 
     live.track_all()
     with live:
         trainer.train()
-    return trainer.peaks
+    return trainer
 
 
 def predicted_peaks(models: Models, args: PPOConfig, sharding: Sharding) -> dict[str, float]:
     """What `measured_peaks` measures."""
-    moments = {m.phase: m.total for m in predict(models, args, sharding)}
+    return by_half({m.phase: m.total for m in predict(models, args, sharding)})
+
+
+def by_half(moments: dict[str, float]) -> dict[str, float]:
+    """The peaks of rollout and update from those of the phases."""
     return {
         "rollout": max(moments[phase] for phase in ("prefill", "sampling", "score", "log-probs")),
         "update": max(moments[phase] for phase in ("backward", "optimizer step")),
@@ -123,7 +136,6 @@ def fresh_state():
         (False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
         # Three rows of 32 tokens, so three micro-batches of the eight.
         (False, {"reference": "copy", "max_tokens_per_micro_batch": 96}),
-        (False, {"reference": "copy", "bf16": True}),
         (False, {"critic_layout": "shared"}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
@@ -145,6 +157,59 @@ def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, ove
     measured = measured_peaks(args, peft_config)
     ratios = {name: predicted[name] / measured[name] for name in predicted}
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), (ratios, predicted, measured)
+
+
+# Embedding and head have 4096 * 128 weights each. A layer: q and o 128 * 128, k and v 128 * 64, three of 128 * 256.
+EMBEDDING, LINEAR, NORMS = 4096 * 128, 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256), (2 * 4 + 1) * 128
+# q and o 128 + 128, k and v 128 + 64, gate, up and down 128 + 256, times rank 8.
+ADAPTER = 4 * (2 * 256 + 2 * 192 + 3 * 384) * 8
+
+
+@pytest.mark.parametrize(
+    ("with_lora", "overrides", "trains", "frozen", "copies"),
+    [
+        # The base is frozen, and its linear layers and the head have copies from the first pass on.
+        (True, {"critic_layout": "adapter"}, 2 * ADAPTER + 128, 2 * EMBEDDING + LINEAR + NORMS, EMBEDDING + LINEAR),
+        # Copies of trained weights and of the reference are gone between the passes.
+        (
+            False,
+            {"reference": "copy"},
+            3 * EMBEDDING + 2 * (LINEAR + NORMS) + 128,
+            2 * EMBEDDING + LINEAR + NORMS,
+            0,
+        ),
+    ],
+    ids=["adapters", "all weights"],
+)
+def test_copies_in_half_precision_live_as_long_as_estimated(
+    tmp_path, fresh_state, with_lora, overrides, trains, frozen, copies
+):
+    AcceleratorState._reset_state(True)
+    torch.manual_seed(0)
+    overrides = {**overrides, "bf16": True, "response_len": 16}
+    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
+    peft_config = lora() if with_lora else None
+    run = trained(args, peft_config)
+    # Float32 weights and two moments, and copies of 2 bytes; the rollouts and the like are a few KB.
+    at_rest = 12 * trains + 4 * frozen + 2 * copies
+    assert run.at_rest == pytest.approx([at_rest, at_rest], rel=2e-3)
+    moments = {m.phase: m.total for m in predict(Models(llama(), peft_config), args, Sharding())}
+    assert moments["score"] == moments["optimizer step"] - 4 * trains == pytest.approx(at_rest, rel=1e-3)
+    # A pass that reads copies casts nothing of its own, which would be a tenth of these peaks.
+    predicted = by_half(moments)
+    ratios = {name: predicted[name] / run.peaks[name] for name in predicted}
+    assert all(0.97 < ratio < 1.06 for ratio in ratios.values()), (ratios, predicted, run.peaks)
+
+
+def test_sampling_casts_trained_weights_once_or_reads_copies_that_stay():
+    replayed, cast = (
+        measure(Models(llama()), chosen, sizes_of(chosen, 1))
+        for chosen in (settings(bf16=True, use_cpu=False), settings(bf16=True, use_cpu=False, cuda_graphs=False))
+    )
+    # Where autocast casts them, it keeps the casts of all linear layers and of the head, of 2 bytes a weight.
+    assert cast["policy/sampling_cast"] == 2 * (EMBEDDING + LINEAR)
+    assert replayed["policy/sampling_cast"] == 0.0
+    assert replayed["policy/copied_trained"] == 2 * (EMBEDDING + LINEAR)
 
 
 def test_an_offloaded_reference_stays_where_it_is_on_a_cpu(tmp_path, fresh_state):
@@ -232,6 +297,17 @@ def test_slots_have_the_rows_of_the_limit_and_one_for_samples_that_wait():
     assert found["policy/kv_cache"] == 10 * 2 * 32 * 2 * 4 * 4 * (16 + 48)
 
 
+def test_auto_decodes_where_parameters_stay_sharded():
+    args = settings(ds3_gather_for_generation=False)
+    sizes = []
+    for stage in (2, 3):
+        moments = {m.phase: m for m in predict(Models(llama()), args, Sharding(2, stage))}
+        sizes.append(moments["sampling"].kv_cache)
+    # Four prompts on each process: five slots of 16 + 48 columns, or four rows of 16 + 65; as above.
+    assert sizes == [5 * 2 * 32 * 2 * 4 * 4 * (16 + 48), 4 * 2 * 32 * 2 * 4 * 4 * (16 + 65)]
+    assert with_known_backend(settings(), Sharding(2, 3)) == settings()
+
+
 def test_a_micro_batch_has_the_tokens_of_its_budget():
     # Rows have at most 16 + 48 tokens; 8 rows in an optimizer step, 4 in a micro-batch.
     for overrides, processes, rows, tokens in (
@@ -240,10 +316,11 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
         ({}, 4, 2, 128),
         ({"max_tokens_per_micro_batch": 160}, 1, 3, 160),
         ({"max_tokens_per_micro_batch": 9999}, 1, 8, 512),
-        # With padding, rows that are as many in each micro-batch, and at most as many as the limit.
+        # With padding on one process, rows that are as many in each micro-batch, unless the limit is one of tokens.
         ({"padding_free": False, "step_batch_size": 6}, 1, 3, 192),
-        ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 2, 128),
-        ({"padding_free": False, "max_tokens_per_micro_batch": 9999}, 1, 4, 256),
+        ({"padding_free": False, "step_batch_size": 6}, 2, 3, 192),
+        ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 3, 160),
+        ({"padding_free": False, "max_tokens_per_micro_batch": 9999}, 1, 8, 512),
     ):
         sizes = sizes_of(settings(**overrides), processes)
         assert (sizes.micro_rows, sizes.micro_tokens) == (rows, tokens), overrides
@@ -332,12 +409,14 @@ def measurements_of_ones(**changed: float) -> dict[str, float]:
         "weights",
         "gradients",
         "cast",
+        "sampling_cast",
         "largest",
         "hidden",
         "layer",
         "outside",
         "unpacked",
         "prefill",
+        "prompt_cache",
         "decode",
         "choose",
         "score",
@@ -371,18 +450,39 @@ def measurements_of_ones(**changed: float) -> dict[str, float]:
         (1, 0, 9.0),
         # DDP's buckets: gradients twice
         (4, 0, 11.0),
-        # weights 3; gradients 2 / 4, the policy's once more 1 / 4; moments and master weights 6 / 4, workspace 2 / 4
-        (4, 1, 5.75),
+        # weights 3; gradients 2 / 4, the policy's once more 1 / 4; moments and master weights 6 / 4
+        (4, 1, 5.25),
         # as in stage 1: only this process's part of the gradients is left
-        (4, 2, 5.75),
+        (4, 2, 5.25),
         # weights 3 / 4, the reference included; the rest as in stage 2
-        (4, 3, 3.5),
+        (4, 3, 3.0),
     ],
 )
 def test_zero_shares_out_state_then_gradients_then_all_weights(processes, stage, expected):
     args = settings(step_batch_size=32, rollout_batch_size=32, step_per_device_batch_size=1)
     moments = peak_by_phase(measurements_of_ones(), args, Sharding(processes, stage))
     assert moments[PHASES.index("optimizer step")].total == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "stage", "expected"),
+    [
+        # Two copies of the largest weight, 1.
+        ({}, 1, 0, 2.0),
+        # Of the policy's or the critic's weights, 3, all at once.
+        ({"use_cpu": False}, 1, 0, 3.0),
+        # DeepSpeed's parts of them are one tensor each.
+        ({}, 4, 1, 2 * 3 / 4),
+        ({"use_cpu": False}, 4, 3, 3 / 4),
+    ],
+)
+def test_only_an_optimizer_that_is_not_fused_needs_room_besides_its_state(overrides, processes, stage, expected):
+    found = measurements_of_ones(**{"policy/largest": 1.0, "policy/gradients": 3.0, "policy/elements": 0.75})
+    fused, loop = (
+        peak_by_phase(found, settings(optim=optim, **overrides), Sharding(processes, stage))[-1].total
+        for optim in ("adamw_torch_fused", "adamw_torch")
+    )
+    assert loop - fused == expected
 
 
 @pytest.mark.parametrize(
@@ -406,10 +506,17 @@ def test_zero_holds_in_a_backward_pass_what_deepspeed_holds(stage, expected):
 
 def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
     found = measurements_of_ones(**{"policy/prefill": 9.0, "policy/kv_cache": 2.0, "policy/choose": 3.0})
+    found["policy/prompt_cache"] = 0.5
     moments = {m.phase: m for m in peak_by_phase(found, settings(), Sharding())}
     assert (moments["prefill"].activations, moments["prefill"].kv_cache) == (9.0, 0.0)
     assert (moments["sampling"].kv_cache, moments["sampling"].logits) == (2.0, 3.0)
     assert moments["prefill"].total > moments["sampling"].total
+    # On an accelerator the cache of slots is whole from the start, in place of the prompts' own, 0.5.
+    args = settings(use_cpu=False, cuda_graphs=False)
+    prefill, *_, update = peak_by_phase(found, args, Sharding())[1:]
+    assert (prefill.activations, prefill.kv_cache, update.kv_cache) == (8.5, 2.0, 0.0)
+    args = settings(use_cpu=False, cuda_graphs=False, generation_backend="decode")
+    assert peak_by_phase(found, args, Sharding())[1] == moments["prefill"]
 
 
 def test_copies_in_half_precision_and_the_cache_of_replayed_steps_stay():
@@ -420,21 +527,25 @@ def test_copies_in_half_precision_and_the_cache_of_replayed_steps_stay():
     found |= {f"reference/eval.{part}": 0.0 for part in ("backbone", "saved", "head")}
 
     def added(**overrides: Any) -> dict[str, tuple[float, float]]:
-        args = settings(step_per_device_batch_size=1, **overrides)
+        args = settings(**{"step_per_device_batch_size": 1, **overrides})
         before = {m.phase: m for m in peak_by_phase(nothing, args, Sharding())}
         moments = peak_by_phase(found, args, Sharding())
         return {m.phase: (m.weights - before[m.phase].weights, m.kv_cache) for m in moments}
 
-    # Frozen weights of policy and critic; in the backward pass also the trained ones of the other model.
-    in_backward = 1.0 + 2.0 + 16.0
+    # Frozen weights of policy and critic; in the backward pass also the trained ones of both.
+    in_backward = 1.0 + 2.0 + 7.0 + 16.0
     expected = {"load": (0.0, 0.0), "sampling": (3.0, 100.0), "log-probs": (7.0, 0.0), "backward": (in_backward, 0.0)}
     expected |= dict.fromkeys(("prefill", "score", "optimizer step"), (3.0, 0.0))
+    on_device = expected | {"prefill": (3.0, 100.0)}
     assert added() == expected
-    assert added(gradient_checkpointing=True)["backward"] == (in_backward + 7.0, 0.0)
-    # On a GPU the policy's trained copies stay, and the cache.
+    # With one micro-batch, the critic's pass makes its copies and the policy's finds them there.
+    assert added(step_per_device_batch_size=ROWS) == expected
+    # On a GPU the policy's trained copies stay, and the cache, through the update too.
     replayed = {phase: (size + 8.0, 100.0) for phase, (size, _) in expected.items()} | {"load": (0.0, 0.0)}
+    replayed["backward"] = (1.0 + 2.0 + 8.0 + 16.0, 100.0)
     assert added(use_cpu=False) == replayed
-    assert added(use_cpu=False, cuda_graphs=False) == expected
+    assert added(use_cpu=False, cuda_graphs=False) == on_device
+    assert added(use_cpu=False, generation_backend="decode") == expected
 
 
 def test_an_offloaded_reference_is_on_the_device_only_during_its_own_pass():
