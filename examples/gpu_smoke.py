@@ -1,16 +1,22 @@
-"""What works on this machine's GPU, in five minutes: `python -m examples.gpu_smoke`.
+"""What works on this machine's GPU, in at most five minutes: `python -m examples.gpu_smoke [--minutes 5]`.
 
-Prints a table: each check held, failed, or could not be made here, with the figure that it is judged by. Ends with
-status 1 if one failed. Models have random weights, nothing is downloaded. Without a GPU the same checks run on the CPU
-with tiny shapes, which only shows that they run.
+Prints a table: each check held, failed, or could not be made here, with the figure that it is judged by. A check that
+takes more than a third of the time is stopped, and none begins once all of it is used: the last line says how many were
+not made. Ends with status 1 if a check failed or was stopped. Models have random weights, nothing is downloaded.
+Without a GPU the same checks run on the CPU with tiny shapes, which only shows that they run.
 """
 
+import argparse
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +48,10 @@ class NotHere(Exception):
 
 class Failed(Exception):
     """The check ran, and its figure is beyond its bound."""
+
+
+class OutOfTime(Exception):
+    """The check takes too long."""
 
 
 @dataclass(frozen=True)
@@ -278,15 +288,24 @@ def recovers_memory(machine: Machine) -> str:
     return require(gap <= 1e-4, f"{budget.configured} tokens lowered to {budget.max_tokens}, weights within {gap:.1e}")
 
 
+ON_GPU: dict[str, Any] = {"use_cpu": False, "environment": {}}
+"""For `same_run.launch`."""
+
+
+@cache
+def run_in_one_process(folder: Path) -> Path:
+    """The output of the run that others are compared with, in a folder beside theirs."""
+    own = Path(tempfile.mkdtemp(dir=folder))
+    same_run.write_run(own)
+    return same_run.launch(own, "single", "full", 4, **ON_GPU)
+
+
 def same_run_on_gpus(machine: Machine, processes: str) -> str:
     """A run on several GPUs (for ZeRO on one, if there is only one) against the same run in one process."""
     if machine.gpus < (2 if processes == "ddp" else 1):
         raise NotHere("needs two GPUs" if processes == "ddp" else "needs a GPU; the tests run it on CPUs")
-    folder = Path(tempfile.mkdtemp(dir=machine.folder))
-    same_run.write_run(folder)
-    on_gpu: dict[str, Any] = {"use_cpu": False, "environment": {}}
-    reference = same_run.launch(folder, "single", "full", 4, **on_gpu)
-    output = same_run.launch(folder, processes, "full", 4, count=min(machine.gpus, 2), **on_gpu)
+    reference = run_in_one_process(machine.folder)
+    output = same_run.launch(reference.parent, processes, "full", 4, count=min(machine.gpus, 2), **ON_GPU)
     found = same_run.compare(output, reference)
     figure = f"{found.tokens} responses differ, metrics by {found.metric:.1e}, weights by {found.weights:.1e}"
     return require(found.tokens == 0 and found.weights <= 1e-3, figure)
@@ -345,14 +364,33 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def outcome(check: Check, machine: Machine) -> tuple[str, str]:
-    """`held`, `failed` or `not here`, and the figure or the reason."""
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `OutOfTime` in the block after `seconds`. A single call into a library can delay that until it returns."""
+
+    def stop(*args: Any) -> None:
+        raise OutOfTime(f"after {seconds:.3g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return "held", check(machine)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(check: Check, machine: Machine, seconds: float) -> tuple[str, str]:
+    """`held`, `failed`, `stopped` or `not here`, and the figure or the reason."""
+    try:
+        with time_limit(seconds):
+            return "held", check(machine)
     except NotHere as reason:
         return "not here", str(reason)
     except Failed as figure:
         return "failed", str(figure)
+    except OutOfTime as limit:
+        return "stopped", str(limit)
     # Whatever goes wrong in one check must not hide the others; the trace says where.
     except Exception as error:
         traceback.print_exc()
@@ -364,25 +402,37 @@ def outcome(check: Check, machine: Machine) -> tuple[str, str]:
             torch.cuda.empty_cache()
 
 
-def main() -> int:
-    """Makes all checks and prints the table; returns the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Makes the checks for which there is time and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5, help="for all checks together")
+    limit = 60 * parser.parse_args(arguments).minutes
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus else "cpu")
     where = (
         f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU: tiny shapes on the CPU, figures mean nothing"
     )
     print(f"torch {torch.__version__}; {where}", flush=True)
+    begin = time.perf_counter()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(device, gpus, Path(folder))
         for name, check in CHECKS.items():
             start = time.perf_counter()
-            results[name] = outcome(check, machine)
+            left = begin + limit - start
+            if left <= 0:
+                results[name] = "no time", f"the checks before took {start - begin:.0f} s"
+                continue
+            results[name] = outcome(check, machine, min(left, limit / 3))
             print(f"{name}: {results[name][0]} ({time.perf_counter() - start:.0f} s)", flush=True)
     print("\n| check | | figure |\n|---|---|---|")
     for name, (verdict, figure) in results.items():
         print(f"| {name} | {verdict} | {figure} |")
-    return int(any(verdict == "failed" for verdict, _ in results.values()))
+    counts = Counter(verdict for verdict, _ in results.values())
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    more = "; more --minutes give every check its time" if counts["stopped"] or counts["no time"] else ""
+    print(f"\n{time.perf_counter() - begin:.0f} s for {len(results)} checks: {summary}{more}")
+    return int(counts["failed"] + counts["stopped"] > 0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ weights by more than 1e-4.
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -144,10 +145,24 @@ def launch(
     command += ["examples/train_ppo.py", "--config", str(folder / "run.yaml")]
     command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
     variables = {**os.environ, **environment}
-    outcome = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=600)
+        except BaseException:
+            # The launcher's own processes would go on without it.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     count = count or (1 if processes == "single" else 2)
-    if outcome.returncode or f"each of {count} processes" not in outcome.stdout:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{outcome.stdout[-2000:]}{outcome.stderr[-6000:]}")
+    if process.returncode or f"each of {count} processes" not in printed:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{printed[-2000:]}{errors[-6000:]}")
     return output
 
 
