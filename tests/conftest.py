@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ def pytest_runtest_call():
         return (yield)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def deadline():
+    """Ends a test that waits for another thread in vain."""
+
+    def end(signum, frame):
+        raise TimeoutError("the test did not end within 60 seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_modifyitems(items):

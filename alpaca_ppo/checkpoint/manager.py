@@ -17,6 +17,7 @@ from transformers import TrainerState
 from alpaca_ppo.atomic_io import clean_leftovers
 from alpaca_ppo.checkpoint import directory, serialization
 from alpaca_ppo.distributed import collectives
+from alpaca_ppo.distributed.random_states import random_states
 
 
 class Component(Protocol):
@@ -160,7 +161,7 @@ class CheckpointManager:
         self.best.compare(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
-        rng = collectives.gather_list(serialization.random_states(), self._accelerator)
+        rng = collectives.gather_list(random_states(), self._accelerator)
         states = {name: component.state_dict() for name, component in self._components().items()}
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:

@@ -6,19 +6,17 @@ deleting checkpoint folders is in `directory`, the models that `from_pretrained`
 """
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from alpaca_ppo.atomic_io import StrPath, clean_leftovers, write_folder_atomically
 from alpaca_ppo.checkpoint.directory import FILES, rotate_checkpoints, verify_files, write_manifest
+from alpaca_ppo.distributed.random_states import check_random_states, set_random_states
 
 _WEIGHTS, _STATE, _STATE_TENSORS = FILES
 _PARTS = {"optimizer": dict, "scheduler": dict, "rng": list, "extra": dict}
@@ -238,7 +236,7 @@ def _read_state(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         raise _unreadable(path, "its entry rng is empty; it has the random states of each rank")
     for rank, states in enumerate(state["rng"]):
         try:
-            _check_random_states(states)
+            check_random_states(states)
         except Exception as error:
             problem = f"its entry rng has no random states of rank {rank} ({type(error).__name__}: {error})"
             raise _unreadable(path, problem) from error
@@ -250,50 +248,6 @@ def _unreadable(path: Path, problem: str) -> ValueError:
         f"{path} is not the state of a run: {problem}; resume from another checkpoint, or start a new run in another "
         "output_dir"
     )
-
-
-def random_states() -> dict[str, Any]:
-    """The states of this process's random number generators."""
-    legacy = np.random.get_state(legacy=False)
-    key = legacy["state"]["key"].tolist()
-    return {
-        "python": random.getstate(),
-        "numpy": legacy | {"state": legacy["state"] | {"key": key}},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def seed_random_states(seed: int, rank: int) -> None:
-    """Seeds the random number generators of this process by a function of `seed` and `rank`.
-
-    Ranks draw different numbers. Only the global generators of Python, NumPy and torch (every device) are seeded; the
-    package itself draws from none of them.
-    """
-    python, legacy, of_torch = np.random.SeedSequence([seed, rank]).generate_state(3).tolist()
-    random.seed(python)
-    np.random.seed(legacy)
-    torch.manual_seed(of_torch)
-
-
-def _check_random_states(state: Mapping[str, Any]) -> None:
-    """Raises if `set_random_states` would: sets the states of generators that nobody uses."""
-    random.Random().setstate(state["python"])
-    np.random.RandomState().set_state(state["numpy"])
-    torch.Generator().set_state(state["torch"])
-    for cuda in state["cuda"]:
-        if not isinstance(cuda, Tensor) or cuda.dtype != torch.uint8:
-            raise TypeError(f"the state of a CUDA device is {type(cuda).__name__}, not a tensor of bytes")
-
-
-def set_random_states(state: Mapping[str, Any]) -> None:
-    """Restores what `random_states` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    # With fewer devices only the first states are used, so that a GPU run can be loaded on a machine without one.
-    for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(cuda, device)
 
 
 def _describe(tensor: Tensor) -> str:

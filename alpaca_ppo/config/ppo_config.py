@@ -56,8 +56,8 @@ class PPOConfig(RunOptions):
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
     step_per_device_batch_size: int = argument(
         8,
-        "Responses per micro-batch of an optimizer step, on one device. Without padding it only sets the default of "
-        "max_tokens_per_micro_batch.",
+        "Responses per micro-batch of an optimizer step, where a single process pads them; otherwise it only sets the "
+        "default of max_tokens_per_micro_batch.",
         at_least=1,
     )
     max_tokens_per_micro_batch: int | None = argument(

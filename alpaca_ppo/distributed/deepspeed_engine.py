@@ -65,8 +65,6 @@ class DeepSpeedEngine(Engine):
         self.config: dict[str, Any] = plugin.deepspeed_config
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
-        # DeepSpeed will replace the parameters of each group by flat partitions.
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
         gathers = self.synced_forwards and gather_for_generation
         self._sampler = _copy_without_weights(actor_critic.policy.model, accelerator.device) if gathers else None
         super().__init__(

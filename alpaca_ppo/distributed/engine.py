@@ -101,6 +101,8 @@ class Engine(TrainState):
         super().__init__(actor_critic, optimizer)
         self.accelerator, self.actor_critic = accelerator, actor_critic
         self.max_grad_norm, self.critic_max_grad_norm = max_grad_norm, critic_max_grad_norm
+        # DeepSpeed will replace the parameters of each group by flat partitions.
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._replays = replays_decoding and accelerator.device.type == "cuda"
         models = (actor_critic.policy, actor_critic.critic) if accelerator.native_amp else ()
         # Of the policy and of the critic's own weights; none without autocast.
@@ -130,6 +132,13 @@ class Engine(TrainState):
     def can_repeat(self) -> bool:
         """Whether an optimizer step can be made again after a micro-batch that did not fit into memory."""
         return self.accelerator.num_processes == 1 or self.defers_reduction
+
+    @property
+    def policy_learning_rate(self) -> float:
+        """Of the next optimizer step: the largest of the groups that hold parameters of the policy."""
+        policy = {id(parameter) for parameter in self.actor_critic.policy_parameters()}
+        pairs = zip(self.optimizer.param_groups, self._groups, strict=True)
+        return max((float(group["lr"]) for group, own in pairs if not policy.isdisjoint(map(id, own))), default=0.0)
 
     def begin(self) -> None:
         """Starts an optimizer step: drops gradients left by an update that was skipped or interrupted."""

@@ -1,50 +1,91 @@
 """How many threads a process computes with on the CPU: the cores that it may use, divided by the processes beside it.
 
-torch takes all cores of the machine, whatever a container's quota leaves of them and however many ranks share them.
+torch and Accelerate take all cores of the machine, whatever a container's quota leaves of them; torch also however many
+ranks share them.
 Threads without a core of their own cost far more than they bring, because each operator waits for its slowest thread.
 How threads wait for each other is set in `alpaca_ppo/__init__.py`, because OpenMP reads it when torch is imported.
 """
 
 import math
 import os
+import platform
+from collections.abc import Collection
+from fractions import Fraction
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import get_int_from_env
+from accelerate.utils import get_cpu_distributed_information
 
-_NUMBER_GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""By the user, or by torchrun and `accelerate launch` in the user's place."""
-_LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
-"""Where Accelerate looks for the number of processes on this machine."""
+from alpaca_ppo.distributed.collectives import gather_list
 
 
 def limit_threads(accelerator: Accelerator) -> None:
     """Lowers torch's number of threads to this process's share of the cores, and says so once on each machine.
 
-    A number in the environment stays as it is, and so does a smaller one that was set with `torch.set_num_threads`.
+    A number that the user chose stays as it is, and so does one that is smaller than the share. All ranks must call
+    this, because a launcher need not say how many of them are on one machine.
     """
-    if any(name in os.environ for name in _NUMBER_GIVEN):
-        return
-    cores, processes = usable_cores(), max(1, get_int_from_env(_LOCAL_PROCESSES, 1))
-    share, before = max(1, cores // processes), torch.get_num_threads()
-    if before <= share:
+    # Sets, because a launcher may have bound each rank to cores of its own.
+    machine, own = platform.node(), _allowed_cores()
+    everywhere = gather_list((machine, own), accelerator)
+    here = {rank: cores for rank, (name, cores) in enumerate(everywhere) if name == machine}
+    quota, before = _quota(Path("/")), torch.get_num_threads()
+    share = _share(own, here.values(), quota)
+    if before <= share or _chosen_by_user(before, len(own)):
         return
     torch.set_num_threads(share)
-    if accelerator.is_local_main_process:
+    if accelerator.process_index == min(here):
+        cores = math.ceil(min(len(set().union(*here.values())), quota))
         print(
-            f"each process computes with {share} of torch's {before} threads, because {processes} share {cores} usable "
-            "cores; for another number, set OMP_NUM_THREADS"
+            f"torch computes with {share} of {before} threads"
+            f"{f' in each of {len(here)} processes' if len(here) > 1 else ''}, because "
+            f"{'1 core is' if cores == 1 else f'{cores} cores are'} usable; for another number, set OMP_NUM_THREADS"
         )
 
 
-def usable_cores() -> int:
-    """The cores on which this process may run, or as many as the quota of its control groups is worth if that is less;
-    a part of a core counts as one.
-    """
+def _allowed_cores() -> set[int]:
+    """The cores on which this process may run."""
     # Not on macOS and Windows.
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return math.ceil(min(allowed, _quota(Path("/"))))
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _share(own: Collection[int], here: Collection[Collection[int]], quota: float) -> int:
+    """The threads of a process: its part of each core that it may use, and at most its part of the quota; at least 1.
+
+    Args:
+        own: the cores on which it may run.
+        here: those of each process on this machine, itself included.
+        quota: what the control groups allow all of them together, in cores; a part of a core counts as one.
+    """
+    threads = math.floor(sum(Fraction(1, sum(core in cores for cores in here)) for core in own))
+    if quota < math.inf:
+        threads = min(threads, math.ceil(quota) // len(here))
+    return max(1, threads)
+
+
+def _chosen_by_user(number: int, allowed: int) -> bool:
+    """Whether torch's `number` of threads is the user's, as far as that can be told: not torch's own number, nor the
+    one that Accelerate chooses for training on a CPU, both of which ignore quotas.
+
+    Args:
+        number: what torch has now.
+        allowed: the number of cores on which this process may run.
+    """
+    cores = os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or cores
+    # The launcher exports it where OMP_NUM_THREADS is missing; without the launcher, `PartialState` sets it in torch.
+    accelerates = max(1, physical // max(1, get_cpu_distributed_information().local_world_size))
+    if "MKL_NUM_THREADS" in os.environ:
+        return True
+    if "OMP_NUM_THREADS" in os.environ:
+        # The other variable is set by `accelerate launch` in each of its modes.
+        exported = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ["OMP_NUM_THREADS"] == str(accelerates)
+        return not (exported and number == accelerates)
+    # torch takes one thread for each core, physical (MKL) or logical (OpenMP), of those allowed when it was imported.
+    allowed_physical = math.ceil(allowed * physical / cores)
+    return number not in (accelerates, cores, physical, allowed, allowed_physical)
 
 
 def _quota(root: Path) -> float:

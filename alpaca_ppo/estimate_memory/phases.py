@@ -56,6 +56,15 @@ def sizes_of(args: PPOConfig, processes: int) -> Sizes:
     )
 
 
+def with_known_backend(args: PPOConfig, sharding: Sharding) -> PPOConfig:
+    """`args` with the backend that `auto` stands for, as far as it is known without weights: `decode` while parameters
+    are sharded. Whether a model can be sampled in slots is found by trying it; here it is assumed.
+    """
+    if args.generation_backend == "auto" and sharding.stage == 3 and not args.ds3_gather_for_generation:
+        return replace(args, generation_backend="decode")
+    return args
+
+
 def micro_batches_of(args: PPOConfig, processes: int) -> int:
     """Micro-batches per optimizer step and process, if rows are not divided by tokens; DeepSpeed is told so many."""
     return math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes))
@@ -65,12 +74,11 @@ def _micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
     """Rows and tokens (of prompts and responses) of the largest micro-batch."""
     longest = args.query_len + args.response_len
     own = math.ceil(args.step_batch_size / processes)
-    if args.padding_free is not False:
-        tokens = min(args.micro_batch_tokens, own * longest)
-        return math.ceil(tokens / longest), tokens
-    rows = math.ceil(args.step_batch_size / (micro_batches_of(args, processes) * processes))
-    rows = min(rows, args.micro_batch_tokens // longest)
-    return rows, rows * longest
+    if args.padding_free is False and args.max_tokens_per_micro_batch is None and processes == 1:
+        rows = math.ceil(args.step_batch_size / micro_batches_of(args, processes))
+        return rows, rows * longest
+    tokens = min(args.micro_batch_tokens, own * longest)
+    return math.ceil(tokens / longest), tokens
 
 
 def has_one_micro_batch(args: PPOConfig, processes: int) -> bool:
@@ -86,6 +94,7 @@ def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[PhaseMe
     Raises:
         ValueError: whatever `measure` raises.
     """
+    args = with_known_backend(args, sharding)
     measured = measure(models, args, sizes_of(args, sharding.processes), zero=sharding.stage > 0)
     return peak_by_phase(measured, args, sharding)
 

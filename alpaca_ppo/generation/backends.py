@@ -3,6 +3,7 @@
 The built-in backends choose each token by the same numbers, so they sample the same tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -86,13 +87,16 @@ def run_backend(
     Raises:
         ValueError: for an unknown backend, or if it does not return a `Generation` of the right shapes.
     """
-    name, reported = sampling_params.backend, list[int]()
+    name, rows = sampling_params.backend, len(queries) * sampling_params.num_return_sequences
+    missing = set(range(rows))
     refills = GENERATION_BACKENDS.trait(name, "refills")
 
-    def report(rows: list[int], finished: Generation) -> None:
+    def report(done: list[int], finished: Generation) -> None:
         assert on_finished is not None
-        reported.extend(rows)
-        on_finished(rows, finished)
+        if wrong := sorted(row for row, times in Counter(done).items() if times > 1 or row not in missing):
+            raise ValueError(_wrong_report(name, f"with the rows {wrong}", rows))
+        missing.difference_update(done)
+        on_finished(done, finished)
 
     generation = GENERATION_BACKENDS.get(name)(
         model,
@@ -104,16 +108,19 @@ def run_backend(
         before_token=before_token,
         **({"slots": slots, "on_finished": on_finished and report} if refills else {}),
     )
-    rows = len(queries) * sampling_params.num_return_sequences
     generation = _check_generation(generation, name, (rows, sampling_params.max_new_tokens))
     if on_finished is not None and not refills:
         on_finished(list(range(rows)), generation)
-    elif on_finished is not None and sorted(reported) != list(range(rows)):
-        raise ValueError(
-            f"the generation_backend {name!r} called on_finished with {len(set(reported))} different rows of {rows}, "
-            f"{len(reported)} in all; a backend with refills=True must call it once for each row"
-        )
+    elif on_finished is not None and missing:
+        raise ValueError(_wrong_report(name, f"without the rows {sorted(missing)}", rows))
     return generation
+
+
+def _wrong_report(backend: str, problem: str, rows: int) -> str:
+    return (
+        f"the generation_backend {backend!r} called on_finished {problem} of {rows}; a backend with refills=True must "
+        "call it once for each row"
+    )
 
 
 def _check_generation(generation: Any, backend: str, shape: tuple[int, int]) -> Generation:

@@ -3,10 +3,11 @@
 A decode step of a small batch takes a GPU less time than Python needs to launch its thousand kernels. A CUDA graph
 launches them all at once. It reads and writes the same addresses at each replay: so the cache, the state of the slots
 and the outputs are allocated once per model (`SlotMemory`) and serve one call of the sampler after the other. Weights
-may change in place; when they move, or other adapters are active, the graphs are captured again.
+may change in place. When a step would read other tensors (weights that moved, other adapters, copies in half precision
+or none) the graphs are captured again; in another precision the memory is allocated again, too.
 
 What a step computes is in `generation.slot_step`. Not captured: weights that are gathered for each rollout (ZeRO 3),
-models whose forward pass reads from the device, and steps on a CPU.
+models whose forward pass reads from the device or cannot be captured, and steps on a CPU.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_step import SlotOutputs, SlotState, StepRules, decode_step
-from alpaca_ppo.models.half_weights import weight_copies
+from alpaca_ppo.models.half_weights import copies_read
 
 Step = Callable[[], None]
 """A decode step, which changes the tensors of a `SlotMemory`."""
@@ -42,7 +43,22 @@ _COMPILED_SHAPES = 1024
 
 _kept: WeakKeyDictionary[PreTrainedModel, "SlotMemory"] = WeakKeyDictionary()
 _unfit: WeakSet[PreTrainedModel] = WeakSet()
-"""Models that have been found to read from the device within a step."""
+"""Models whose steps have turned out not to be capturable."""
+
+
+class Precision(NamedTuple):
+    """What the dtypes of keys, values and log-probs follow from."""
+
+    device: torch.device
+    weights: frozenset[torch.dtype]
+    """Of the parameters."""
+    autocast: torch.dtype | None
+    """None outside autocast."""
+
+
+def precision_of(model: PreTrainedModel) -> Precision:
+    """Where and in which dtypes `model` computes now."""
+    return Precision(model.device, frozenset(p.dtype for p in model.parameters()), _autocast_dtype(model.device))
 
 
 class SlotMemory:
@@ -54,9 +70,8 @@ class SlotMemory:
         slots: S.
         extra_slots: rows of the cache beyond S that take no part in steps.
         columns: C, of the cache.
-        device: of all tensors.
-        logprob_dtype: of the outputs.
-        capture: how steps are captured; None runs them as they are.
+        precision: see `precision_of`; its device is that of all tensors.
+        new_capture: returns how steps are captured, for steps that are dropped together; None runs them as they are.
     """
 
     def __init__(
@@ -65,69 +80,87 @@ class SlotMemory:
         extra_slots: int,
         columns: int,
         *,
-        device: torch.device,
-        logprob_dtype: torch.dtype,
-        capture: Capture | None,
+        precision: Precision,
+        new_capture: Callable[[], Capture] | None,
     ) -> None:
-        self.sizes = (slots, extra_slots, columns)
+        self.sizes, self.precision = (slots, extra_slots, columns), precision
+        self._device = device = precision.device
         self.cache = SlotCache(slots + extra_slots, columns)
         self.state = SlotState.idle(slots, scratch_row=0, device=device)
         self.outputs: SlotOutputs
         self.rules: StepRules
         self.in_use = False
-        self.capture, self._device, self._logprob_dtype = capture, device, logprob_dtype
+        self.new_capture = new_capture
         self._key: SamplingParams
         self._buffers: dict[SamplingParams, tuple[SlotOutputs, StepRules]] = {}
-        self._steps: dict[tuple[SamplingParams, int, int], Step] = {}
+        self._steps: dict[tuple[SamplingParams, int, int, int], Step] = {}
+        self._capture: Capture
         self._binding: Any = None
+        self._is_bound = False
         self._running_copy = torch.empty(slots, dtype=torch.bool, pin_memory=device.type == "cuda")
         self._copied: torch.cuda.Event | None = None
 
-    def begin(self, model: PreTrainedModel, params: SamplingParams, *, rows: int) -> None:
-        """Makes all slots idle and the outputs empty, with at least `rows` rows.
-
-        Captured steps are dropped if they would read other weights than those of `model` now.
-        """
-        binding = weights_binding(model) if self.capture is not None else None
-        if binding != self._binding:
-            self._steps.clear()
-            self._binding = binding
+    def begin(self, params: SamplingParams, *, rows: int) -> None:
+        """Makes all slots idle and the outputs empty, with at least `rows` rows."""
         # What varies between the rollouts of a run reaches a step through the keys of the random numbers.
         self._key = dataclasses.replace(params, seed=0, step=0, num_return_sequences=1)
         if self._key not in self._buffers or self._buffers[self._key][0].scratch_row < rows:
-            outputs = SlotOutputs.empty(rows, params, logprob_dtype=self._logprob_dtype, device=self._device)
+            dtype = torch.float64 if torch.float64 in self.precision.weights else torch.float32
+            outputs = SlotOutputs.empty(rows, params, logprob_dtype=dtype, device=self._device)
             self._buffers[self._key] = outputs, StepRules(self._key, self._device)
             self._steps = {key: step for key, step in self._steps.items() if key[0] != self._key}
         self.outputs, self.rules = self._buffers[self._key]
         self.outputs.clear(params.pad_token_id)
         self.state.clear(scratch_row=self.outputs.scratch_row)
-        self._copied = None
+        self.cache.clear()
+        self._copied, self._is_bound = None, False
 
     def step(self, model: PreTrainedModel, *, slots: int, columns: int) -> None:
         """Makes a decode step of the first `slots` slots over the first `columns` columns; see `decode_step`."""
         # Bound to the tensors of now, as a graph is to their addresses.
         tensors = (self.cache, self.state, self.outputs, self.rules)
         eager = partial(decode_step, model, *tensors, slots=slots, columns=columns)
-        run = partial(_compiled(), *eager.args, **eager.keywords) if self._key.compile_decoding else eager
-        if self.capture is not None and not self._steps:
+        run: Step = partial(_compiled(), *eager.args, **eager.keywords) if self._key.compile_decoding else eager
+        if self.new_capture is not None:
+            self._drop_outdated(model)
+        if self.new_capture is not None and not self._steps:
+            # The memory that graphs share is gone with the last of them.
+            self._capture = self.new_capture()
             problem = self._without_rows(partial(host_read, eager))
             if problem is not None:
-                self.capture = None
-                _unfit.add(model)
-                _kept.pop(model, None)
-                warnings.warn(
-                    f"{type(model).__name__} reads from the device within a decode step ({problem}), so its steps are "
-                    f"not captured in CUDA graphs; they run as with cuda_graphs: false",
-                    stacklevel=2,
-                )
-        if self.capture is None:
-            run()
+                self._give_up(model, f"it reads from the device: {problem}")
+        # `reserve` moves the cache.
+        key = (self._key, slots, columns, self.cache.columns)
+        if self.new_capture is not None and key not in self._steps:
+            try:
+                with _uncached_autocast(self._device):
+                    self._steps[key] = self._without_rows(partial(self._capture, run))
+            except RuntimeError as error:
+                # A capture that an error has interrupted ends with an error of its own.
+                self._give_up(model, str(error.__context__ or error).partition("\n")[0])
+        self._steps.get(key, run)()
+
+    def _drop_outdated(self, model: PreTrainedModel) -> None:
+        """Drops captured steps, at the first step of a call, if they would read other weights than those of `model`."""
+        if self._is_bound:
             return
-        key = (self._key, slots, columns)
-        if key not in self._steps:
-            with _uncached_autocast(self._device):
-                self._steps[key] = self._without_rows(partial(self.capture, run))
-        self._steps[key]()
+        # Passes over prompts come before the first step, and copies of weights are made at their first use.
+        binding, self._is_bound = weights_binding(model), True
+        if binding != self._binding:
+            self._steps.clear()
+            self._binding = binding
+
+    def _give_up(self, model: PreTrainedModel, reason: str) -> None:
+        """Runs all steps of `model` as they are from now on."""
+        self.new_capture = None
+        self._steps.clear()
+        _unfit.add(model)
+        _kept.pop(model, None)
+        warnings.warn(
+            f"the decode steps of {type(model).__name__} cannot be captured in CUDA graphs ({reason}); they run as "
+            f"with cuda_graphs: false",
+            stacklevel=3,
+        )
 
     def _without_rows(self, call: Callable[[], Any]) -> Any:
         """Returns `call()`, during which no row runs, so that steps in it record nothing and advance no row."""
@@ -171,30 +204,36 @@ def slot_memory(
         extra_slots: rows of the cache beyond these that take no part in steps.
         rows: responses of the call.
     """
-    kept = _kept.get(model)
-    capture: Capture | None = None
-    if captures(model, params) and (kept is None or not kept.in_use):
-        capture = CudaCapture() if kept is None else kept.capture
-    sizes = (slots, extra_slots, columns)
-    if kept is not None and capture is not None:
-        sizes = (max(slots, kept.sizes[0]), max(extra_slots, kept.sizes[1]), max(columns, kept.sizes[2]))
-    if kept is None or capture is None or sizes != kept.sizes:
-        memory = SlotMemory(
-            *sizes,
-            device=model.device,
-            logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
-            capture=capture,
-        )
-        if capture is not None:
-            _kept[model] = memory
+    if not captures(model, params) or (model in _kept and _kept[model].in_use):
+        memory = SlotMemory(slots, extra_slots, columns, precision=precision_of(model), new_capture=None)
     else:
-        memory = kept
+        memory = _kept_memory(model, (slots, extra_slots, columns))
     memory.in_use = True
     try:
-        memory.begin(model, params, rows=rows)
+        memory.begin(params, rows=rows)
         yield memory
+    except BaseException:
+        # It may have been its size that did not fit into the device's memory.
+        if _kept.get(model) is memory:
+            del _kept[model]
+        raise
     finally:
         memory.in_use = False
+
+
+def _kept_memory(model: PreTrainedModel, sizes: tuple[int, int, int]) -> SlotMemory:
+    """The memory that is kept for `model`, which is replaced if it is too small or of another precision."""
+    precision, kept = precision_of(model), _kept.get(model)
+    if kept is not None and kept.precision == precision:
+        slots, extra_slots, columns = map(max, sizes, kept.sizes)
+        sizes = (slots, extra_slots, columns)
+        if sizes == kept.sizes:
+            return kept
+    # Freed first: two of them may not fit into the device's memory.
+    kept = None
+    _kept.pop(model, None)
+    memory = _kept[model] = SlotMemory(*sizes, precision=precision, new_capture=CudaCapture)
+    return memory
 
 
 def captures(model: PreTrainedModel, params: SamplingParams) -> bool:
@@ -210,7 +249,10 @@ def _on_cuda(model: PreTrainedModel) -> bool:
 
 
 class CudaCapture:
-    """Captures steps in CUDA graphs that share their memory, which they may since no two of them run at a time."""
+    """Captures steps in CUDA graphs that share their memory, which they may since no two of them run at a time.
+
+    Once all of its graphs are gone it must not capture another one: torch refuses a pool that no graph uses any more.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -223,30 +265,32 @@ class CudaCapture:
             for _ in range(_WARM_UP):
                 run()
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those of reward functions, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads, such as those of reward functions, may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError:
+            # Where a capture fails, `torch.cuda.graph` leaves its own stream as the current one.
+            torch.cuda.set_stream(current)
+            raise
         return graph.replay
 
 
 def weights_binding(model: PreTrainedModel) -> Any:
     """Returns what a captured step of `model` depends on beyond the contents of its weights, for comparison.
 
-    That is where the weights and their copies in half precision are, which adapters act, and the precision of autocast.
+    That is where the weights and the copies in half precision are that it reads now, which adapters act, and the
+    precision of autocast.
     """
-    device = model.device.type
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     return (
-        [
-            (tensor.data_ptr(), tensor.dtype)
-            for tensor in (*model.parameters(), *model.buffers(), *weight_copies(model))
-        ],
+        [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers(), *copies_read(model))],
         [
             (layer.disable_adapters, list(layer.active_adapters), list(layer.merged_adapters), dict(layer.scaling))
             for layer in layers
         ],
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        _autocast_dtype(model.device),
         model.config._attn_implementation,
     )
 
@@ -300,6 +344,9 @@ def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., N
 
 def _uncached_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast as it is, without its cache: a graph would go on reading copies of weights that are long outdated."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.get_autocast_dtype(device.type), cache_enabled=False)
+    dtype = _autocast_dtype(device)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -30,8 +30,8 @@ class SlotCache(Cache):
     """Keys and values of `slots` rows of up to `columns` tokens, for every layer of a model.
 
     It is passed to the model as `past_key_values`. `start_step` or `start_extend` says where the states of the next
-    forward pass go. Storage is allocated by the first pass and zero at first, because a masked column must be finite.
-    Its addresses change in `reserve` only.
+    forward pass go. Storage is allocated by the first pass, in the dtype of its states, and zero at first, because a
+    masked column must be finite. Its addresses change in `reserve` only.
 
     Args:
         slots: S, rows.
@@ -99,6 +99,11 @@ class SlotCache(Cache):
             # Packed tokens are the inner dimension of their states, slots the outer one.
             self._indices[heads] = (index if isinstance(self._pass.read_slots, int) else index.T).flatten()
         return self._indices[heads]
+
+    def clear(self) -> None:
+        """Makes all columns zero again: a call that ended in NaN must leave none for the next one."""
+        for kept in (kept for storage in self._storage.values() for kept in storage):
+            kept.zero_()
 
     def copy(self, source: int, targets: Sequence[int], columns: int) -> None:
         """Copies the first `columns` columns of slot `source` to the slots `targets`."""

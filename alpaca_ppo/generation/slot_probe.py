@@ -41,6 +41,9 @@ def _try(model: PreTrainedModel) -> str | None:
     try:
         with eval_mode(model), torch.autocast(model.device.type, enabled=False):
             return _problem(model)
+    except (torch.OutOfMemoryError, MemoryError):
+        # Says nothing about the model.
+        raise
     except Exception as error:
         # Models of any kind come here, and what is wrong with one is no error of a run without slots.
         return f"a trial raised {type(error).__name__}: {error}"

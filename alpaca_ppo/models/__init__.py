@@ -12,6 +12,7 @@ from alpaca_ppo.models.critic_heads import (
     register_critic_head,
 )
 from alpaca_ppo.models.critic_io import is_critic_folder, load_critic, write_critic, write_critic_adapter
+from alpaca_ppo.models.half_weights import mark_weights_changed
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
@@ -39,6 +40,7 @@ __all__ = [
     "load_causal_lm",
     "load_critic",
     "load_sequence_classifier",
+    "mark_weights_changed",
     "register_critic_head",
     "write_critic",
     "write_critic_adapter",

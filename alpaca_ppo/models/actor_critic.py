@@ -50,6 +50,7 @@ class Critic(nn.Module):
 
     Attributes:
         padding_free: whether rows are laid end to end for the critic's own backbone.
+        padding_reason: why they are not, where that was found out.
     """
 
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
@@ -61,6 +62,7 @@ class Critic(nn.Module):
         self.backbone = backbone
         self.has_adapter = has_adapter
         self.padding_free = False
+        self.padding_reason: str | None = None
 
     @property
     def shares_states(self) -> bool:

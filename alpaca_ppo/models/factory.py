@@ -26,6 +26,7 @@ from alpaca_ppo.models import (
     ActorCritic,
     AdapterReference,
     CopiedReference,
+    Critic,
     CriticHead,
     Policy,
     build_actor_critic,
@@ -37,7 +38,7 @@ from alpaca_ppo.models import (
     load_critic,
     load_sequence_classifier,
 )
-from alpaca_ppo.models.packing_probe import use_padding_free
+from alpaca_ppo.models.packing_probe import padding_reason
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
@@ -114,18 +115,23 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     disable_dropout(built)
     # A subclass that reads the rows itself knows whether it can do without padding.
     if type(built.policy).states is Policy.states:
-        built.policy.padding_free = use_padding_free(built.policy.model, args.padding_free)
+        _decide_padding(built.policy, built.policy.model, args)
     backbones: list[Any] = [built.policy.model]
     if built.critic is not None:
         built.critic.head.configure(args)
         backbones.append(built.critic.backbone)
         if isinstance(built.critic.backbone, PreTrainedModel):
-            built.critic.padding_free = use_padding_free(built.critic.backbone, args.padding_free)
+            _decide_padding(built.critic, built.critic.backbone, args)
     for backbone in backbones:
         if args.gradient_checkpointing and backbone is not None:
             # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
+
+
+def _decide_padding(model: Policy | Critic, backbone: PreTrainedModel, args: PPOConfig) -> None:
+    model.padding_reason = padding_reason(backbone, args.padding_free)
+    model.padding_free = model.padding_reason is None
 
 
 def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
@@ -298,5 +304,5 @@ def make_reference(
 
 
 def _copied(policy: Policy, args: PPOConfig, *, offloaded: bool = False) -> CopiedReference:
-    policy.padding_free = use_padding_free(policy.model, args.padding_free)
+    _decide_padding(policy, policy.model, args)
     return CopiedReference(policy, offloaded=offloaded)

@@ -54,9 +54,7 @@ class _LayerCopies:
 
     def stand_in(self, name: str, own: Tensor | None) -> Tensor | None:
         """The copy of the layer's own tensor `name` where it takes its place, else the tensor itself."""
-        if own is None or own.dtype != torch.float32 or not torch.is_autocast_enabled(own.device.type):
-            return own
-        if not (self._state.trained if own.requires_grad else self._state.frozen):
+        if own is None or not self._takes_place_of(own):
             return own
         dtype = torch.get_autocast_dtype(own.device.type)
         if name not in self._copies or self._copies[name].dtype != dtype:
@@ -65,6 +63,12 @@ class _LayerCopies:
             differentiable: Tensor = _InPlaceOf.apply(own, self._copies[name])  # type: ignore[no-untyped-call]
             return differentiable
         return self._copies[name]
+
+    def _takes_place_of(self, own: Tensor) -> bool:
+        """Whether a copy of the layer's tensor is read now."""
+        if own.dtype != torch.float32 or not torch.is_autocast_enabled(own.device.type):
+            return False
+        return self._state.trained if own.requires_grad else self._state.frozen
 
     @torch.no_grad()
     def refresh(self, layer: nn.Module) -> None:
@@ -77,9 +81,9 @@ class _LayerCopies:
                 copy.copy_(own)
                 self._sources[name] = _source(own)
 
-    def invalidate(self, layer: nn.Module) -> None:
-        """Makes `refresh` overwrite the copies of trained weights."""
-        self._sources |= {name: () for name in self._copies if getattr(layer, name).requires_grad}
+    def invalidate(self, layer: nn.Module, *, frozen: bool) -> None:
+        """Makes `refresh` overwrite the copies of trained weights and, if `frozen`, of the others."""
+        self._sources |= {name: () for name in self._copies if frozen or getattr(layer, name).requires_grad}
 
     def release(self, layer: nn.Module, *, frozen: bool) -> None:
         """Drops the copies of trained weights and, if `frozen`, of the others."""
@@ -88,9 +92,9 @@ class _LayerCopies:
             if frozen or own.requires_grad:
                 del self._copies[name]
 
-    def tensors(self) -> list[Tensor]:
-        """The copies that exist."""
-        return list(self._copies.values())
+    def read(self, layer: nn.Module) -> list[Tensor]:
+        """The copies that `layer` reads now, of those that exist."""
+        return [copy for name, copy in self._copies.items() if self._takes_place_of(getattr(layer, name))]
 
 
 def _source(own: Tensor) -> tuple[Any, ...]:
@@ -185,7 +189,7 @@ class HalfPrecisionCopies:
         optimizer's own kernels may write to a weight without counting up its version.
         """
         for layer in self._layers:
-            layer.copies.invalidate(layer)
+            layer.copies.invalidate(layer, frozen=False)
 
     def release(self, *, frozen: bool) -> None:
         """Frees the memory of the copies of trained weights and, if `frozen`, of the others, until their next use."""
@@ -193,10 +197,28 @@ class HalfPrecisionCopies:
             layer.copies.release(layer, frozen=frozen)
 
 
-def weight_copies(model: nn.Module) -> list[Tensor]:
-    """The copies that exist now of weights of `model`. A captured step that reads them is bound to their addresses."""
-    layers = [module for module in model.modules() if isinstance(module, _CopiedLinear | _CopiedConv1D)]
-    return [tensor for layer in layers for tensor in layer.copies.tensors()]
+def copies_read(model: nn.Module) -> list[Tensor]:
+    """The copies that a pass of `model` reads now in place of its weights, of those that exist: none outside autocast
+    and `active`. A captured step is bound to their addresses.
+    """
+    return [tensor for layer in _layers_with_copies(model) for tensor in layer.copies.read(layer)]
+
+
+def mark_weights_changed(model: nn.Module) -> None:
+    """Has all copies of weights of `model` overwritten before they are read again, between two steps of a run.
+
+    To be called after a write that torch does not count, such as `weight.data.copy_(new)` or one through NumPy.
+    `weight.copy_(new)` under `torch.no_grad()` is seen without it.
+
+    Args:
+        model: a policy, a critic, or any module inside or around them.
+    """
+    for layer in _layers_with_copies(model):
+        layer.copies.invalidate(layer, frozen=True)
+
+
+def _layers_with_copies(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, _CopiedLinear | _CopiedConv1D)]
 
 
 def copied_layers(model: nn.Module) -> list[nn.Module]:

@@ -52,6 +52,7 @@ def once_per_kind(
     found: dict[tuple[Any, ...], str | None], model: PreTrainedModel, trial: Callable[[PreTrainedModel], str | None]
 ) -> str | None:
     """Returns what `trial` finds in `model`, kept in `found` for other models of the same classes and configuration.
+    What it raises is not kept.
 
     A model with hooks, or with a forward of its own in an instance, may compute something else, and is always tried.
     """
@@ -64,21 +65,21 @@ def once_per_kind(
     return found[key]
 
 
-def use_padding_free(model: PreTrainedModel, choice: str | bool) -> bool:
-    """What the option `padding_free` means for `model`: whether its rows are packed.
+def padding_reason(model: PreTrainedModel, choice: str | bool) -> str | None:
+    """Why the rows of `model` are padded where the option `padding_free` is `choice`, or None if they are not.
 
     Raises:
-        ValueError: when it must be so and the model cannot.
+        ValueError: when they must not be and the model needs it.
     """
     if not choice:
-        return False
+        return "padding_free is false"
     problem = packing_problem(model)
     if problem is not None and choice != "auto":
         raise ValueError(
             f"padding_free is true, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot compute "
             f"rows without padding: {problem}; set padding_free: auto or false, or use another model"
         )
-    return problem is None
+    return problem
 
 
 def _has_flash_attention(backbone: PreTrainedModel) -> bool:
@@ -95,6 +96,9 @@ def _try(backbone: PreTrainedModel) -> str | None:
     try:
         with eval_mode(backbone), torch.autocast(backbone.device.type, enabled=False):
             return _problem(backbone)
+    except (torch.OutOfMemoryError, MemoryError):
+        # Says nothing about the model.
+        raise
     except Exception as error:
         # Models of any kind come here, and what is wrong with one is no error of a run without packing.
         return f"a trial raised {type(error).__name__}: {error}"

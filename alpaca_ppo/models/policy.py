@@ -40,6 +40,7 @@ class Policy(nn.Module):
 
     Attributes:
         padding_free: whether rows are laid end to end; `packing_probe` knows which models allow it.
+        padding_reason: why they are not, where that was found out.
 
     Raises:
         ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
@@ -56,6 +57,7 @@ class Policy(nn.Module):
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
         self.padding_free = False
+        self.padding_reason: str | None = None
         self._check_logits()
 
     @property

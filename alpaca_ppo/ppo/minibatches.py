@@ -7,6 +7,7 @@ a run is the same on any machine. The order of prompts is in `data.schedule`, th
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -87,45 +88,35 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
         count += 1
 
 
-def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, max_rows: int) -> Plan:
-    """As `plan_micro_batches`, for rows that are padded to the longest of their micro-batch.
+def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+    """As `plan_micro_batches`, for rows that are padded to the longest of their micro-batch, which then costs its rows
+    times the longest of them.
 
-    A micro-batch costs its rows times the longest of them and has at most `max_rows` rows. Rows of similar length are
-    together, and the cost of the largest micro-batch is the smallest that so many micro-batches allow.
+    There are as few micro-batches as possible, with rows of similar length together, and the largest costs the least
+    that so many of them allow. No bound on the number of rows: with one, micro-batches of short rows would cost less.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = -(-max(1, len(_runs(order, lengths, max_tokens, max_rows))) // num_ranks)
+    count = -(-max(1, len(_runs(order, lengths, max_tokens))) // num_ranks)
     low, high = 1, max_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_runs(order, lengths, middle, max_rows)) <= num_ranks * count:
+        if len(_runs(order, lengths, middle)) <= num_ranks * count:
             high = middle
         else:
             low = middle + 1
-    bins = _runs(order, lengths, high, max_rows)
+    bins = _runs(order, lengths, high)
     bins += [[] for _ in range(num_ranks * count - len(bins))]
     return _deal(bins, [len(rows) * max((lengths[i] for i in rows), default=0) for rows in bins], num_ranks)
 
 
-def plan_equal_rows(lengths: Sequence[int], *, num_ranks: int, num_micro_batches: int) -> Plan:
-    """Returns the rows that each rank trains on, in `num_micro_batches` micro-batches of equally many rows.
-
-    Rows are sorted by length and split into num_ranks * num_micro_batches buckets whose sizes differ by at most one, so
-    the rows of a micro-batch have similar lengths. The ranks' i-th micro-batches are neighbouring buckets, in
-    alternating order, so that ranks rarely wait for each other.
+def plan_equal_rows(lengths: Sequence[int], *, num_micro_batches: int) -> Plan:
+    """Returns the rows of one process in `num_micro_batches` micro-batches of equally many rows (the first ones may
+    have one more), those of similar length together.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    num_buckets = num_ranks * num_micro_batches
-    size, num_larger = divmod(len(order), num_buckets)
-    plan: Plan = [[] for _ in range(num_ranks)]
-    start = 0
-    for bucket in range(num_buckets):
-        stop = start + size + (bucket < num_larger)
-        micro_batch, offset = divmod(bucket, num_ranks)
-        rank = offset if micro_batch % 2 == 0 else num_ranks - 1 - offset
-        plan[rank].append(order[start:stop])
-        start = stop
-    return plan
+    size, num_larger = divmod(len(order), num_micro_batches)
+    bounds = [i * size + min(i, num_larger) for i in range(num_micro_batches + 1)]
+    return [[order[start:stop] for start, stop in pairwise(bounds)]]
 
 
 def _longest_first(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -139,11 +130,11 @@ def _longest_first(order: Sequence[int], lengths: Sequence[int], num_bins: int) 
     return bins
 
 
-def _runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
+def _runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """`order`, longest first, cut into runs whose rows times longest is at most `max_tokens`, or that have one row."""
     runs: list[list[int]] = []
     for row in order:
-        if not runs or len(runs[-1]) == max_rows or (len(runs[-1]) + 1) * lengths[runs[-1][0]] > max_tokens:
+        if not runs or (len(runs[-1]) + 1) * lengths[runs[-1][0]] > max_tokens:
             runs.append([])
         runs[-1].append(row)
     return runs

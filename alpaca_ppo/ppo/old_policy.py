@@ -12,7 +12,7 @@ from alpaca_ppo.ppo.mismatch import MismatchGuard, judge
 from alpaca_ppo.types import Rollouts
 
 AGREEMENTS = 2
-"""Comparisons that must agree before the sampler's log-probs are used. The second one follows an update, so a sampler
+"""Comparisons that must agree before the sampler's log-probs are used. The policy has moved in between, so a sampler
 that kept older weights is found."""
 SHARE_OF_KL = 0.01
 """The difference of sampler and trainer must be below this share of the policy's distance to its reference."""
@@ -21,28 +21,33 @@ SHARE_OF_KL = 0.01
 class OldPolicySource:
     """Decides whether a step recomputes the old log-probs, and judges the step's sampler.
 
-    With `old_policy: auto` a step recomputes, unless `AGREEMENTS` comparisons of earlier steps have agreed. A
-    comparison agrees if `mismatch/*` is within the bounds of float32 and, with a reference, the mean difference of
+    With `old_policy: auto` a step recomputes, unless `AGREEMENTS` comparisons of earlier steps have agreed, between
+    each two of which an optimizer step has moved the policy. (A move too small to exceed the bounds shows no stale
+    sampler, and harms as little. Once it has grown beyond them, the next comparison finds it.)
+
+    A comparison agrees if `mismatch/*` is within the bounds of float32 and, with a reference, the mean difference of
     sampler and trainer is below `SHARE_OF_KL` of the mean difference of policy and reference. The reason: the KL in the
     reward is measured on the old log-probs. While the two models are equal, recomputed ones are exactly the
     reference's, but the sampler's differ by rounding, which whitening would turn into advantages. So steps recompute
     until the policy has moved well beyond rounding.
 
     Every `mismatch_check_steps`-th step recomputes and compares again. A step that does not is compared on the rows of
-    its first optimizer step. One comparison beyond the bounds, and the rest of the run recomputes.
+    its first optimizer step. One comparison beyond the bounds, and the rest of the run recomputes. If a check finds the
+    policy too close to its reference, steps recompute until comparisons agree once more.
 
     Half precision always recomputes, as does a critic that shares the policy's hidden states, because the critic's pass
-    computes all of the policy but its head; so do steps of the critic's warm-up, whose update has no policy to compare.
+    computes all of the policy but its head; so do steps of the critic's warm-up, whose update has no policy to compare
+    and moves none: agreement in them is not recorded.
 
-    The decision depends on nothing but the configuration, the step and the recorded comparisons of earlier steps, which
-    are the same on every rank and stored in checkpoints.
+    The decision depends on nothing but the configuration, the step and what is recorded of earlier steps, which is the
+    same on every rank and stored in checkpoints.
 
     Args:
         guard: judges what is measured, whether or not the run is `auto`.
         args: of the run.
         has_reference: whether there is a reference policy.
-        report: called with a message for the user, once when the sampler's log-probs begin to be used and once when
-            they no longer are.
+        report: called with a message for the user the first time that the sampler's log-probs begin to be used, that
+            they no longer are for a while, and that they no longer are for good.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class OldPolicySource:
         self._decides = args.old_policy == "auto" and not guard.half_precision and not guard.shares_states
         self._agreed_at: list[int] = []
         self._disagreed_at: int | None = None
+        self._moved_at: int | None = None
+        self._said: list[str] = []
 
     def recomputes(self, step: int) -> bool:
         """Whether `step` (from 0) computes the old log-probs in a forward pass of the trainer."""
@@ -75,21 +82,29 @@ class OldPolicySource:
             return
         stats = self._guard.stats(rollouts)
         self._guard.check(stats)
-        if not self._decides or self._disagrees(stats, step):
+        if not self._decides or self._disagrees(stats, step) or self._disagreed_at is not None:
+            return
+        if step < self._args.critic_warmup_steps:
             return
         mask = rollouts["response_mask"]
         distance = float(masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask))
         difference = stats["mismatch/logprob_abs_mean"]
         if self._has_reference and difference >= SHARE_OF_KL * distance:
-            self._agreed_at = []
-        elif len(self._agreed_at) < AGREEMENTS and step not in self._agreed_at:
+            self._start_again(difference, distance, step)
+        elif len(self._agreed_at) < AGREEMENTS and self._moved_since_agreement(step):
             self._agreed_at.append(step)
-            if len(self._agreed_at) == AGREEMENTS and self._args.mismatch_check_steps > 1:
-                self._report(
+            if len(self._agreed_at) == AGREEMENTS:
+                self._say_once(
+                    "agreed",
                     f"step {step + 1}: sampler and trainer agree ({difference:.2g} nats per token), so from now on the "
                     "sampler's log-probs are the old policy's, which saves a forward pass; every "
-                    f"{self._args.mismatch_check_steps}th step compares the two again (old_policy: auto)"
+                    f"{self._args.mismatch_check_steps}th step compares the two again (old_policy: auto)",
                 )
+
+    def record_optimizer_step(self, step: int, *, moved_policy: bool) -> None:
+        """Records whether an optimizer step of `step` moved the policy, which is the same on every rank."""
+        if moved_policy:
+            self._moved_at = step
 
     def check_first(self, rollouts: Rollouts, step: int) -> Callable[[Mapping[str, float]], None] | None:
         """What `Updater.step` calls with `mismatch/*` of the first optimizer step of `step`; None if `check_rollouts`
@@ -110,12 +125,42 @@ class OldPolicySource:
         return {"mismatch/recomputed": float("recomputed" in rollouts)} if self._args.old_policy == "auto" else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The recorded comparisons."""
-        return {"agreed_at": list(self._agreed_at), "disagreed_at": self._disagreed_at}
+        """The recorded comparisons, the last step that moved the policy, and which messages have been said."""
+        return {
+            "agreed_at": list(self._agreed_at),
+            "disagreed_at": self._disagreed_at,
+            "moved_at": self._moved_at,
+            "said": list(self._said),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         self._agreed_at, self._disagreed_at = list(state["agreed_at"]), state["disagreed_at"]
+        self._moved_at, self._said = state["moved_at"], list(state["said"])
+
+    def _moved_since_agreement(self, step: int) -> bool:
+        """Whether an update after the last agreement, and before `step`, has moved the policy; True without any."""
+        if not self._agreed_at:
+            return True
+        # An interrupted update of `step` itself, which is being resumed, may have moved the policy too.
+        return self._moved_at is not None and self._agreed_at[-1] <= self._moved_at < step
+
+    def _start_again(self, difference: float, distance: float, step: int) -> None:
+        if len(self._agreed_at) == AGREEMENTS:
+            self._say_once(
+                "too close",
+                f"step {step + 1}: sampler and trainer differ by {difference:.2g} nats per token, which is "
+                f"{SHARE_OF_KL:.0%} or more of the policy's distance to its reference ({distance:.2g}), so steps "
+                "compute the old policy's log-probs again until two comparisons agree; mismatch/recomputed tells of "
+                "each step what it did (old_policy: auto)",
+            )
+        self._agreed_at = []
+
+    def _say_once(self, what: str, text: str) -> None:
+        """Reports a change that is the first of its kind in the run, unless all steps recompute to compare."""
+        if what not in self._said and self._args.mismatch_check_steps > 1:
+            self._said.append(what)
+            self._report(text)
 
     def _disagrees(self, stats: Mapping[str, float], step: int) -> bool:
         """Whether `stats` exceed a bound of float32; the first time, the rest of the run is made to recompute."""

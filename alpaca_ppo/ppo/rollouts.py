@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.distributed.collectives import gather_rows, max_int_over_ranks, pad_to_longest_rank
+from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
@@ -23,6 +23,7 @@ from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
+from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceBatch, DeviceRows
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
@@ -268,10 +269,14 @@ class RolloutCollector:
     def prepare_frozen_models(self, engine: Engine) -> None:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
+            agree_on_padding({"reference": self.reference.policy}, self.accelerator)
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
             if isinstance(source, ModelReward):
-                source.prepare(equal_passes=engine.synced_forwards)
+                source.prepare(
+                    equal_passes=engine.synced_forwards,
+                    packs_everywhere=lambda packs: not any_rank(not packs, self.accelerator),
+                )
                 if isinstance(source.model, PreTrainedModel):
                     engine.prepare_frozen_model(source.model)
 

@@ -35,16 +35,17 @@ class TokenBudget:
     Args:
         args: of the run.
         padding_free: whether rows are packed without padding; otherwise a micro-batch costs its rows times the longest
-            of them, and has at most `step_per_device_batch_size` rows.
+            of them.
         num_ranks: number of processes.
+        padding: why rows have padding where they need not (`padding_free: auto`); empty where they have none.
     """
 
-    def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int) -> None:
-        self.padding_free, self._num_ranks = padding_free, num_ranks
+    def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int, padding: str = "") -> None:
+        self.padding_free, self.padding, self._num_ranks = padding_free, padding, num_ranks
         self._rows, self._step_rows = args.step_per_device_batch_size, args.step_batch_size
         self._row_tokens = args.query_len + args.response_len
-        # Without padding, rows have no limit of their own.
-        self._equal_rows = args.max_tokens_per_micro_batch is None and not padding_free
+        # On one process nobody waits for others, and no number moves from what it was without token budgets.
+        self._equal_rows = args.max_tokens_per_micro_batch is None and not padding_free and num_ranks == 1
         self.configured = args.micro_batch_tokens
         """What the configuration sets."""
         self.max_tokens = self.configured
@@ -60,11 +61,8 @@ class TokenBudget:
             return plan_micro_batches(lengths, num_ranks=self._num_ranks, max_tokens=self.max_tokens)
         if self._equal_rows and self.max_tokens == self.configured:
             # The number of a full step batch, also for a smaller last one.
-            count = -(-self._step_rows // (self._rows * self._num_ranks))
-            return plan_equal_rows(lengths, num_ranks=self._num_ranks, num_micro_batches=count)
-        return plan_padded_micro_batches(
-            lengths, num_ranks=self._num_ranks, max_tokens=self.max_tokens, max_rows=self._rows
-        )
+            return plan_equal_rows(lengths, num_micro_batches=-(-self._step_rows // self._rows))
+        return plan_padded_micro_batches(lengths, num_ranks=self._num_ranks, max_tokens=self.max_tokens)
 
     def cost(self, lengths: Sequence[int]) -> int:
         """What a micro-batch of rows of `lengths` tokens costs of the budget."""

@@ -8,7 +8,7 @@ which a device runs out of memory is made again in smaller micro-batches.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,10 @@ from alpaca_ppo.distributed.optimizer import (
     make_optimizer,
     make_scheduler,
 )
+from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
@@ -58,6 +60,8 @@ class Updater:
         self.budget, self.loss_agg_mode = budget, loss_agg_mode
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """The learning rate of the last optimizer step."""
+        self.moved_policy = False
+        """Whether the last `step` was taken with a gradient and a learning rate of the policy that are not 0."""
         self.num_updates = 0
         """Optimizer steps taken by this object."""
         self._inside_step = False
@@ -116,8 +120,10 @@ class Updater:
             torch.OutOfMemoryError: when one response does not fit into memory, on every rank; or when a micro-batch
                 does not and the step cannot be made again, on its rank.
         """
+        self.moved_policy = False
         shared = {"denominator": self._denominator(rollouts["response_mask"][rows])}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
+        before = random_states()
         while True:
             stats, failures = self._add_gradients(
                 rollouts,
@@ -132,6 +138,8 @@ class Updater:
                 break
             message(self.budget.lower(failures))
             clear_device_cache()
+            # A `compute_loss` that draws random numbers begins again, too.
+            set_random_states(before)
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
         if policy_unchanged and check_first is not None:
@@ -170,13 +178,14 @@ class Updater:
         # Gradients of an update that was skipped or interrupted, or did not fit into memory, must not reach this one.
         self.engine.begin()
         batches = self._micro_batches(rollouts, rows, plan, shared)
-        for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
+        for number, positions in enumerate(plan):
             # A rank that has failed still takes part in what the ranks agree on before each micro-batch.
             poll()
             if failure is not None:
                 continue
             own = [lengths[i] for i in positions]
             try:
+                batch = next(batches)
                 with (
                     self.engine.micro_batch(last=number + 1 == len(plan)),
                     self._critic_adapter_active(freeze_policy),
@@ -190,11 +199,13 @@ class Updater:
                 if not self.engine.can_repeat:
                     raise self.budget.unrepeatable(failure) from error
                 self._critic_weights = []
+                batches.close()
                 continue
             measured = _with_first_ratio_error(micro_stats, policy_unchanged=policy_unchanged)
             stats.add(measured, tokens=int(mask[positions].sum()))
             stats.add_padding(own, padded=not self.budget.padding_free)
             self._check_critic_weight()
+        batches.close()
         failures = self._failures(failure)
         if not failures:
             self.engine.end_micro_batches()
@@ -340,18 +351,20 @@ class Updater:
 
     def _micro_batches(
         self, rollouts: Rollouts, rows: Tensor, plan: Sequence[list[int]], shared: Mapping[str, Tensor]
-    ) -> Iterator[Rollouts]:
-        """This rank's micro-batches on the device: views of its rows, which are copied there once."""
+    ) -> Generator[Rollouts, None, None]:
+        """This rank's micro-batches on the device: views of its rows, which are copied there once, before the first."""
         device, pack = self.accelerator.device, self.engine.actor_critic.pack
         common = {key: upload(value, device) for key, value in shared.items()}
         chosen = [rows[positions].tolist() for positions in plan]
-        for batch in DeviceRows(_tensors(rollouts), chosen, device):
-            # Once for the passes of critic and policy; on the CPU, so that the device need not be asked for lengths.
-            self._packed = pack(*(batch.host[key] for key in ROW_KEYS), device=device)
-            self._packed_tensors = [(batch.device[key], batch.device[key]._version) for key in ROW_KEYS]
-            micro: Any = {**batch.device, **common}
-            yield micro
-        self._packed, self._packed_tensors = None, []
+        try:
+            for batch in DeviceRows(_tensors(rollouts), chosen, device):
+                # Once for the passes of critic and policy; on the CPU, so that no length is asked of the device.
+                self._packed = pack(*(batch.host[key] for key in ROW_KEYS), device=device)
+                self._packed_tensors = [(batch.device[key], batch.device[key]._version) for key in ROW_KEYS]
+                micro: Any = {**batch.device, **common}
+                yield micro
+        finally:
+            self._packed, self._packed_tensors = None, []
 
     def packed(self, batch: Mapping[str, Any]) -> tuple[PackedRows, PackedRows] | None:
         """What `ActorCritic.pack` returns for `batch`, if its rows are those of the current micro-batch; else None.
@@ -364,10 +377,12 @@ class Updater:
 
     def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> GradNorms:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        policy_rate = 0.0 if freeze_policy else self.engine.policy_learning_rate
         norms = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
         if norms.non_finite is not None:
             cause = f"{norms.non_finite}, though the losses of all ranks are finite"
             raise NonFiniteUpdate(cause, prompt_ids.tolist())
+        self.moved_policy = norms.policy > 0 and policy_rate > 0
         self.scheduler.step()
         self.num_updates += 1
         return norms
@@ -419,5 +434,13 @@ def make_updater(
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()
     engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
-    budget = TokenBudget(args, padding_free=actor_critic.padding_free, num_ranks=accelerator.num_processes)
+    # An adapter critic reads rows as the policy does.
+    own = None if actor_critic.critic is None or actor_critic.critic.backbone is None else actor_critic.critic
+    padding = agree_on_padding({"policy": actor_critic.policy} | ({"critic": own} if own else {}), accelerator)
+    budget = TokenBudget(
+        args,
+        padding_free=actor_critic.padding_free,
+        num_ranks=accelerator.num_processes,
+        padding=padding if args.padding_free == "auto" else "",
+    )
     return Updater(engine, scheduler, budget=budget, loss_agg_mode=args.loss_agg_mode), total

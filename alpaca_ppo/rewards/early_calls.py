@@ -1,8 +1,11 @@
 """Calls of reward functions for responses that are finished, while the sampler decodes others.
 
 The responses are cut into chunks at fixed places, and a chunk's calls begin once all of its responses are finished and
-those of the chunks before it have begun. What a function is called with, and in which order, thus never depends on
-timing. Reward models are not run here: they would compete with the sampler for the device.
+those of the chunks before it have begun. Where a function that is not async fails, the chunk's calls are made to the
+end, repetitions included, before those of the next one begin. What such functions are called with, and in which order,
+is thus the same as without threads. Of async functions, that holds for the first calls, not for repeated ones.
+
+Reward models are not run here: they would compete with the sampler for the device.
 """
 
 import asyncio
@@ -17,7 +20,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from alpaca_ppo.rewards.batch import RewardBatch
-from alpaca_ppo.rewards.reward_function import Calls, FailurePolicy, FunctionReward, FunctionScores, function_calls
+from alpaca_ppo.rewards.reward_function import (
+    Calls,
+    FailurePolicy,
+    FunctionReward,
+    FunctionScores,
+    function_calls,
+    same_device,
+)
 
 _FAREWELL = 1.0
 """Seconds that a thread gets to end by itself; one that a function blocks ends with the process."""
@@ -40,8 +50,10 @@ class EarlyCalls:
     """The calls for one rollout's chunks, made in a thread of their own, and awaited in the event loop of another.
 
     Functions that are not async are called one after another. Async functions of a chunk are awaited together, and
-    later chunks are begun meanwhile. It is a context manager: at the end of its block, calls that still run are
-    abandoned (an exception is raised inside them), and nothing is called any more.
+    later chunks are begun meanwhile. Both threads have the CUDA device of the one that makes this object.
+
+    It is a context manager: at the end of its block, calls that still run are abandoned (an exception is raised inside
+    them), and nothing is called any more.
 
     Args:
         functions: the sources.
@@ -64,12 +76,15 @@ class EarlyCalls:
         self._results: list[Future[CalledFunctions]] = [Future() for _ in chunks]
         self._num_taken = 0
         self._failure: BaseException | None = None
-        # Of the thread: chunks that wait for those before them, and the chunk to begin next.
+        # Of the thread: chunks that wait for those before them, the chunk to begin next, and chunks whose last call
+        # comes before it.
         self._complete: dict[int, dict[str, Tensor]] = {}
         self._next = 0
+        self._first: set[int] = set()
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._calling = False
+        self._use_device = same_device()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="reward functions", daemon=True)
         self._loop: _LoopThread | None = None
@@ -127,8 +142,10 @@ class EarlyCalls:
 
     def _work(self) -> None:
         try:
+            self._use_device()
             while (event := self._events.get()) is not None and not self._closed.is_set():
                 event()
+                self._begin()
         except _Abandoned:
             pass
         except BaseException as error:  # also SystemExit of a function: the main thread raises it
@@ -139,7 +156,10 @@ class EarlyCalls:
 
     def _completed(self, number: int, samples: dict[str, Tensor]) -> None:
         self._complete[number] = samples
-        while self._next in self._complete:
+
+    def _begin(self) -> None:
+        """Begins the calls of every chunk whose turn it is."""
+        while self._next in self._complete and not self._first:
             number, self._next = self._next, self._next + 1
             batch = self._make_batch(self._chunks[number], self._complete.pop(number))
             # The end of the block, which abandons the call, ends a pause, too.
@@ -156,15 +176,18 @@ class EarlyCalls:
                 raise outcome
         self._set_calling(True)
         try:
-            awaitables = calls.send(outcomes)
+            pending = calls.send(outcomes)
         except StopIteration as finished:
+            self._first.discard(number)
             self._results[number].set_result(CalledFunctions(batch, finished.value))
             return
         finally:
             self._set_calling(False)
+        if pending.has_failed:
+            self._first.add(number)
         go_on = partial(self._continue, number, batch, calls)
-        self._loop = self._loop or _LoopThread()
-        self._loop.start(awaitables, lambda outcomes: self._events.put(partial(go_on, outcomes)))
+        self._loop = self._loop or _LoopThread(self._use_device)
+        self._loop.start(pending.awaitables, lambda outcomes: self._events.put(partial(go_on, outcomes)))
 
     def _set_calling(self, calling: bool) -> None:
         with self._lock:
@@ -172,15 +195,21 @@ class EarlyCalls:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own.
 
-    def __init__(self) -> None:
+    Args:
+        use_device: called first in the thread.
+    """
+
+    def __init__(self, use_device: Callable[[], None]) -> None:
+        self._use_device = use_device
         running: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._run, args=(running,), name="async reward functions", daemon=True)
         self._thread.start()
         self._loop = running.result()
 
     def _run(self, running: "Future[asyncio.AbstractEventLoop]") -> None:
+        self._use_device()
         # At its end, the runner cancels what still runs.
         with asyncio.Runner() as runner:
             loop = runner.get_loop()

@@ -5,13 +5,15 @@ Async functions of one batch run concurrently. The returned scores are checked i
 """
 
 import asyncio
-import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
@@ -21,7 +23,17 @@ MAX_PAUSE = 86400.0
 """Seconds of the longest pause before a retry: a day."""
 
 T = TypeVar("T")
-Calls = Generator[Sequence[Awaitable[Any]], list[Any] | None, T]
+
+
+class Pending(NamedTuple):
+    """What is to be awaited before the next calls."""
+
+    awaitables: Sequence[Awaitable[Any]]
+    has_failed: bool
+    """Whether a call that was made together with these has raised already, so that more calls follow for certain."""
+
+
+Calls = Generator[Pending, list[Any] | None, T]
 """Calls of functions of which some are async; see `function_calls`."""
 
 
@@ -94,18 +106,18 @@ def call_functions(
     with _EventLoop() as loop:
         while True:
             try:
-                awaitables = calls.send(outcomes)
+                pending = calls.send(outcomes)
             except StopIteration as finished:
                 scores: list[FunctionScores] = finished.value
                 return scores
-            outcomes = loop.run(awaitables)
+            outcomes = loop.run(pending.awaitables)
 
 
 def function_calls(
     sources: Sequence[FunctionReward], batch: RewardBatch, policy: FailurePolicy, *, pause: Callable[[float], Any]
 ) -> Calls[list[FunctionScores]]:
-    """Makes the calls of `call_functions`, and leaves it to the caller how to await: a generator that yields
-    awaitables, to be sent the result of each or the exception that it raised.
+    """Makes the calls of `call_functions`, and leaves it to the caller how to await: a generator that yields what is
+    pending, to be sent the result of each awaitable or the exception that it raised.
 
     Args:
         sources: functions.
@@ -164,7 +176,7 @@ def _row_by_row(
 
 
 def _call(source: FunctionReward, batch: RewardBatch) -> Callable[[], Any]:
-    return functools.partial(source.function, **source.keywords(batch))
+    return partial(source.function, **source.keywords(batch))
 
 
 def _described(error: BaseException) -> str:
@@ -195,7 +207,7 @@ def load_reward_function(spec: str) -> Callable[..., Any]:
 
 
 def _name_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
@@ -210,7 +222,8 @@ def _call_all(calls: Sequence[Callable[[], Any]]) -> Calls[list[Any]]:
             outcomes.append(error)
     pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if pending:
-        results = yield [outcomes[i] for i in pending]
+        has_failed = any(isinstance(outcome, BaseException) for outcome in outcomes)
+        results = yield Pending([outcomes[i] for i in pending], has_failed)
         assert results is not None, "whoever drives the calls sends the outcomes of what was yielded"
         for i, result in zip(pending, results, strict=True):
             outcomes[i] = result
@@ -234,7 +247,7 @@ class _EventLoop:
     def run(self, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
         """Returns each result, or the exception that was raised."""
         if self._pool is None and _runs_a_loop():
-            self._pool = ThreadPoolExecutor(max_workers=1)
+            self._pool = ThreadPoolExecutor(max_workers=1, initializer=same_device())
         return self._here(lambda: self._runner.run(_gather(awaitables)))
 
     def _here(self, call: Callable[[], Any]) -> Any:
@@ -247,6 +260,16 @@ class _EventLoop:
         finally:
             if self._pool is not None:
                 self._pool.shutdown()
+
+
+def same_device() -> Callable[[], None]:
+    """Returns a function that gives another thread the CUDA device of this one; a new thread's is cuda:0."""
+    # Where CUDA is not in use, there is nothing to pass on, and to ask for the device would start it.
+    return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else _no_device
+
+
+def _no_device() -> None:
+    """Does nothing: what a thread needs where CUDA is not in use."""
 
 
 def _runs_a_loop() -> bool:

@@ -3,7 +3,7 @@
 Reward models sharded over devices are not supported. A reward adapter on the policy's base is in `adapter_model`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -72,15 +72,16 @@ class ModelReward:
         # Whether the number of passes depends on the number of rows only.
         self._equal_passes = not padding_free
 
-    def prepare(self, *, equal_passes: bool) -> None:
+    def prepare(self, *, equal_passes: bool, packs_everywhere: Callable[[bool], bool] = bool) -> None:
         """Finds out how the model can read rows, as the first call does otherwise: once its parameters are sharded, it
         could not be found out.
 
         Args:
             equal_passes: whether ranks that have equally many rows must make equally many forward passes.
+            packs_everywhere: returns whether all ranks can lay rows end to end, given whether this one can.
         """
         self._equal_passes = equal_passes or not self.padding_free
-        _ = self._packs
+        self._packs = packs_everywhere(self._packs)
 
     @torch.no_grad()
     def __call__(self, batch: RewardBatch) -> list[float]:
@@ -166,6 +167,9 @@ class ModelReward:
         with _eval_mode(self.model), torch.autocast(device.type, enabled=False):
             try:
                 found = self._score_packed(tried)
+            except (torch.OutOfMemoryError, MemoryError):
+                # Says nothing about the model.
+                raise
             except Exception:
                 # Models of any kind come here. One that cannot do this gets rows with padding.
                 return False

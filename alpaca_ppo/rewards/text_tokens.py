@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-MAX_CACHED_TOKENS = 2**20
-"""Tokens of the texts whose ids are kept: 8 MiB of ids, and about half as much text."""
+MAX_CACHED_BYTES = 2**25
+"""Memory for texts and their ids: of 500 tokens each, about 2600 texts."""
+
+_BYTES_PER_TEXT = 640
+"""Of a tensor and the other objects that hold one text, besides its ids and characters."""
 
 
 class Text(NamedTuple):
@@ -27,14 +30,14 @@ class TextTokens:
 
     Args:
         tokenizer: must not be changed afterwards.
-        max_cached_tokens: tokens of the texts whose ids are kept.
+        max_cached_bytes: upper bound of the memory for what is kept.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_cached_bytes: int = MAX_CACHED_BYTES) -> None:
         self.tokenizer = tokenizer
-        self._max_cached_tokens = max_cached_tokens
+        self._max_cached_bytes = max_cached_bytes
         self._kept: dict[Text, Tensor] = {}
-        self._num_kept = 0
+        self._num_bytes = 0
 
     def __call__(self, texts: Sequence[Text]) -> list[Tensor]:
         """Returns (length,) int64 for each text."""
@@ -42,7 +45,7 @@ class TextTokens:
         for text in dict.fromkeys(texts):
             if (ids := self._kept.pop(text, None)) is not None:
                 found[text] = ids
-                self._num_kept -= len(ids)
+                self._num_bytes -= _num_bytes(text, ids)
         for rendered in (False, True):
             new = [text for text in dict.fromkeys(texts) if text not in found and text.rendered == rendered]
             if new:
@@ -55,7 +58,12 @@ class TextTokens:
 
     def _keep(self, found: dict[Text, Tensor]) -> None:
         self._kept |= found
-        self._num_kept += sum(map(len, found.values()))
-        while self._num_kept > self._max_cached_tokens:
+        self._num_bytes += sum(_num_bytes(text, ids) for text, ids in found.items())
+        while self._num_bytes > self._max_cached_bytes:
             oldest = next(iter(self._kept))
-            self._num_kept -= len(self._kept.pop(oldest))
+            self._num_bytes -= _num_bytes(oldest, self._kept.pop(oldest))
+
+
+def _num_bytes(text: Text, ids: Tensor) -> int:
+    # A character takes at most four bytes.
+    return 8 * len(ids) + 4 * len(text.text) + _BYTES_PER_TEXT

@@ -19,13 +19,13 @@ from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import check_identity, data_identity, run_identity
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.checkpoint.run_lock import RunLock
-from alpaca_ppo.checkpoint.serialization import random_states, seed_random_states, set_random_states
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
+from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
@@ -330,6 +330,7 @@ class BaseTrainer(ABC):
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
+            + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
         )
         self._notify("on_train_begin")
         if not self._finished:

@@ -32,6 +32,7 @@ from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, facto
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
+from alpaca_ppo.ppo.agreements import agree_on_backend
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
@@ -124,6 +125,7 @@ class PPOTrainer(BaseTrainer):
         self.updater, self.optimizer_steps = make_updater(
             self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
         )
+        self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
@@ -388,6 +390,7 @@ class PPOTrainer(BaseTrainer):
                         message=self.run_log.message,
                     )
                     update.add(stats, stepped=stepped)
+                    self.old_policy.record_optimizer_step(step, moved_policy=self.updater.moved_policy)
                 except hook_checks.NonFiniteUpdate as error:
                     self.skip_update(error)
                     update.skipped += 1

@@ -12,8 +12,8 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo.checkpoint.serialization import random_states, set_random_states
 from alpaca_ppo.distributed.collectives import gather_list
+from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.ppo.metrics import StatsAccumulator
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.types import Rollouts

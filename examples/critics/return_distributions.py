@@ -106,8 +106,9 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         c51_v_min=-8.0,
         c51_v_max=8.0,
         num_atoms=129,
-        # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean.
-        quantile_huber_kappa=0.1,
+        # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean. The
+        # quartiles of `steady` by 1.5 % of its deviation; with 0.1, by 4.6 %.
+        quantile_huber_kappa=0.03,
         cliprange_value=None,
         vf_coef=1.0,
         critic_learning_rate=_RATES[kind],

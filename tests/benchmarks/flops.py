@@ -4,7 +4,8 @@ A multiplication with an addition counts as two. Only matrix products and attent
 `torch.utils.flop_counter`, whose table lacks the in-place `addmm_` and the attention kernel of CPUs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,38 +47,78 @@ def flop_counter() -> FlopCounterMode:
     )
 
 
+def count_stages(counter: FlopCounterMode, monkeypatch: Any) -> dict[str, int]:
+    """What `counter` counts in each timed stage of this package's trainers from now on, until it is cleared."""
+    # Programs of the benchmark import this module where the package is not installed.
+    from alpaca_ppo.ppo.metrics import Timers
+
+    by_stage: dict[str, int] = {}
+    measure = Timers.measure
+
+    @contextmanager
+    def counted(timers: Timers, phase: str) -> Iterator[None]:
+        before = counter.get_total_flops()
+        with measure(timers, phase):
+            yield
+        by_stage[phase] = by_stage.get(phase, 0) + counter.get_total_flops() - before
+
+    monkeypatch.setattr(Timers, "measure", counted)
+    return by_stage
+
+
 @dataclass(frozen=True)
 class Backbone:
     """What decides the FLOPs of a transformer's layers."""
 
     weights: int
-    """Numbers in the weight matrices of all layers; every token is multiplied with each once."""
+    """Numbers in the matrices of all layers; every token is multiplied with each once."""
+    gradients: int
+    """The same numbers, each once for every gradient of its product: that of the weights where they are trained, and
+    that of the input where something before them is trained. Below the first adapter of a frozen model nothing is."""
     attention: int
     """Layers times heads times the size of a head."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Backbone":
-        """The backbone of a model of transformers whose layers are alike."""
+        """The backbone of a model of transformers, with the adapter that is active in it. Layers are alike, and the
+        attention of each has a gradient if the model is trained. Autograd says which products have which gradients, in
+        a pass over one token.
+        """
+        weights, gradients = [0], [0]
+
+        def count(part: Any, inputs: Any, output: Any) -> None:
+            weights[0] += part.weight.numel()
+            gradients[0] += part.weight.numel() * (part.weight.requires_grad + inputs[0].requires_grad)
+
         backbone, config = model.base_model, model.config
-        weights = sum(part.weight.numel() for part in backbone.modules() if isinstance(part, nn.Linear))
+        hooks = [part.register_forward_hook(count) for part in backbone.modules() if isinstance(part, nn.Linear)]
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        # With a mask of four dimensions transformers does not look at numbers, which a model on `meta` does not have.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+        with torch.enable_grad():
+            backbone(input_ids=token, attention_mask=mask, use_cache=False)
+        for hook in hooks:
+            hook.remove()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(weights, config.num_hidden_layers * config.num_attention_heads * size)
+        return cls(weights[0], gradients[0], config.num_hidden_layers * config.num_attention_heads * size)
 
     def forward(self, lengths: Iterable[int]) -> int:
         """Of rows of `lengths` tokens. Attention is counted as its kernels are: every query with every key of its row
         and scores and values are two products, so 4 n² of `attention`.
         """
-        return sum(2 * self.weights * n + 4 * self.attention * n * n for n in lengths)
+        return sum(self.extend(0, n) for n in lengths)
 
-    def backward(self, lengths: Iterable[int], *, frozen: bool = False) -> int:
-        """Of rows of `lengths` tokens: each product has two gradients, or one where the weights are `frozen` under an
-        adapter, and attention computes its scores again.
-        """
-        return sum((2 if frozen else 4) * self.weights * n + 10 * self.attention * n * n for n in lengths)
+    def extend(self, past: int, tokens: int) -> int:
+        """Of `tokens` tokens of a row in one pass, after `past` tokens whose keys and values are there already."""
+        return 2 * self.weights * tokens + 4 * self.attention * tokens * (past + tokens)
+
+    def backward(self, lengths: Iterable[int]) -> int:
+        """Of rows of `lengths` tokens: a product for each gradient, and attention, which computes its scores again."""
+        return sum(2 * self.gradients * n + 10 * self.attention * n * n for n in lengths)
 
     def decode(self, past: int, tokens: int) -> int:
         """Of `tokens` tokens of a row, one after the other, with `past` tokens in the cache before the first."""
-        return sum(2 * self.weights + 4 * self.attention * (past + t) for t in range(1, tokens + 1))
+        return sum(self.extend(past + t, 1) for t in range(tokens))
 
 
 @dataclass(frozen=True)
@@ -85,7 +126,7 @@ class NeededFlops:
     """What the real tokens of a step need, by stage, in the passes that a configuration asks for."""
 
     rollout: int
-    """Prefill and decoding: a response's last token is never fed. One row of logits for every response token."""
+    """Prefill of each prompt and decoding of each sample: a response's last token is never fed."""
     score: int
     """The reward model on whole texts; its label is computed at every token, as transformers does."""
     logprobs: int
@@ -101,7 +142,8 @@ class NeededFlops:
 
 def needed_flops(
     policy: nn.Module,
-    critic: nn.Module,
+    critic: nn.Module | None,
+    reference: nn.Module | None,
     reward: nn.Module,
     *,
     prompts: Sequence[int],
@@ -109,43 +151,52 @@ def needed_flops(
     texts: Sequence[int],
     epochs: int,
     old_policy_pass: bool,
-    logits_made_twice: bool,
-    lora: bool = False,
 ) -> NeededFlops:
-    """The FLOPs that one step of PPO needs for its real tokens, with a separate critic, a reference and a reward model.
+    """The FLOPs that one step of PPO needs for its real tokens.
+
+    Without gradients, a prompt is read once for all its samples. An update reads it with each of them, and keeps the
+    logits for the backward pass.
 
     Args:
-        policy: a causal language model; the reference is of the same shape.
-        critic: a sequence classifier with one label.
-        reward: another.
+        policy: a causal language model, with the adapter that it trains, if any.
+        critic: a sequence classifier with one label, likewise; `policy` itself for one more head on its hidden states;
+            None without a critic.
+        reference: a causal language model; None without one.
+        reward: a sequence classifier with one label.
         prompts: tokens of each prompt.
-        responses: tokens of each response, the eos included. The last one is predicted, but nothing follows it: a pass
-            over a row has `prompt + response - 1` tokens.
+        responses: tokens of each response, the eos included; those of the first prompt come first, and all prompts have
+            equally many. The last token is predicted, but nothing follows it: `prompt + response - 1` make a row.
         texts: tokens of each row as the reward model reads it.
         epochs: passes over the rollouts.
         old_policy_pass: whether the policy's log-probs are computed again after sampling.
-        logits_made_twice: whether the backward pass computes the logits again, instead of keeping them.
-        lora: whether policy and critic train adapters on a frozen base. Their own few FLOPs are left out.
     """
-    rows = [p + r - 1 for p, r in zip(prompts, responses, strict=True)]
-    tokens = sum(responses)
-    of_policy, of_critic, of_reward = (Backbone.of(model) for model in (policy, critic, reward))
-    head, label = policy.get_output_embeddings().weight.numel(), critic.config.hidden_size
-    pairs = list(zip(prompts, responses, strict=True))
-    backward = (2 if lora else 4) + 2 * logits_made_twice
-    return NeededFlops(
-        rollout=of_policy.forward(prompts) + sum(of_policy.decode(p, r - 1) for p, r in pairs) + 2 * head * tokens,
-        score=of_reward.forward(texts) + 2 * reward.config.hidden_size * sum(texts),
-        logprobs=(1 + old_policy_pass) * (of_policy.forward(rows) + 2 * head * tokens)
-        + of_critic.forward(rows)
-        + 2 * label * tokens,
-        update=epochs
-        * (
-            of_policy.forward(rows)
-            + of_policy.backward(rows, frozen=lora)
-            + (2 + backward) * head * tokens
-            + of_critic.forward(rows)
-            + of_critic.backward(rows, frozen=lora)
-            + 6 * label * tokens
-        ),
-    )
+    assert len(responses) % len(prompts) == 0
+    samples, tokens = len(responses) // len(prompts), sum(responses)
+    pairs = [(prompts[i // samples], r) for i, r in enumerate(responses)]
+    rows = [p + r - 1 for p, r in pairs]
+
+    def read(backbone: Backbone) -> int:
+        if samples == 1:
+            return backbone.forward(rows)
+        return backbone.forward(prompts) + sum(backbone.extend(p, r - 1) for p, r in pairs)
+
+    def train(backbone: Backbone) -> int:
+        return backbone.forward(rows) + backbone.backward(rows)
+
+    of_policy, head = Backbone.of(policy), policy.get_output_embeddings().weight
+    logits = 2 * head.numel() * tokens
+    rollout = of_policy.forward(prompts) + sum(of_policy.decode(p, r - 1) for p, r in pairs)
+    # The samples of a prompt are drawn from the same logits first.
+    rollout += 2 * head.numel() * (tokens - len(responses) + len(prompts))
+    logprobs = read(of_policy) + logits if old_policy_pass else 0
+    update = train(of_policy) + (2 + head.requires_grad) * logits
+    if reference is not None:
+        logprobs += read(Backbone.of(reference)) + logits
+    if critic is not None:
+        values = 2 * critic.config.hidden_size * tokens
+        logprobs, update = logprobs + values, update + 3 * values
+        if critic is not policy:
+            of_critic = Backbone.of(critic)
+            logprobs, update = logprobs + read(of_critic), update + train(of_critic)
+    score = Backbone.of(reward).forward(texts) + 2 * reward.config.hidden_size * sum(texts)
+    return NeededFlops(rollout, score, logprobs, epochs * update)

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification
+from peft import get_peft_model
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from examples.gpu_speed import WAYS, Peak, build, decoding_speed, peak_of
@@ -56,11 +58,24 @@ def decoding_table(
     return lines
 
 
-def update_share(
-    shape: str, device: torch.device, peak: Peak, *, lora: bool, rows: int = 64, tokens: int = 512, **settings: Any
-) -> float:
-    """The share of the peak FLOPs at which the second step's update runs: half of `tokens` in the prompt, half in the
-    response; micro-batches of an eighth of the rows.
+@dataclass(frozen=True)
+class Update:
+    """What an update took."""
+
+    flops: int
+    """That its tokens need."""
+    seconds: float
+
+    def share(self, peak: Peak) -> float:
+        """The FLOPs a second as a share of the device's peak."""
+        return self.flops / self.seconds / peak.flops_per_second
+
+
+def measured_update(
+    shape: str, device: torch.device, *, lora: bool, rows: int = 64, tokens: int = 512, **settings: Any
+) -> Update:
+    """The second step's update: half of `tokens` in the prompt, half in the response; micro-batches of an eighth of the
+    rows.
     """
     with tempfile.TemporaryDirectory() as folder:
         args = PPOConfig(
@@ -78,15 +93,9 @@ def update_share(
             **{"bf16": not lora, "use_cpu": device.type == "cpu", **settings},
             **({"critic_layout": "adapter", "reference": "adapter_off"} if lora else {}),
         )
-        dtype = torch.bfloat16 if lora else torch.float32
-        policy = build(shape, device, dtype)
-        config = copy.deepcopy(policy.config)
-        config.num_labels = 1
-        with torch.device("meta"):
-            critic = AutoModelForSequenceClassification.from_config(config)
         prompt = " ".join(f"w{i % 96}" for i in range(tokens // 2))
         trainer = PPOTrainer(
-            model=policy,
+            model=build(shape, device, torch.bfloat16 if lora else torch.float32),
             reward_funcs=_no_reward,
             args=args,
             train_dataset=Dataset.from_list([{"prompt": prompt}] * 2 * rows),
@@ -102,19 +111,32 @@ def update_share(
 
         trainer.step_with_rollouts = remember
         logs = [trainer.step(trainer.prompt_batches(step)) for step in range(2)][-1]
+    policy, critic = _without_memory(shape, lora=lora)
     needed = needed_flops(
         policy,
         critic,
+        None,
         critic,
         prompts=[tokens // 2] * rows,
         responses=responses,
         texts=[tokens] * rows,
         epochs=1,
         old_policy_pass=False,
-        logits_made_twice=False,
-        lora=lora,
     )
-    return needed.update / logs["time/update"] / peak.flops_per_second
+    return Update(needed.update, logs["time/update"])
+
+
+def _without_memory(shape: str, *, lora: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Policy and critic, each with the adapter that it trains, whose numbers are nowhere."""
+    policy = build(shape, torch.device("meta"), torch.bfloat16)
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        critic = AutoModelForSequenceClassification.from_config(config)
+        if lora:
+            for model in (policy, critic):
+                get_peft_model(model, adapter({"lora_rank": 16}, None))
+    return policy, critic
 
 
 def _no_reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -149,7 +171,7 @@ def main() -> int:
         "|---|---|",
     ]
     for shape, lora in UPDATES.items():
-        share = update_share(shape, device, peak, lora=lora, gradient_checkpointing=lora)
+        share = measured_update(shape, device, lora=lora, gradient_checkpointing=lora).share(peak)
         lines.append(f"| {shape}, {'LoRA on one base' if lora else 'all weights, separate critic'} | {share:.0%} |")
     text = "\n".join([*lines, "", memory_table()])
     print(text)

@@ -17,7 +17,13 @@ MANY_STEPS = 1000
 
 
 def make_trainer(
-    workload: Workload, output_dir: str, steps: int = MANY_STEPS, callbacks: Any = None, **settings: Any
+    workload: Workload,
+    output_dir: str,
+    steps: int = MANY_STEPS,
+    *,
+    peft_config: Any = None,
+    callbacks: Any = None,
+    **settings: Any,
 ) -> PPOTrainer:
     """A trainer of `workload` with the defaults, but for the sizes and for what it would write; `settings` replace
     fields of its configuration.
@@ -38,14 +44,17 @@ def make_trainer(
         "report_to": ["none"],
         "use_cpu": True,
     }
+    args = PPOConfig(**{**own, **settings})
+    has_backbone = args.uses_critic and args.critic_layout == "separate"
     return PPOTrainer(
         model=workloads.policy(workload),
-        value_model=workloads.classifier(workload, 1),
+        value_model=workloads.classifier(workload, 1) if has_backbone else None,
         reward_funcs=workloads.classifier(workload, 2),
         reward_processing_classes=words,
-        args=PPOConfig(**{**own, **settings}),
+        args=args,
         train_dataset=Dataset.from_list([{"prompt": text} for text in workloads.prompt_texts(workload)]),
         processing_class=words,
+        peft_config=peft_config,
         callbacks=callbacks,
     )
 
@@ -63,7 +72,7 @@ class Turns(TrainerCallback):
         for name, value in logs.items():
             if name.startswith("time/") and name != "time/step":
                 self._meter.add_seconds(name.removeprefix("time/"), value)
-        self._meter.end(response_tokens=int(logs["tokens/sampled"]))
+        self._meter.end(response_tokens=int(logs["tokens/sampled"]), recomputed=bool(logs["mismatch/recomputed"]))
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.benchmarks.programs import Step
 from tests.benchmarks.workloads import Workload
 
-OWN, BARE, TRL = "own_steps", "bare_steps", "trl_steps"
-NAMES = {TRL: "TRL", BARE: "bare compute", OWN: "alpaca_ppo"}
+OWN, BARE, BARE_TORCH_GELU, TRL = "own_steps", "bare_steps", "bare_torch_gelu", "trl_steps"
+NAMES = {TRL: "TRL", BARE: "bare compute", BARE_TORCH_GELU: "the same with torch's gelu", OWN: "alpaca_ppo"}
 STAGES = ("rollout", "score", "logprobs", "old policy", "update")
 BEGIN, END = "<!-- make bench writes this -->", "<!-- until here -->"
 
@@ -36,6 +36,8 @@ class Growth:
     """One program on workloads that differ in one size from the first."""
 
     program: str
+    workload: Workload
+    """The first."""
     steps: dict[str, list[Step]]
 
 
@@ -122,12 +124,21 @@ def claims(comparison: Comparison) -> list[str]:
             f"of bare compute without the old policy's pass, {label} | "
             f"{spread(ratios(steps[OWN], steps[BARE], seconds, bare))}"
         )
+        rows.append(
+            f"of the latter with torch's gelu, {label} | "
+            f"{spread(ratios(steps[OWN], steps[BARE_TORCH_GELU], seconds, bare))}"
+        )
     others = [name for name in (TRL, BARE) if name in steps]
     for name in others:
         flops, memory = (counted[OWN].flops or 0) / (counted[name].flops or 1), _peak(steps[OWN]) / _peak(steps[name])
         rows.append(f"of the FLOPs of {NAMES[name]} | {flops:.2f}")
         rows.append(f"of the peak memory of {NAMES[name]} | {memory:.2f}")
     return rows
+
+
+def recomputed(steps: Sequence[Step]) -> str:
+    """In how many of `steps` the policy's log-probs were computed again."""
+    return f"{sum(step.recomputed for step in steps)} of {len(steps)}"
 
 
 def _peak(steps: Sequence[Step]) -> int:
@@ -157,6 +168,7 @@ def stage_table(comparison: Comparison) -> list[str]:
     rows += [
         ("step by the clock, s", lambda s: spread([step.wall for step in s])),
         ("step in processor time, s", lambda s: spread([step.cpu for step in s])),
+        ("steps with the old policy's pass", recomputed),
         ("peak memory above the start, MiB", lambda s: f"{_peak(s) / 2**20:.0f}"),
     ]
     lines += [f"| {label} | {' | '.join(cell(steps[name]) for name in steps)} |" for label, cell in rows]
@@ -226,8 +238,16 @@ def text(comparisons: Sequence[Comparison], growths: Sequence[Growth], machine: 
     for comparison in comparisons:
         lines += [*stage_table(comparison), ""]
     if growths:
-        lines += ["Growth of the realistic workload, in processor time and peak memory, relative to the above:", ""]
-        lines += [*growth_table(growths), ""]
+        steps = growths[0].steps.values()
+        own = [step for growth in growths if growth.program == OWN for size in growth.steps.values() for step in size]
+        lines += [
+            f"Growth of a smaller workload ({describe(growths[0].workload)}; {growths[0].workload.num_hidden_layers} "
+            f"layers), in processor time (median of {len(next(iter(steps)))} rounds) and peak memory. alpaca_ppo made "
+            f"the old policy's pass in {recomputed(own)} steps:",
+            "",
+            *growth_table(growths),
+            "",
+        ]
     return "\n".join(lines)
 
 

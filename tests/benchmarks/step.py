@@ -3,9 +3,9 @@ idle cores; writes its tables into docs/performance.md.
 
     python -m tests.benchmarks.step --quick      # two minutes: small sizes, nothing is written
 
-Three programs take turns, step by step: TRL's PPOTrainer in an environment of its own, the bare passes, and this
-package. Ratios of steps of the same round are the result, because a shared machine changes its speed within minutes.
-FLOPs and processor time hardly depend on the load; seconds by the clock do.
+The programs take turns, step by step: TRL's PPOTrainer in an environment of its own, the bare passes (with either of
+two activations), and this package. Ratios of steps of the same round are the result, because a shared machine changes
+its speed within minutes. FLOPs and processor time hardly depend on the load; seconds by the clock do.
 """
 
 import argparse
@@ -16,19 +16,20 @@ from pathlib import Path
 
 from tests.benchmarks import report, workloads
 from tests.benchmarks.programs import ROOT, started, take_turns, trl_python
-from tests.benchmarks.report import OWN, TRL, Comparison, Growth, Machine
+from tests.benchmarks.report import BARE, BARE_TORCH_GELU, OWN, TRL, Comparison, Growth, Machine
 
 PAGE = ROOT / "docs/performance.md"
 QUICK = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 
 
 def doublings() -> dict[str, workloads.Workload]:
-    """The realistic workload, and with one of its sizes doubled."""
-    base = workloads.realistic()
+    """A small realistic workload, and with one of its sizes doubled. Small, so that there is time for five rounds."""
+    prompts, mean, sizes = 16, 16, {"num_hidden_layers": 2}
+    base = workloads.realistic(prompts, mean, **sizes)
     return {
-        "as above": base,
-        "prompts": workloads.realistic(2 * base.num_prompts),
-        "response length": workloads.realistic(mean=32),
+        "base": base,
+        "prompts": workloads.realistic(2 * prompts, mean, **sizes),
+        "response length": workloads.realistic(prompts, 2 * mean, **sizes),
         "vocabulary": replace(base, vocab_size=2 * base.vocab_size),
         "layers": replace(base, num_hidden_layers=2 * base.num_hidden_layers),
     }
@@ -57,7 +58,7 @@ def grow(sizes: dict[str, workloads.Workload], module: str, python: str, *, roun
     print(f"growth of {module}", flush=True)
     with started([(module, python, workload) for workload in sizes.values()], threads) as programs:
         steps = take_turns(programs, rounds)
-    return Growth(module, dict(zip(sizes, steps, strict=True)))
+    return Growth(module, next(iter(sizes.values())), dict(zip(sizes, steps, strict=True)))
 
 
 def main() -> None:
@@ -71,8 +72,7 @@ def main() -> None:
     sizes = QUICK if args.quick else {}
     rounds = args.rounds or (2 if args.quick else 7)
     trl = trl_python(args.trl_environment)
-    own = {"bare_steps": sys.executable, OWN: sys.executable}
-    pythons = ({} if trl is None else {TRL: trl}) | own
+    pythons = ({} if trl is None else {TRL: trl}) | dict.fromkeys((BARE, BARE_TORCH_GELU, OWN), sys.executable)
     machine = Machine.begin(args.threads)
     comparisons = [
         compare(workload, pythons, rounds=rounds, threads=args.threads, name=name)
@@ -84,7 +84,9 @@ def main() -> None:
     growths = []
     if not (args.quick or args.without_growth):
         growths = [
-            grow(doublings(), module, python, rounds=3, threads=args.threads) for module, python in pythons.items()
+            grow(doublings(), module, python, rounds=5, threads=args.threads)
+            for module, python in pythons.items()
+            if module != BARE_TORCH_GELU
         ]
     text = report.text(comparisons, growths, machine.end())
     print(text)

@@ -1,10 +1,16 @@
 """The GPU part of the benchmark on a CPU, with shapes so small that its figures mean nothing."""
 
+import time
+from contextlib import contextmanager
+
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from alpaca_ppo.ppo.metrics import Timers
 from examples.gpu_speed import Peak, build, step_bytes
-from tests.benchmarks.gpu import decoding_table, update_share
+from tests.benchmarks.flops import flop_counter
+from tests.benchmarks.gpu import Update, decoding_table, measured_update
 
 CPU = torch.device("cpu")
 # A machine that can do what one step needs only in years.
@@ -18,11 +24,31 @@ def test_every_way_decodes():
     assert lines[-1].count("|") == len(ways) + 2
 
 
-def test_an_update_reaches_a_share_of_the_peak():
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_an_update_executes_the_flops_that_it_is_judged_by(lora, monkeypatch):
+    steps, measure = [], Timers.measure
+
+    @contextmanager
+    def counted(timers, phase):
+        start = time.perf_counter()
+        with flop_counter() as counter, measure(timers, phase):
+            yield
+        steps.append((phase, counter.get_total_flops(), time.perf_counter() - start))
+
+    monkeypatch.setattr(Timers, "measure", counted)
     try:
-        assert update_share("tiny", CPU, PEAK, lora=True, rows=2, tokens=8, dtype="bfloat16") > 0
+        # Without autocast: it would only make copies of the weights.
+        update = measured_update("tiny", CPU, lora=lora, rows=2, tokens=8, bf16=False)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+    flops, seconds = next((flops, seconds) for phase, flops, seconds in reversed(steps) if phase == "update")
+    assert 0.999 <= flops / update.flops <= 1.02
+    assert 0 < update.seconds <= seconds
+
+
+def test_a_share_of_the_peak_is_flops_by_seconds_and_peak():
+    # 600 FLOPs in 3 seconds, where 1000 a second could be.
+    assert Update(600, 3.0).share(Peak(1.0, 1000.0, "invented")) == 0.2
 
 
 def test_a_decode_step_reads_each_weight_and_the_cache_once():

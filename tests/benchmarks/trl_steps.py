@@ -78,7 +78,8 @@ class Turns(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.add_seconds("update", self._meter.wall - self.rollout_ended)
-        self._meter.end(response_tokens=self.tokens)
+        # The old log-probs are made of the logits that sampling has kept.
+        self._meter.end(response_tokens=self.tokens, recomputed=False)
         self._meter.begin()
 
 

@@ -76,8 +76,13 @@ class StepMeter:
         """Seconds since the step began."""
         return time.perf_counter() - self._start[0]
 
-    def end(self, *, response_tokens: int) -> None:
-        """Reports the step; `response_tokens` are those that were sampled, eos included."""
+    def end(self, *, response_tokens: int, recomputed: bool) -> None:
+        """Reports the step.
+
+        Args:
+            response_tokens: that were sampled, eos included.
+            recomputed: whether the policy's log-probs were computed again after sampling.
+        """
         wall, cpu = self.wall, time.process_time() - self._start[1]
         flops = None
         if self._counter is not None:
@@ -89,6 +94,7 @@ class StepMeter:
             flops=flops,
             stages=self._stages,
             cpu_stages=self._cpu_stages,
+            recomputed=recomputed,
             response_tokens=response_tokens,
             peak_bytes=_status_bytes("VmHWM") - self._before_models,
         )

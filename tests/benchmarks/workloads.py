@@ -50,6 +50,8 @@ class Workload:
     ppo_epochs: int = 2
     step_batch_size: int = 16
     micro_batch_size: int = 8
+    activation: str = "gelu_new"
+    """Of the models; Phi's own."""
 
     def __post_init__(self) -> None:
         assert 1 <= min(self.lengths) and max(self.lengths) <= self.response_len, self.lengths
@@ -110,6 +112,7 @@ def _config(workload: Workload, **fields: Any) -> PreTrainedConfig:
         num_hidden_layers=workload.num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
+        hidden_act=workload.activation,
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,

@@ -10,13 +10,9 @@ from torch import nn
 from transformers import get_scheduler
 
 from alpaca_ppo.checkpoint.directory import FILES, write_manifest
-from alpaca_ppo.checkpoint.serialization import (
-    load_checkpoint,
-    random_states,
-    save_checkpoint,
-    seed_random_states,
-)
+from alpaca_ppo.checkpoint.serialization import load_checkpoint, save_checkpoint
 from alpaca_ppo.distributed.engine import TrainState
+from alpaca_ppo.distributed.random_states import random_states, seed_random_states
 from tests.leftovers import work_folder
 from tests.tiny_models import tiny_causal_lm
 

@@ -1,76 +1,240 @@
 """How many threads a process takes, and how they wait: a user's own setting stays, and no entry point is too late."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-from alpaca_ppo.distributed import threads
+import alpaca_ppo.distributed.threads as module
 from alpaca_ppo.distributed.accelerator import make_accelerator
+from alpaca_ppo.distributed.threads import limit_threads
 from tests.tiny_runs import tiny_config
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "LOCAL_WORLD_SIZE")
+ALL = set(range(128))
+
+
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets up a machine of some cores for a launcher's processes, on which torch would take eight threads."""
+    """A machine of 64 physical cores in 128 logical ones, where torch has `threads` and a quota leaves less."""
     before = torch.get_num_threads()
 
-    def of(cores, **environment):
-        torch.set_num_threads(8)
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *threads._LOCAL_PROCESSES):
+    def of(quota=float("inf"), *, threads=64, own=ALL, others=(), **environment):
+        torch.set_num_threads(threads)
+        for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
-        monkeypatch.setattr(threads, "_quota", lambda root: float("inf"))
+        monkeypatch.setattr(os, "cpu_count", lambda: 128)
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 128 if logical else 64)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: own, raising=False)
+        monkeypatch.setattr(module, "_quota", lambda root: quota)
+        monkeypatch.setattr(module, "gather_list", lambda item, accelerator: [item, *others])
 
     yield of
     torch.set_num_threads(before)
 
 
+def of_this_host(count, cores=ALL):
+    return [(platform.node(), cores)] * count
+
+
+ELSEWHERE = [("another-host", ALL)] * 3
+
+
 @pytest.mark.parametrize(
-    ("cores", "environment", "expected"),
+    ("quota", "own", "others", "expected"),
     [
-        (4, {}, 4),
-        (7, {"LOCAL_WORLD_SIZE": "2"}, 3),
-        (4, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1),
-        (2, {"LOCAL_WORLD_SIZE": "8"}, 1),
-        (16, {"LOCAL_WORLD_SIZE": "2"}, 8),
-        (64, {}, 8),
-        (1, {"OMP_NUM_THREADS": "8"}, 8),
-        (1, {"MKL_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "2"}, 8),
+        (float("inf"), ALL, [], 64),
+        (2.0, ALL, [], 2),
+        (0.5, ALL, [], 1),
+        (2.5, ALL, [], 3),
+        # 7 / 2 = 3.5; a process has a thread even where there are more processes than cores.
+        (7.0, ALL, of_this_host(1), 3),
+        (2.0, ALL, of_this_host(7), 1),
+        (16.0, ALL, [*ELSEWHERE, *of_this_host(3)], 4),
+        # By affinity: ten cores alone; ten that two processes share with this one.
+        (float("inf"), set(range(10)), ELSEWHERE, 10),
+        (float("inf"), set(range(10)), of_this_host(2, set(range(10))), 3),
+        # Each of eight ranks is bound to sixteen cores of its own: they do not share them.
+        (float("inf"), set(range(16)), [(platform.node(), set(range(16 * i, 16 * i + 16))) for i in range(1, 8)], 16),
+        # Cores 0 to 5 alone, and half of 6 to 9: 6 + 4 / 2 = 8.
+        (float("inf"), set(range(10)), of_this_host(1, set(range(6, 16))), 8),
+        # Eighteen sixths are three cores, though in floating point their sum is less.
+        (float("inf"), set(range(18)), of_this_host(5, set(range(18))), 3),
     ],
 )
-def test_a_process_takes_its_share_of_the_cores_and_no_more_threads_than_it_had(
-    machine, cores, environment, expected, capsys
-):
-    machine(cores, **environment)
-    threads.limit_threads(PartialState())
+def test_a_process_takes_its_share_of_the_cores(machine, quota, own, others, expected, capsys):
+    machine(quota, own=own, others=others)
+    limit_threads(PartialState())
     assert torch.get_num_threads() == expected
-    said = capsys.readouterr().out
-    assert (f"computes with {expected} of torch's 8 threads" in said) == (expected < 8)
-    threads.limit_threads(PartialState())
+    assert (f"torch computes with {expected} of 64 threads" in capsys.readouterr().out) == (expected < 64)
+    limit_threads(PartialState())
     assert torch.get_num_threads() == expected and not capsys.readouterr().out
 
 
-def test_a_trainers_accelerator_limits_the_threads(machine, tmp_path, capsys):
-    machine(6, LOCAL_WORLD_SIZE="2")
+@pytest.mark.parametrize(
+    ("threads", "own", "processes", "environment", "expected"),
+    [
+        # torch's own: a thread for each physical core or each logical one, of the machine or of those allowed.
+        (64, ALL, 1, {}, 2),
+        (128, ALL, 1, {}, 2),
+        (12, set(range(12)), 2, {}, 1),
+        (6, set(range(12)), 2, {}, 1),
+        # 5 allowed logical cores of 2 physical ones and a half.
+        (3, set(range(5)), 2, {}, 1),
+        # Accelerate's own where it counts four processes: 64 // 4; in the environment only from its launcher.
+        (16, ALL, 4, {"LOCAL_WORLD_SIZE": "4"}, 1),
+        (16, ALL, 4, {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "16", "ACCELERATE_MIXED_PRECISION": "no"}, 1),
+        (16, ALL, 4, {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "16"}, 16),
+        (64, ALL, 1, {"OMP_NUM_THREADS": "64", "ACCELERATE_MIXED_PRECISION": "no"}, 2),
+        # More processes than physical cores: 64 // 100 = 0, of which Accelerate makes 1.
+        (1, ALL, 100, {"LOCAL_WORLD_SIZE": "100"}, 1),
+        # The user's: another number in the environment, or from torch.set_num_threads.
+        (16, ALL, 2, {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "16", "ACCELERATE_MIXED_PRECISION": "no"}, 16),
+        (8, ALL, 1, {"MKL_NUM_THREADS": "8"}, 8),
+        (64, ALL, 1, {"MKL_NUM_THREADS": "64"}, 64),
+        (64, ALL, 1, {"OMP_NUM_THREADS": "64"}, 64),
+        (8, ALL, 1, {}, 8),
+        (8, ALL, 1, {"OMP_NUM_THREADS": "64", "ACCELERATE_MIXED_PRECISION": "no"}, 8),
+        (128, ALL, 1, {"OMP_NUM_THREADS": "64", "ACCELERATE_MIXED_PRECISION": "no"}, 128),
+    ],
+)
+def test_only_numbers_of_torch_and_accelerate_are_lowered(machine, threads, own, processes, environment, expected):
+    machine(2.0, threads=threads, own=own, others=of_this_host(processes - 1, own), **environment)
+    limit_threads(PartialState())
+    assert torch.get_num_threads() == expected
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_number_that_accelerate_launch_exports_is_lowered_and_the_users_own_is_not(
+    machine, processes, tmp_path, monkeypatch
+):
+    machine()
+    file = tmp_path / "launch.yaml"
+    text = (ROOT / "examples/accelerate_configs" / ("single.yaml" if processes == 1 else "ddp.yaml")).read_text()
+    file.write_text(text.replace("num_processes: 2", f"num_processes: {processes}") + "use_cpu: true\n")
+
+    def exported(*flags):
+        arguments = ["--config_file", str(file), "--main_process_port", "0", *flags, "script.py"]
+        args, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        return prepare_simple_launcher_cmd_env(args)[1] if processes == 1 else prepare_multi_gpu_env(args)
+
+    def threads_after(environment):
+        names = [name for name in VARIABLES if name in environment]
+        machine(
+            2.0,
+            threads=int(environment["OMP_NUM_THREADS"]),
+            others=of_this_host(processes - 1),
+            **{name: environment[name] for name in names},
+            LOCAL_WORLD_SIZE=str(processes),
+        )
+        limit_threads(PartialState())
+        return torch.get_num_threads()
+
+    launchers = exported()
+    # 64 physical cores, divided by the processes.
+    assert launchers["OMP_NUM_THREADS"] == {1: "64", 3: "21"}[processes]
+    assert threads_after(launchers) == {1: 2, 3: 1}[processes]
+    machine()
+    assert threads_after(exported("--num_cpu_threads_per_process", "9")) == 9
+    machine(OMP_NUM_THREADS="7")
+    assert threads_after(exported()) == 7
+
+
+@pytest.mark.parametrize(
+    ("quota", "others", "message"),
+    [
+        (1.0, [], "torch computes with 1 of 64 threads, because 1 core is usable"),
+        (6.0, ELSEWHERE, "torch computes with 6 of 64 threads, because 6 cores are usable"),
+        (
+            7.0,
+            [*ELSEWHERE, *of_this_host(1, {128})],
+            "torch computes with 3 of 64 threads in each of 2 processes, because 7 cores are usable",
+        ),
+        (
+            float("inf"),
+            of_this_host(3),
+            "torch computes with 32 of 64 threads in each of 4 processes, because 128 cores are usable",
+        ),
+    ],
+)
+def test_the_message_is_a_sentence(machine, quota, others, message, capsys):
+    machine(quota, others=others)
+    limit_threads(PartialState())
+    assert capsys.readouterr().out == f"{message}; for another number, set OMP_NUM_THREADS\n"
+
+
+def test_only_the_first_process_of_a_machine_prints_the_message(machine, monkeypatch, capsys):
+    machine(2.0)
+    everywhere = [*ELSEWHERE, (platform.node(), ALL), (platform.node(), ALL)]
+    monkeypatch.setattr(module, "gather_list", lambda item, accelerator: everywhere)
+    for rank, says in ((3, True), (4, False)):
+        torch.set_num_threads(64)
+        limit_threads(SimpleNamespace(process_index=rank))
+        assert torch.get_num_threads() == 1 and bool(capsys.readouterr().out) == says
+
+
+def test_a_trainers_accelerator_limits_the_threads(machine, tmp_path):
+    machine(6.0)
     accelerator = make_accelerator(tiny_config(tmp_path))
-    assert torch.get_num_threads() == 3
-    message = (
-        "each process computes with 3 of torch's 8 threads, because 2 share 6 usable cores; for another number, set "
-        "OMP_NUM_THREADS\n"
-    )
-    assert capsys.readouterr().out == message
-    torch.set_num_threads(5)
+    assert torch.get_num_threads() == 6
+    torch.set_num_threads(9)
     make_accelerator(tiny_config(tmp_path), accelerator)
-    assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == 9, "chosen by the user"
+    torch.set_num_threads(64)
+    make_accelerator(tiny_config(tmp_path), accelerator)
+    assert torch.get_num_threads() == 6
+
+
+def test_cores_are_counted_where_affinity_is_unknown(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert module._allowed_cores() == {0, 1, 2, 3, 4}
+
+
+PROCESSES_THAT_NO_VARIABLE_COUNTS = """
+import os, sys
+import psutil, torch
+from accelerate import debug_launcher
+from alpaca_ppo.distributed import threads
+from alpaca_ppo.distributed.accelerator import make_accelerator
+from tests.tiny_runs import tiny_config
+
+def train():
+    os.environ.pop("OMP_NUM_THREADS", None)
+    psutil.cpu_count = lambda logical=True: 6
+    os.sched_getaffinity = lambda process: set(range(6))
+    threads._quota = lambda root: float("inf")
+    accelerator = make_accelerator(tiny_config(sys.argv[1]))
+    assert accelerator.num_processes == 2 and os.environ["LOCAL_WORLD_SIZE"] == "1"
+    os.write(1, f"{torch.get_num_threads()} threads\\n".encode())
+
+debug_launcher(train, num_processes=2)
+"""
+
+
+def test_processes_of_debug_launcher_share_the_cores(tmp_path):
+    (tmp_path / "program.py").write_text(PROCESSES_THAT_NO_VARIABLE_COUNTS)
+    start = [warm_python(), str(tmp_path / "program.py"), str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(start, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("3 threads\n") == 2, done.stdout
+    assert done.stdout.count("torch computes with 3 of 6 threads in each of 2 processes") == 1
 
 
 @pytest.mark.parametrize(
@@ -98,17 +262,7 @@ def test_the_quota_of_control_groups_is_read_at_every_level(groups, quotas, core
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    assert threads._quota(tmp_path) == cores
-
-
-def test_half_a_core_counts_as_one(machine, monkeypatch):
-    machine(8)
-    for quota, cores in ((0.5, 1), (2.5, 3), (9.0, 8)):
-        monkeypatch.setattr(threads, "_quota", lambda root, quota=quota: quota)
-        assert threads.usable_cores() == cores
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert threads.usable_cores() == 5
+    assert module._quota(tmp_path) == cores
 
 
 WAITING = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")

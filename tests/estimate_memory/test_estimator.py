@@ -19,7 +19,7 @@ from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
-from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of
+from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of, with_known_backend
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.generation import register_generation_backend
@@ -297,6 +297,17 @@ def test_slots_have_the_rows_of_the_limit_and_one_for_samples_that_wait():
     assert found["policy/kv_cache"] == 10 * 2 * 32 * 2 * 4 * 4 * (16 + 48)
 
 
+def test_auto_decodes_where_parameters_stay_sharded():
+    args = settings(ds3_gather_for_generation=False)
+    sizes = []
+    for stage in (2, 3):
+        moments = {m.phase: m for m in predict(Models(llama()), args, Sharding(2, stage))}
+        sizes.append(moments["sampling"].kv_cache)
+    # Four prompts on each process: five slots of 16 + 48 columns, or four rows of 16 + 65; as above.
+    assert sizes == [5 * 2 * 32 * 2 * 4 * 4 * (16 + 48), 4 * 2 * 32 * 2 * 4 * 4 * (16 + 65)]
+    assert with_known_backend(settings(), Sharding(2, 3)) == settings()
+
+
 def test_a_micro_batch_has_the_tokens_of_its_budget():
     # Rows have at most 16 + 48 tokens; 8 rows in an optimizer step, 4 in a micro-batch.
     for overrides, processes, rows, tokens in (
@@ -305,10 +316,11 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
         ({}, 4, 2, 128),
         ({"max_tokens_per_micro_batch": 160}, 1, 3, 160),
         ({"max_tokens_per_micro_batch": 9999}, 1, 8, 512),
-        # With padding, rows that are as many in each micro-batch, and at most as many as the limit.
+        # With padding on one process, rows that are as many in each micro-batch, unless the limit is one of tokens.
         ({"padding_free": False, "step_batch_size": 6}, 1, 3, 192),
-        ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 2, 128),
-        ({"padding_free": False, "max_tokens_per_micro_batch": 9999}, 1, 4, 256),
+        ({"padding_free": False, "step_batch_size": 6}, 2, 3, 192),
+        ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 3, 160),
+        ({"padding_free": False, "max_tokens_per_micro_batch": 9999}, 1, 8, 512),
     ):
         sizes = sizes_of(settings(**overrides), processes)
         assert (sizes.micro_rows, sizes.micro_tokens) == (rows, tokens), overrides

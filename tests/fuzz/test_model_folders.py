@@ -61,7 +61,9 @@ def folders(tmp_path_factory):
 
 
 def load_reward_model(folder: str) -> Any:
-    return build_model_reward(folder, None, batch_size=2, dtype=torch.float32, trust_remote_code=False)
+    return build_model_reward(
+        folder, None, batch_size=2, dtype=torch.float32, trust_remote_code=False, padding_free=True
+    )
 
 
 @lru_cache(maxsize=1)

@@ -88,8 +88,8 @@ def test_a_backend_is_registered_with_its_traits() -> None:
             assert not GENERATION_BACKENDS.trait("plain", trait) and GENERATION_BACKENDS.trait("mine", trait)
 
 
-def refilling(*, twice: bool) -> Any:
-    """A backend that reports its rows one by one, the first one twice if `twice`."""
+def refilling(reported: list[int]) -> Any:
+    """A backend that reports these rows of four one by one."""
 
     def sample(
         model: Any,
@@ -104,9 +104,9 @@ def refilling(*, twice: bool) -> Any:
         shape = (len(queries) * sampling_params.num_return_sequences, sampling_params.max_new_tokens)
         numbers = torch.arange(shape[0]).unsqueeze(1).expand(shape) + 10 * (slots or 0)
         whole = Generation(numbers, numbers >= 0, -1.0 * numbers, numbers[:, 0] > 0)
-        for row in ([0] if twice else []) + list(reversed(range(shape[0]))):
+        for row in reported:
             if on_finished is not None:
-                on_finished([row], Generation(*(tensor[[row]] for tensor in vars(whole).values())))
+                on_finished([row], Generation(*(tensor[[row % 4]] for tensor in vars(whole).values())))
         return whole
 
     return sample
@@ -115,8 +115,7 @@ def refilling(*, twice: bool) -> Any:
 def test_a_backend_that_refills_gets_slots_and_reports_rows() -> None:
     model, seen = tiny_causal_lm("llama"), []
     with temporary_choices():
-        register_generation_backend("one_by_one", refills=True)(refilling(twice=False))
-        register_generation_backend("twice", refills=True)(refilling(twice=True))
+        register_generation_backend("one_by_one", refills=True)(refilling([3, 2, 1, 0]))
         settings = {
             **SETTINGS,
             "slots": 2,
@@ -125,8 +124,16 @@ def test_a_backend_that_refills_gets_slots_and_reports_rows() -> None:
         generate(model, QUERIES, MASK, **settings, backend="one_by_one")
         assert seen == [([row], [[20 + row] * 3]) for row in (3, 2, 1, 0)]
         generate(model, QUERIES, MASK, **SETTINGS, backend="one_by_one")
-        with pytest.raises(ValueError, match="'twice' called on_finished with 4 different rows of 4, 5 in all"):
-            generate(model, QUERIES, MASK, **settings, backend="twice")
+        for name, reported, passed_on, problem in (
+            ("twice", [0, 1, 0, 2, 3], [0, 1], r"with the rows \[0\] of 4"),
+            ("unknown", [0, 4], [0], r"with the rows \[4\] of 4"),
+            ("missing", [2, 0], [2, 0], r"without the rows \[1, 3\] of 4"),
+        ):
+            seen.clear()
+            register_generation_backend(name, refills=True)(refilling(reported))
+            with pytest.raises(ValueError, match=f"'{name}' called on_finished {problem}; .* once for each row"):
+                generate(model, QUERIES, MASK, **settings, backend=name)
+            assert [row for rows, _ in seen for row in rows] == passed_on
 
 
 def test_a_backend_without_slots_reports_all_rows_at_the_end() -> None:

@@ -1,14 +1,11 @@
 """The decode step in slots, as captured: the tokens of the plain loop, static shapes, nothing asked of the device."""
 
-import gc
-import weakref
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.testing import assert_close
@@ -17,19 +14,18 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.generation import graphs
 from alpaca_ppo.generation.decode import decode
-from alpaca_ppo.generation.graphs import SlotMemory, host_read, slot_memory, weights_binding
+from alpaca_ppo.generation.graphs import SlotMemory, precision_of
 from alpaca_ppo.generation.responses import Generation, ResponseBuffer
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_step import choose_and_record, read_tokens
-from alpaca_ppo.models.half_weights import HalfPrecisionCopies, weight_copies
 from alpaca_ppo.models.packed_attention import install_attention
+from tests.generation.tapes import Tapes
 from tests.tiny_models import EOS, PACKED, PAD, SMALLEST, tiny_causal_lm
 
 PROMPTS = ([5, 9, 33], [7], [40, 11, 6, 20, 3, 17, 29], [8, 8])
 ORDER = (2, 0, 3, 1)
 """The row of each slot."""
 SLOTS = len(PROMPTS) + 1
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -61,28 +57,13 @@ def plain(model: PreTrainedModel, params: SamplingParams) -> Generation:
     return Generation(*map(torch.cat, zip(*rows, strict=True)))
 
 
-class Recorder:
-    """Stands for CUDA's capture: a step that is replayed runs with what was bound when it was captured."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.cached_autocast: set[bool] = set()
-
-    def __call__(self, run: graphs.Step) -> graphs.Step:
-        self.captured += 1
-        self.cached_autocast.add(torch.is_autocast_cache_enabled())
-        run()  # A warm-up, as CUDA's.
-        return run
-
-
 def memory_for(model: PreTrainedModel, **changes: Any) -> SlotMemory:
-    settings = {"device": CPU, "logprob_dtype": model.dtype, "capture": Recorder(), **changes}
-    return SlotMemory(SLOTS, 2, 16, **settings)
+    return SlotMemory(SLOTS, 2, 16, precision=precision_of(model), **{"new_capture": Tapes(), **changes})
 
 
 def prefill(memory: SlotMemory, model: PreTrainedModel, params: SamplingParams) -> None:
     """Puts the prompts into slots, which leaves one idle, and chooses their first tokens."""
-    memory.begin(model, params, rows=len(PROMPTS))
+    memory.begin(params, rows=len(PROMPTS))
     state, rows = memory.state, len(PROMPTS)
     prompts = [*(PROMPTS[row] for row in ORDER), [4]]
     # One token at a time, and the last of a shorter prompt again, which writes the same states.
@@ -127,98 +108,17 @@ def assert_same(found: Generation, wanted: Generation, tolerance: float = 1e-10)
 
 @pytest.mark.parametrize("arch", PACKED)
 def test_captured_steps_choose_the_tokens_of_the_plain_loop(arch: str) -> None:
-    model, params, capture = slot_model(arch), params_of(), Recorder()
+    model, params, tapes = slot_model(arch), params_of(), Tapes()
     # The softmax of Gemma 2's own attention and the router of DeepSeek V3 are in float32.
     tolerance = 1e-5 if arch.startswith(("gemma2", "deepseek")) else 1e-10
-    assert_same(sampled(memory_for(model, capture=capture), model, params), plain(model, params), tolerance)
-    assert capture.captured == 2  # One for each number of columns.
+    assert_same(sampled(memory_for(model, new_capture=tapes), model, params), plain(model, params), tolerance)
+    assert tapes.captured == 2  # One for each number of columns.
 
 
 @pytest.mark.parametrize("changes", [{"do_sample": False}, {"top_k": 5, "top_p": 0.9}, {"max_new_tokens": 1}])
 def test_settings_of_the_choice_hold_in_slots(changes: dict[str, Any]) -> None:
     model, params = slot_model("llama"), params_of(**changes)
     assert_same(sampled(memory_for(model), model, params), plain(model, params))
-
-
-def test_a_memory_serves_another_rollout_other_settings_and_changed_weights() -> None:
-    model = tiny_causal_lm("llama", dtype=torch.float64)
-    assert install_attention(model)
-    capture = Recorder()
-    memory = memory_for(model, capture=capture)
-    first = sampled(memory, model, params_of())
-    # Another step of the run has other random numbers, and weights that changed where they are.
-    for parameter in model.parameters():
-        parameter.mul_(0.7)
-    later = sampled(memory, model, params_of(step=3))
-    assert capture.captured == 2
-    assert_same(later, plain(model, params_of(step=3)))
-    assert not torch.equal(first.responses, later.responses)
-    greedy = params_of(do_sample=False)
-    assert_same(sampled(memory, model, greedy), plain(model, greedy))
-    assert capture.captured == 4
-
-
-def test_weights_that_moved_are_captured_again() -> None:
-    model = tiny_causal_lm("llama", dtype=torch.float64)
-    assert install_attention(model)
-    capture, params = Recorder(), params_of()
-    memory = memory_for(model, capture=capture)
-    sampled(memory, model, params)
-    weight = model.get_input_embeddings().weight
-    weight.data = weight.data.flip(0).clone()
-    assert_same(sampled(memory, model, params), plain(model, params))
-    assert capture.captured == 4
-
-
-def test_adapters_that_are_switched_count_as_other_weights() -> None:
-    model = tiny_causal_lm("llama")
-    lora = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    base = lora.get_base_model()
-    bound = weights_binding(base)
-    assert weights_binding(base) == bound
-    with lora.disable_adapter():
-        assert weights_binding(base) != bound
-    assert weights_binding(base) == bound
-    base.model.layers[0].self_attn.q_proj.set_scale("default", 0.5)
-    assert weights_binding(base) != bound
-    base.model.layers[0].self_attn.q_proj.set_scale("default", 1.0)
-    assert weights_binding(base) == bound
-    lora.merge_adapter()
-    assert weights_binding(base) != bound
-
-
-def test_copies_of_weights_in_half_precision_count_as_weights() -> None:
-    model, params = tiny_causal_lm("llama"), params_of()
-    assert install_attention(model)
-    copies, capture = HalfPrecisionCopies(model), Recorder()
-    memory = memory_for(model, capture=capture)
-    with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
-        copies.make()
-        first = sampled(memory, model, params)
-        sampled(memory, model, params)
-        assert capture.captured == 2
-    for parameter in model.parameters():
-        parameter.mul_(0.7)
-    with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
-        changed = sampled(memory, model, params)
-        assert capture.captured == 2
-        assert_same(changed, sampled(memory_for(model, capture=None), model, params), 0.0)
-        assert not torch.equal(changed.logprobs, first.logprobs)
-    held = weight_copies(model)  # So that the new copies are elsewhere.
-    copies.release(frozen=True)
-    with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
-        copies.make()
-        sampled(memory, model, params)
-    assert capture.captured == 4 and held
-
-
-def test_steps_are_captured_without_the_cache_of_autocast() -> None:
-    model = tiny_causal_lm("llama")
-    assert install_attention(model)
-    capture = Recorder()
-    with torch.autocast("cpu", torch.bfloat16):
-        sampled(memory_for(model, capture=capture), model, params_of())
-    assert capture.cached_autocast == {False}
 
 
 class Operators(TorchDispatchMode):
@@ -258,7 +158,7 @@ def test_a_step_asks_nothing_of_the_device_and_repeats_its_operators(monkeypatch
     params, asking = params_of(), ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "masked_select", "equal")
     for arch in ("llama", "gemma3", "gpt2", "mixtral"):
         model = slot_model(arch)
-        memory, recorded = memory_for(model, capture=None), []
+        memory, recorded = memory_for(model, new_capture=None), []
         prefill(memory, model, params)
         with monkeypatch.context() as patch:
             for name in ("tolist", "numpy", "cpu", "item", "__bool__", "__int__"):
@@ -273,7 +173,7 @@ def test_a_step_asks_nothing_of_the_device_and_repeats_its_operators(monkeypatch
 
 def test_a_step_runs_few_operators_beside_those_of_the_model() -> None:
     model, params = slot_model("llama"), params_of()
-    memory = memory_for(model, capture=None)
+    memory = memory_for(model, new_capture=None)
     prefill(memory, model, params)
     with Operators() as step:
         memory.step(model, slots=SLOTS, columns=16)
@@ -300,85 +200,7 @@ def test_compiled_steps_are_one_graph_for_each_number_of_columns(monkeypatch: py
         return aot_eager(module, inputs)
 
     monkeypatch.setattr(graphs, "_compiled", partial(graphs._compiled, counting))
-    memory = memory_for(model, capture=None)
+    memory = memory_for(model, new_capture=None)
     found = sampled(memory, model, params_of(compile_decoding=True))
     assert len(traced) == 2
     assert_same(found, plain(model, params))
-
-
-@pytest.mark.parametrize(
-    ("read", "found"),
-    [
-        (lambda x: x.sum().item(), "aten._local_scalar_dense.default"),
-        (lambda x: x[x > 0], "aten.index.Tensor"),
-        (lambda x: x.clone().index_put_((x > 0,), torch.zeros(())), "aten.index_put_.default"),
-        (lambda x: x.to("meta"), "aten._to_copy.default"),
-        (lambda x: x[torch.arange(2)] + torch.tensor(1.0).mul(2), None),
-    ],
-)
-def test_operators_that_wait_for_the_device_are_found(read: Any, found: str | None) -> None:
-    assert host_read(lambda: read(torch.ones(3))) == found
-
-
-def test_a_model_that_reads_from_the_device_is_named_once_and_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_causal_lm("mixtral", dtype=torch.float64, experts_implementation="eager")
-    assert install_attention(model)
-    # Steps of a model on CUDA are captured; here the capture is that of the tests.
-    monkeypatch.setattr(graphs, "CudaCapture", Recorder)
-    monkeypatch.setattr(graphs, "_on_cuda", lambda model: True)
-    params = params_of()
-    # On a CPU the first read is that of `one_hot`; on CUDA it is the `nonzero` of the experts that were hit.
-    message = r"MixtralForCausalLM reads from the device .*aten\._local_scalar_dense"
-    with pytest.warns(UserWarning, match=message) as warned, kept(model, params) as memory:
-        assert_same(sampled(memory, model, params), plain(model, params))
-    assert len(warned) == 1
-    with kept(model, params) as memory:
-        assert memory.capture is None
-
-
-def kept(model: PreTrainedModel, params: SamplingParams, *, columns: int = 16, rows: int = 4) -> Any:
-    return slot_memory(model, params, slots=SLOTS, columns=columns, extra_slots=2, rows=rows)
-
-
-def test_what_was_captured_is_kept_for_the_next_call_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "CudaCapture", Recorder)
-    model, params = tiny_causal_lm("llama", dtype=torch.float64), params_of()
-    assert install_attention(model)
-    with kept(model, params) as on_cpu:
-        assert on_cpu.capture is None
-    monkeypatch.setattr(graphs, "_on_cuda", lambda model: True)
-    with kept(model, params_of(cuda_graphs=False)) as switched_off:
-        assert switched_off.capture is None
-    with kept(model, params) as first:
-        assert_same(sampled(first, model, params), plain(model, params))
-        with kept(model, params) as inner:
-            # A reward function that samples while a rollout is under way.
-            assert inner is not first and inner.capture is None
-    with kept(model, params) as second:
-        assert second is first
-        assert_same(sampled(second, model, params), plain(model, params))
-    with kept(model, params, rows=9) as more_rows:
-        assert more_rows is first and len(more_rows.outputs.responses) == 10
-        assert more_rows.state.rows.tolist() == [9] * SLOTS
-        assert_same(sampled(more_rows, model, params), plain(model, params))
-    with kept(model, params, columns=20) as longer:
-        assert longer is not first and longer.sizes == (SLOTS, 2, 20)
-        assert longer.capture is first.capture
-        assert_same(sampled(longer, model, params), plain(model, params))
-    with kept(model, params) as again:
-        assert again is longer
-    gone = weakref.ref(model)
-    # The recorder, unlike a graph, holds the steps and with them the model.
-    longer._steps.clear()
-    first._steps.clear()
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_parameters_that_zero_3_gathers_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_on_cuda", lambda model: True)
-    model = tiny_causal_lm("llama")
-    assert graphs.captures(model, params_of())
-    next(model.parameters()).ds_id = 0
-    assert not graphs.captures(model, params_of())

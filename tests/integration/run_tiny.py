@@ -1,8 +1,9 @@
 """A tiny run, or several one after the other, for `accelerate launch`; the main process saves the final weights.
 
 Usage: run_tiny.py OUTPUT_DIR [field=value ...] [then OUTPUT_DIR [field=value ...]] ...; values are YAML. Besides
-fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`, and `refused_first`: the run is
-resumed with another model before that, in vain. DeepSpeed takes float32 alone.
+fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`, `padded_rank`: a rank on which all
+models need padding, `refused_first`: the run is resumed with another model before that, in vain, and `copies`: false
+makes autocast cast weights in every pass instead of reading copies. DeepSpeed takes float32 alone.
 """
 
 import itertools
@@ -10,7 +11,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.checkpoint.run_lock import LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.distributed.engine import Engine  # noqa: E402
+from alpaca_ppo.models import packing_probe  # noqa: E402
+from alpaca_ppo.models.half_weights import HalfPrecisionCopies  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import (  # noqa: E402
     Crowded,
@@ -163,6 +167,19 @@ def to_no_file(pickling: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+@contextmanager
+def needing_padding(rank: int | None) -> Iterator[None]:
+    """A block in which no model can be read without padding, or sampled in slots, on `rank`."""
+    if rank != int(os.environ.get("RANK", 0)):
+        yield
+        return
+    with (
+        mock.patch.dict(packing_probe._problems, clear=True),
+        mock.patch.object(packing_probe, "_try", lambda backbone: "another machine"),
+    ):
+        yield
+
+
 def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[str, Any]) -> None:
     """On every rank, the run does not resume from other weights, and its folder stays as it is."""
     AcceleratorState._reset_state()
@@ -185,6 +202,12 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
     assert files() == before
 
 
+@contextmanager
+def no_copies(self: HalfPrecisionCopies, *, trained: bool) -> Iterator[None]:
+    """Takes the place of `HalfPrecisionCopies.active`."""
+    yield
+
+
 def run(output_dir: str, *settings: str) -> None:
     """One run, in which nothing is pickled to a file or from one; leaves weights.pt and resident.json in its folder."""
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
@@ -196,7 +219,12 @@ def run(output_dir: str, *settings: str) -> None:
     # Each rank has its own random numbers, and a run that is resumed begins with others.
     set_seed(int(os.environ.get("RANK", 0)) + (100 if resume else 0))
     defers = "crowded" in overrides and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    with mock.patch.object(Engine, "defers_reduction", defers):
+    active = HalfPrecisionCopies.active if overrides.pop("copies", True) else no_copies
+    with (
+        mock.patch.object(Engine, "defers_reduction", defers),
+        mock.patch.object(HalfPrecisionCopies, "active", active),
+        needing_padding(overrides.pop("padded_rank", None)),
+    ):
         train(made_trainer(output_dir, **overrides), output_dir, resume)
 
 

@@ -33,16 +33,22 @@ RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-
 ADAPTER = ("lora=true", "critic_layout=adapter")
 SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
 CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
+SPARING = ("rollout_batch_size=4", "mismatch_check_steps=5")
 RUNS = {
-    # 11 prompts at 10 a step leave one for the last step, and one rank without.
-    "rank_without_prompts": ("total_episodes=11", "score_chunk_prompts=2"),
+    # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
+    # log-probs.
+    "rank_without_prompts": (*SPARING, "total_episodes=21", "score_chunk_prompts=2"),
     # 20 prompts at 7 a step leave ragged step batches.
     "ragged_batches": ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared"),
     "iqn_gspo": (*IQN, *GSPO),
     "rloo": RLOO,
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_warmup_steps=1"),
-    "lora_separate": ("lora=true", "critic_layout=separate"),
+    # Without a reference, agreement in the step before the policy moves would count at once.
+    "lora_separate": (
+        *(*SPARING, "total_episodes=16", "lora=true", "critic_layout=separate"),
+        *("critic_warmup_steps=1", "reference=none", "use_kl_in_reward=false"),
+    ),
     "reward_adapter": (*ADAPTER, "gradient_checkpointing=true", "reward_adapter=saved"),
     "lora_shared": (
         *("lora=true", "critic_layout=shared", "gradient_checkpointing=true"),
@@ -66,8 +72,13 @@ RUNS = {
     # The second of two ranks has memory for one row; gradients are reduced as on a GPU.
     "crowded": ("crowded=[1,1]", "ppo_epochs=2", "critic_warmup_steps=1"),
     "crowded_adapter": ("crowded=[1,1]", *ADAPTER, "gradient_checkpointing=true", "max_tokens_per_micro_batch=20"),
+    # The second of two ranks cannot read rows without padding.
+    "padded_rank": ("padded_rank=1", "eval_prompts=3"),
 }
+# A frozen base with adapters, and a critic all of whose weights are trained, in bfloat16.
+HALF = (*SPARING, "total_episodes=12", "dtype=float32", "bf16=true", "lora=true", "critic_layout=separate")
 HEAVY = {name.replace("clipped", "heavy"): (*RUNS[name], "vf_coef=100.0") for name in ("clipped", "clipped_adapter")}
+TWO = {**HEAVY, "half_uncopied": (*HALF, "copies=false")}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +89,7 @@ def runs(tmp_path_factory) -> Path:
     for processes, config in (("one", None), ("two", "ddp")):
         given = {
             name: [setting.replace("=saved", f"={folder / 'reward'}") for setting in settings]
-            for name, settings in (RUNS if config is None else RUNS | HEAVY).items()
+            for name, settings in (RUNS | {"half": HALF} | ({} if config is None else TWO)).items()
         }
         output = start_tiny(config, *((folder / processes / name, *settings) for name, settings in given.items()))
         (folder / processes / "output.txt").write_text(output)
@@ -122,6 +133,12 @@ def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
     assert output.count(lowered) == output.count("ran out of memory") >= 1
 
 
+def test_a_rank_that_needs_padding_makes_all_pad(runs):
+    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1: another machine; critic on ")):
+        output = (runs / processes / "output.txt").read_text().split(" processes")[1 + list(RUNS).index("padded_rank")]
+        assert output.startswith(reason or "\n")
+
+
 @pytest.mark.parametrize("name", HEAVY)
 def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
     heavy, light = (
@@ -132,3 +149,24 @@ def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
     assert differ and all(key.startswith("critic.") or ".value." in key for key in differ)
     (line,) = metric_lines(runs / "two" / name)
     assert line["ppo/policy/grad_norm"] > 0.5 and line["ppo/val/grad_norm"] > 30
+
+
+@pytest.mark.parametrize("processes", ["one", "two"])
+@pytest.mark.parametrize(
+    ("name", "recomputed"),
+    [("rank_without_prompts", [1, 1, 1, 0, 1, 0]), ("lora_separate", [1, 1, 1, 0]), ("half", [1, 1, 1])],
+)
+def test_the_same_steps_take_the_samplers_log_probs(name, recomputed, processes, runs):
+    assert [line["mismatch/recomputed"] for line in metric_lines(runs / processes / name)] == recomputed
+
+
+def test_in_bfloat16_the_ranks_read_copies_of_what_autocast_would_cast(runs):
+    mine, uncopied, one = (runs / folder for folder in ("two/half", "two/half_uncopied", "one/half"))
+    weights, expected = (torch.load(run / "weights.pt", weights_only=True) for run in (mine, uncopied))
+    assert expected and {tensor.dtype for tensor in expected.values()} == {torch.float32}
+    assert all(torch.equal(weights[key], tensor) for key, tensor in expected.items())
+    assert metric_lines(mine) == metric_lines(uncopied)
+    # One process has other batches, and other rounding.
+    for ours, theirs in zip(metric_lines(mine)[:2], metric_lines(one)[:2], strict=True):
+        for key in ("ppo/policy/grad_norm", "ppo/val/grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=0.02) and ours[key] > 0.1

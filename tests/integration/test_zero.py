@@ -53,8 +53,16 @@ RUNS: dict[str, dict[str, Any]] = {
         "rollout_per_device_batch_size": 1,
         "response_len": 12,
     },
-    # The policy whole on every rank while it samples, and one rank without a prompt.
-    "ragged": {"total_episodes": 11},
+    # The policy whole on every rank while it samples, and one rank without a prompt, in a step that takes the sampler's
+    # log-probs. Without a reference, agreement in the critic's warm-up would count.
+    "ragged": {
+        "rollout_batch_size": 4,
+        "total_episodes": 13,
+        "mismatch_check_steps": 5,
+        "critic_warmup_steps": 1,
+        "reference": "none",
+        "use_kl_in_reward": False,
+    },
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
     # Up to four micro-batches, where DeepSpeed's configuration has one.
@@ -85,7 +93,7 @@ CLIPPED_RUNS = ["clipped", "clipped_adapters", "clipped_offloaded"]
 STAGES = {
     "single": list(RUNS),
     "zero1": ["adapters", "clipped", "one_row_each"],
-    "zero2": ["one_row_each", "skipped", "skipped_adapters", *CLIPPED_RUNS, *HEAVY, "half", "half_steep"],
+    "zero2": ["ragged", "one_row_each", "skipped", "skipped_adapters", *CLIPPED_RUNS, *HEAVY, "half", "half_steep"],
     "zero3": list(RUNS),
 }
 EXACT = [
@@ -167,6 +175,11 @@ def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
 def test_the_final_folders_are_whole_and_those_of_one_process(stage, name, runs):
     # Of parameters that lie in parts, a careless save writes empty ones.
     assert_same_tensors(saved(runs / stage / name), saved(runs / "single" / name))
+
+
+@pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])
+def test_the_same_steps_take_the_samplers_log_probs(stage, runs):
+    assert [line["mismatch/recomputed"] for line in metric_lines(runs / stage / "ragged")] == [1, 1, 1, 0]
 
 
 def test_the_final_folders_load(runs):

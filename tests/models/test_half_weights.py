@@ -10,16 +10,17 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from alpaca_ppo.distributed.optimizer import make_engine
-from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.models import build_actor_critic, mark_weights_changed
 from alpaca_ppo.models.half_weights import (
     HalfPrecisionCopies,
     copied_bytes,
     copied_layers,
+    copies_read,
     head_weights,
-    weight_copies,
 )
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, weights
@@ -110,10 +111,52 @@ def test_a_step_casts_frozen_weights_never_again_and_trained_ones_once_per_chang
     assert {second.counts[n] for n, trained in names.items() if trained and ".value." in n} == {4}
 
 
+class HalveFrozen(TrainerCallback):
+    """Halves the frozen weights of linear layers before the second step, through `write`."""
+
+    def __init__(self, write):
+        self.write = write
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            for layer in copied_layers(model):
+                if not layer.weight.requires_grad:
+                    self.write(layer.weight)
+            if self.write is halve_unseen:
+                mark_weights_changed(model)
+
+
+def halve_in_place(weight):
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def halve_unseen(weight):
+    weight.data.mul_(0.5)
+
+
+@pytest.mark.usefixtures("own_accelerator")
+def test_a_callbacks_write_to_frozen_weights_that_torch_does_not_count_is_read_once_it_is_marked(tmp_path):
+    def run(write):
+        given = {"peft_config": lora(), "callbacks": [HalveFrozen(write)]}
+        settings = {"critic_layout": "adapter"}
+        trainer = tiny_trainer(tmp_path / write.__name__, bf16=True, trainer_arguments=given, **settings)
+        trainer.train()
+        return weights(trainer), metric_lines(tmp_path / write.__name__)
+
+    (seen, seen_lines), (marked, marked_lines) = run(halve_in_place), run(halve_unseen)
+    assert all(torch.equal(marked[name], value) for name, value in seen.items())
+    assert marked_lines == seen_lines
+
+
 @pytest.fixture
 def layer():
     torch.manual_seed(0)
     return nn.Linear(6, 4)
+
+
+def copies_made(model):
+    return [copy for layer in copied_layers(model) for copy in layer.copies._copies.values()]
 
 
 def bfloat16_linear(layer, x):
@@ -125,20 +168,26 @@ def test_copies_are_read_only_inside_the_block_and_under_autocast(layer):
     expected, exact = bfloat16_linear(layer, x), layer(x)
     copies = HalfPrecisionCopies(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(x), expected) and not weight_copies(model)
+        assert torch.equal(model(x), expected) and not copies_made(model)
         with copies.active(trained=False):
             assert torch.equal(model(x), expected)
-            assert torch.equal(weight_copies(model)[0], layer.weight.bfloat16())
+            (weight, bias), made = copies_read(model), copies_made(model)
+            assert weight is made[0] and bias is made[1] and torch.equal(weight, layer.weight.bfloat16())
             with torch.autocast("cpu", enabled=False):
-                assert torch.equal(model(x), exact)
+                assert torch.equal(model(x), exact) and not copies_read(model)
+        layer.weight.requires_grad_(True)
+        with copies.active(trained=False):
+            assert [tensor is bias for tensor in copies_read(model)] == [True]
+        layer.weight.requires_grad_(False)
+        assert not copies_read(model)
     with copies.active(trained=False):
         assert torch.equal(model(x), exact)
     assert isinstance(layer, nn.Linear) and dict(model.state_dict()).keys() == {"0.weight", "0.bias"}
     assert copied_bytes(model, trained=False) == 2 * (6 * 4 + 4) and copied_bytes(model, trained=True) == 0
     copies.release(frozen=False)
-    assert len(weight_copies(model)) == 2
+    assert len(copies_made(model)) == 2
     copies.release(frozen=True)
-    assert not weight_copies(model)
+    assert not copies_made(model)
 
 
 def test_copies_follow_the_weights_at_the_same_addresses(layer):
@@ -150,7 +199,7 @@ def test_copies_follow_the_weights_at_the_same_addresses(layer):
             return model(x)
 
     def addresses():
-        return [tensor.data_ptr() for tensor in weight_copies(model)]
+        return [tensor.data_ptr() for tensor in copies_made(model)]
 
     with torch.autocast("cpu", torch.bfloat16), copies.active(trained=True):
         copies.make()
@@ -163,6 +212,10 @@ def test_copies_follow_the_weights_at_the_same_addresses(layer):
     # As a kernel of an optimizer's own, of which torch knows nothing.
     layer.weight.data.numpy()[:] += 1
     copies.weights_changed()
+    assert torch.equal(read(), bfloat16_linear(layer, x)) and addresses() == before
+    # Trained weights are marked too, and from any module around the layer.
+    layer.weight.data.mul_(3)
+    mark_weights_changed(nn.ModuleList([model]))
     assert torch.equal(read(), bfloat16_linear(layer, x)) and addresses() == before
     # Other storage, as after a move.
     layer.weight.data = torch.randn(4, 6)
@@ -178,10 +231,10 @@ def test_copies_follow_the_weights_at_the_same_addresses(layer):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         with copies.active(trained=True):
             model(x)
-        assert not weight_copies(model)
+        assert not copies_made(model)
         with later.active(trained=True):
             assert torch.equal(model(x), bfloat16_linear(layer, x))
-    assert len(weight_copies(model)) == 2
+    assert len(copies_made(model)) == 2
 
 
 def test_gradients_of_several_micro_batches_add_up_in_float32(layer):
@@ -219,6 +272,10 @@ def test_an_output_head_reads_a_frozen_copy_and_its_own_trained_weight(layer):
         assert head_weights(unbiased)[1] is None and unbiased(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
+def number_of_copies(model):
+    return sum(len(module.copies._copies) for module in model.modules() if hasattr(module, "copies"))
+
+
 @pytest.mark.parametrize(
     ("device", "settings", "kept"),
     [
@@ -247,15 +304,15 @@ def test_only_where_steps_are_replayed_the_policy_s_trained_weights_have_copies_
     # The head, and seven layers in each of two blocks.
     count = 15 if kept else 0
     with engine.autocast(sampling=True):
-        assert len(weight_copies(model.policy)) == count
-    assert len(weight_copies(model.policy)) == count
+        assert number_of_copies(model.policy) == count
+    assert number_of_copies(model.policy) == count
     ids = torch.ones(1, 4, dtype=torch.long)
     with engine.micro_batch(last=True), engine.autocast():
         model.policy.model(input_ids=ids).logits.sum().backward()
         model.critic.backbone(input_ids=ids).last_hidden_state.sum().backward()
-    assert len(weight_copies(model.policy)) == 15 and len(weight_copies(model.critic)) == 14
+    assert number_of_copies(model.policy) == 15 and number_of_copies(model.critic) == 14
     engine.step()
-    assert (len(weight_copies(model.policy)), len(weight_copies(model.critic))) == (count, 0)
+    assert (number_of_copies(model.policy), number_of_copies(model.critic)) == (count, 0)
 
 
 class Doubled(nn.Linear):

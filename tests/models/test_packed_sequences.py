@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.models import ActorCritic, build_actor_critic, disable_dropout, packed_sequences
-from alpaca_ppo.models.packing_probe import use_padding_free
+from alpaca_ppo.models.packing_probe import supports_packing
 from tests.tiny_models import PACKED, tiny_causal_lm
 
 PROMPTS = (3, 1, 6, 3, 3, 3)
@@ -57,8 +57,8 @@ def models(arch: str) -> tuple[ActorCritic, ActorCritic]:
     torch.nn.init.normal_(next(padded.critic.head.parameters()), generator=torch.Generator().manual_seed(1))
     padded.double()
     packed = copy.deepcopy(padded)
-    packed.policy.padding_free = use_padding_free(packed.policy.model, True)
-    packed.critic.padding_free = use_padding_free(packed.critic.backbone, True)
+    packed.policy.padding_free = supports_packing(packed.policy.model)
+    packed.critic.padding_free = supports_packing(packed.critic.backbone)
     return padded, packed
 
 
@@ -136,7 +136,7 @@ def test_critics_on_the_policy_s_base_read_packed_rows(layout):
             torch.nn.init.normal_(parameter, generator=generator)
     parts = [{"with_critic": False}, {"with_policy": False}, {}]
     wanted = [run(padded, rows(), **part) for part in parts]
-    padded.policy.padding_free = use_padding_free(padded.policy.model, True)
+    padded.policy.padding_free = supports_packing(padded.policy.model)
     assert padded.padding_free
     for part, values in zip(parts, wanted, strict=True):
         assert_same(run(padded, rows(), **part), values)
@@ -246,7 +246,7 @@ def test_a_flash_attention_of_transformers_gets_the_lengths(monkeypatch):
     padded = build_actor_critic(copy.deepcopy(model), critic_layout="shared").double()
     model.config._attn_implementation = "flash_attention_test"
     packed = build_actor_critic(model, critic_layout="shared").double()
-    packed.policy.padding_free = use_padding_free(model, True)
+    packed.policy.padding_free = supports_packing(model)
     assert model.config._attn_implementation == "flash_attention_test"
     batch = rows()
     assert_same(run(packed, batch), run(padded, batch))

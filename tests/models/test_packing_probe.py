@@ -7,9 +7,12 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from alpaca_ppo.generation import slot_probe
+from alpaca_ppo.models import packing_probe
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
-from alpaca_ppo.models.packing_probe import packing_problem, supports_packing, use_padding_free
-from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config
+from alpaca_ppo.models.packing_probe import packing_problem, padding_reason, supports_packing
+from alpaca_ppo.rewards.reward_model import ModelReward
+from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config, tiny_sequence_classifier, tiny_tokenizer
 
 
 @pytest.mark.parametrize("arch", PADDED)
@@ -17,10 +20,10 @@ def test_models_that_need_padding_keep_it_and_stay_as_they_are(arch):
     model = tiny_causal_lm(arch)
     ids = torch.arange(4, 12).unsqueeze(0)
     wanted, attention = model(ids).logits, model.config._attn_implementation
-    assert use_padding_free(model, "auto") is False
-    assert use_padding_free(model, False) is False
+    assert padding_reason(model, "auto") == packing_problem(model) is not None
+    assert padding_reason(model, False) == "padding_free is false"
     with pytest.raises(ValueError, match=rf"padding_free is true, but {type(model).__name__} .* padding_free: auto"):
-        use_padding_free(model, True)
+        padding_reason(model, True)
     assert model.config._attn_implementation == attention
     assert torch.equal(model(ids).logits, wanted)
 
@@ -34,10 +37,37 @@ def test_a_state_that_hardly_runs_into_the_next_row_is_found():
     assert packing_problem(model) == "what it computes for one row depends on another"
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_a_trial_without_memory_is_no_finding(error, monkeypatch):
+    def run_out(*arguments, **keywords):
+        raise error("out of memory")
+
+    for module in (packing_probe, slot_probe):
+        monkeypatch.setattr(module, "_problems", {})
+    model = tiny_causal_lm("llama")
+    source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
+    with monkeypatch.context() as full:
+        full.setattr(packing_probe, "_states", run_out)
+        with pytest.raises(error, match="out of memory"):
+            packing_problem(model)
+    assert packing_problem(model) is None and is_installed(model)
+    with monkeypatch.context() as full:
+        full.setattr(slot_probe, "extend", run_out)
+        with pytest.raises(error, match="out of memory"):
+            slot_probe.slot_problem(model)
+    assert slot_probe.slot_problem(model) is None
+    with monkeypatch.context() as full:
+        full.setattr(source, "_score_packed", run_out)
+        with pytest.raises(error, match="out of memory"):
+            source.prepare(equal_passes=False)
+    source.prepare(equal_passes=False)
+    assert source._packs
+
+
 @pytest.mark.parametrize("choice", [False, "auto", True])
 def test_a_llama_packs_unless_it_must_not(choice):
     model = tiny_causal_lm("llama").train()
-    assert use_padding_free(model, choice) is bool(choice)
+    assert (padding_reason(model, choice) is None) is bool(choice)
     assert is_installed(model) is bool(choice)
     assert model.training and underlying_attention(model) == "sdpa"
 

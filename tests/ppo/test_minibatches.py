@@ -54,9 +54,8 @@ def test_chunks_by_tokens_keep_the_order_and_the_samples_of_a_prompt_together():
 
 
 PLANS = {
-    "rows": partial(plan_equal_rows, num_micro_batches=3),
     "tokens": partial(plan_micro_batches, max_tokens=16),
-    "padded": partial(plan_padded_micro_batches, max_tokens=16, max_rows=3),
+    "padded": partial(plan_padded_micro_batches, max_tokens=16),
 }
 
 
@@ -69,20 +68,15 @@ def test_a_plan_gives_each_row_to_one_rank_and_every_rank_as_many_micro_batches(
     assert len(plan) == ranks and len({len(part) for part in plan}) == 1
     assert sorted(row for part in plan for batch in part for row in batch) == list(range(rows))
     batches = [batch for part in plan for batch in part]
-    if kind == "rows":
-        assert max(map(len, batches)) - min(map(len, batches)) <= 1
-    else:
-        # The row of 21 tokens is alone.
-        cost = tokens if kind == "tokens" else cells
-        assert all(cost(lengths, batch) <= 16 or batch == [3] for batch in batches)
-    if kind == "padded":
-        assert max(map(len, batches)) <= 3
+    # The row of 21 tokens is alone.
+    cost = tokens if kind == "tokens" else cells
+    assert all(cost(lengths, batch) <= 16 or batch == [3] for batch in batches)
 
 
-def test_a_plan_by_rows_puts_rows_of_like_length_together_and_balances_ranks():
-    # Sorted: 8 7 | 6 5 | 4 3 | 2 1. First rank 0 takes 8 7 and rank 1 takes 6 5, then rank 1 takes first.
-    plan = plan_equal_rows([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, num_micro_batches=2)
-    assert plan == [[[7, 6], [1, 0]], [[5, 4], [3, 2]]]
+def test_a_plan_by_rows_puts_rows_of_like_length_together():
+    # Sorted: 9 7 7 | 5 3 | 2 1, rows of the same length in their order.
+    assert plan_equal_rows([1, 7, 3, 7, 5, 2, 9], num_micro_batches=3) == [[[6, 1, 3], [4, 2], [5, 0]]]
+    assert plan_equal_rows([4], num_micro_batches=2) == [[[0], []]]
 
 
 def test_a_plan_by_tokens_takes_the_longest_row_first_and_fills_bins_alike():
@@ -101,14 +95,14 @@ def test_a_plan_by_tokens_takes_the_longest_row_first_and_fills_bins_alike():
 def test_a_padded_plan_has_the_least_cost_that_so_many_micro_batches_allow():
     # At most 12 cells: 6 6 | 2 2 2 2 2 2 with 12 and 12 is a plan of two; no two runs cost less.
     lengths = [6, 6, 2, 2, 2, 2, 2, 2]
-    assert plan_padded_micro_batches(lengths, num_ranks=1, max_tokens=14, max_rows=8) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
+    assert plan_padded_micro_batches(lengths, num_ranks=1, max_tokens=14) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
     # At most 12 cells would be 4 4 2 | 2 2 2, but 4 4 | 2 2 2 2 has 8 and 8.
-    assert plan_padded_micro_batches([4, 4, 2, 2, 2, 2], num_ranks=2, max_tokens=12, max_rows=4) == [
+    assert plan_padded_micro_batches([4, 4, 2, 2, 2, 2], num_ranks=2, max_tokens=12) == [
         [[0, 1]],
         [[2, 3, 4, 5]],
     ]
-    # With two ranks and at most four rows there are four runs, of which one may stay empty; 6 | 6 | 2 2 2 | 2 2 2.
-    plan = plan_padded_micro_batches(lengths, num_ranks=2, max_tokens=12, max_rows=4)
+    # At most 10 cells would be 6 | 6 | 2 2 2 2 2 | 2; of four runs on two ranks none need cost more than 6.
+    plan = plan_padded_micro_batches(lengths, num_ranks=2, max_tokens=10)
     assert sorted(cells(lengths, batch) for part in plan for batch in part) == [6, 6, 6, 6]
 
 
@@ -122,8 +116,12 @@ def slowest_rank(plan, cost):
     ("lengths", "full", "rows", "before"), [(CHAT, CHAT_FULL, 8, 1.8), (REASONING, REASONING_FULL, 4, 1.2)]
 )
 def test_token_budgets_keep_eight_ranks_within_a_tenth_of_the_mean(lengths, full, rows, before):
-    equal_rows = plan_equal_rows(lengths, num_ranks=8, num_micro_batches=len(lengths) // (8 * rows))
+    [buckets] = plan_equal_rows(lengths, num_micro_batches=len(lengths) // rows)
+    equal_rows = [buckets[rank::8] for rank in range(8)]
     assert slowest_rank(equal_rows, partial(cells, lengths)) > before, "what there is to gain"
+    padded = plan_padded_micro_batches(lengths, num_ranks=8, max_tokens=rows * full)
+    assert slowest_rank(padded, partial(cells, lengths)) <= 1.1
+    assert len(padded[0]) <= len(equal_rows[0])
     for budget in (rows * full, 2 * full, full):
         plan = plan_micro_batches(lengths, num_ranks=8, max_tokens=budget)
         assert slowest_rank(plan, partial(tokens, lengths)) <= 1.1

@@ -1,13 +1,16 @@
 """Micro-batches under a token budget, and an optimizer step that is made again after a device has run out of memory."""
 
+import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.token_budget import OutOfMemory, TokenBudget
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import Crowded, tiny_config, tiny_trainer, weights
@@ -17,9 +20,8 @@ SIZES = {"step_batch_size": 10, "step_per_device_batch_size": 10, "ppo_epochs": 
 
 def crowded(folder, room, **settings):
     """A trainer that has memory for `room` rows, in float64."""
-    trainer = tiny_trainer(
-        folder, model=tiny_causal_lm("llama", dtype=torch.float64), trainer_class=Crowded, **{**SIZES, **settings}
-    )
+    settings = {"trainer_class": Crowded, **SIZES, **settings}
+    trainer = tiny_trainer(folder, model=tiny_causal_lm("llama", dtype=torch.float64), **settings)
     trainer.room = room
     return trainer
 
@@ -47,6 +49,49 @@ def test_a_step_that_ran_out_of_memory_is_made_again_with_the_same_numbers(setti
     for name in theirs:
         if name.startswith(("ppo/", "objective/")) and "padding" not in name:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-9), name
+
+
+def test_a_micro_batch_that_finds_no_memory_for_its_rows_is_made_smaller_too(tmp_path, monkeypatch):
+    trainer, expected = (crowded(tmp_path / name, 10) for name in ("full", "roomy"))
+    pack, sizes = ActorCritic.pack, []
+
+    def pack_few(model, queries, *rows, **keywords):
+        sizes.append(len(queries))
+        if len(queries) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return pack(model, queries, *rows, **keywords)
+
+    expected.step(expected.prompt_batches(0))
+    monkeypatch.setattr(ActorCritic, "pack", pack_few)
+    trainer.step(trainer.prompt_batches(0))
+    assert sizes[0] == 10 and trainer.attempts == sizes[1:]
+    assert trainer.updater.budget.max_tokens < trainer.updater.budget.configured
+    after = weights(expected)
+    for name, tensor in weights(trainer).items():
+        assert_close(tensor, after[name], rtol=1e-9, atol=1e-12)
+
+
+class Noisy(Crowded):
+    """Draws from the global generators in each micro-batch."""
+
+    def compute_loss(self, rollouts_batch):
+        self.draws.append([random.random(), float(np.random.random()), float(torch.rand(()))])
+        return super().compute_loss(rollouts_batch)
+
+
+def test_a_step_that_is_made_again_draws_the_same_random_numbers(tmp_path):
+    trainer = crowded(tmp_path, 5, trainer_class=Noisy, ppo_epochs=1)
+    trainer.draws = []
+    rollouts = trainer._rollouts_with_advantages(trainer.prompt_batches(0))
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    trainer.step_with_rollouts(rollouts)
+    assert trainer.attempts[0] == 10 and max(trainer.attempts[1:]) <= 5
+    drawn = trainer.draws
+    # Ten rows did not fit. The second micro-batch of the second attempt goes on where the first one stopped.
+    assert drawn[0] == drawn[1] and drawn[2] != drawn[1]
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    for numbers in drawn[1:]:
+        assert numbers == [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
 def test_a_resumed_run_starts_with_the_lowered_budget_unless_it_is_configured_anew(tmp_path):
@@ -87,14 +132,17 @@ def test_the_default_budget_is_the_worst_case_of_the_row_limit():
     assert budget(max_tokens_per_micro_batch=11).max_tokens == 11
 
 
-def test_rows_are_limited_only_where_they_are_padded():
+def test_rows_are_counted_only_where_one_process_pads_them():
+    lengths = [9, 9, 3, 3, 3, 3, 3, 3]
     packed, padded = budget(step_batch_size=8), budget(padding_free=False, step_batch_size=8)
-    # ceil(8 / (3 rows * 2 ranks)) = 2 micro-batches of two rows.
-    assert padded.plan([2] * 8) == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]]
-    assert [[len(batch) for batch in part] for part in packed.plan([2] * 8)] == [[4], [4]]
-    explicit = budget(padding_free=False, step_batch_size=8, max_tokens_per_micro_batch=27)
-    # At most three rows make three micro-batches, so two on each rank, of which four can be equally large.
-    assert [[len(batch) for batch in part] for part in explicit.plan([2] * 8)] == [[2, 2], [2, 2]]
+    # Budgets of 3 * (4 + 5) = 27 tokens hold the 18 of each rank.
+    assert [[sum(lengths[i] for i in rows) for rows in part] for part in packed.plan(lengths)] == [[18], [18]]
+    assert padded.plan(lengths) == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
+    alone = budget(padding_free=False, step_batch_size=8, num_ranks=1)
+    # ceil(8 / 3 rows) = 3 micro-batches.
+    assert alone.plan(lengths) == [[[0, 1, 2], [3, 4, 5], [6, 7]]]
+    explicit = budget(padding_free=False, step_batch_size=8, num_ranks=1, max_tokens_per_micro_batch=27)
+    assert explicit.plan(lengths) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
     assert (packed.cost([4, 2]), padded.cost([4, 2]), padded.cost([])) == (6, 8, 0)
 
 

@@ -14,6 +14,8 @@ from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.reward_function import call_functions
 
+pytestmark = pytest.mark.usefixtures("deadline")
+
 CHUNKS = [slice(0, 2), slice(2, 4), slice(4, 5)]
 PENDING = {"stopped": torch.zeros(5)}
 
@@ -162,6 +164,66 @@ def test_retries_and_rows_that_fail_by_themselves_are_as_at_once():
     assert first == second
     assert [chunk[0].scores for chunk in found] == [[1.0, 1.0], [None, 1.0], [1.0]]
     assert str(found[1][0].failures[0]) == str(expected[1][0].failures[0])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03])
+def test_repeated_calls_come_in_the_same_order_however_long_an_async_function_takes(seconds):
+    called, asked = [], []
+
+    def judge(completion_ids, **columns):
+        called.append([ids[0] for ids in completion_ids])
+        if called == [[0, 1]] or 2 in called[-1]:
+            raise TimeoutError("no answer")
+        return [random.random() for _ in completion_ids]
+
+    async def asking(completion_ids, **columns):
+        asked.append([ids[0] for ids in completion_ids])
+        await asyncio.sleep(seconds)
+        if asked == [[0, 1]] or 3 in asked[-1]:
+            raise TimeoutError("no answer either")
+        return [0.0] * len(completion_ids)
+
+    def last(completion_ids, **columns):
+        called.append("last")
+        return [random.random() for _ in completion_ids]
+
+    policy = FailurePolicy(retries=1, pause=0.001, drop=True)
+    random.seed(3)
+    found = results(judge, asking, last, policy=policy)
+    # Each chunk: all functions, those that failed once more, then each row by itself.
+    first, second = [[0, 1], "last", [0, 1]], [[2, 3], "last", [2, 3], [2], [3]]
+    assert called == [*first, *second, [4], "last"]
+    assert asked == [[0, 1], [0, 1], [2, 3], [2, 3], [2], [3], [4]]
+    called.clear(), asked.clear()
+    random.seed(3)
+    expected = at_once(judge, asking, last, policy=policy)
+    assert [[source.scores for source in chunk] for chunk in found] == [
+        [source.scores for source in chunk] for chunk in expected
+    ]
+
+
+def test_both_threads_have_the_device_of_the_thread_that_makes_them(monkeypatch):
+    used = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.setdefault(threading.get_ident(), device))
+
+    def judge(completions, **columns):
+        return [used.get(threading.get_ident()) for _ in completions]
+
+    async def async_judge(completions, **columns):
+        return judge(completions)
+
+    first = results(judge, async_judge)[0]
+    assert [source.scores for source in first] == [[3, 3], [3, 3]]
+    # In a notebook, whose thread runs an event loop already, async functions run in another one.
+    used.clear()
+
+    async def notebook():
+        return at_once(async_judge)
+
+    assert asyncio.run(notebook())[0][0].scores == [3, 3]
+    assert threading.get_ident() not in used
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

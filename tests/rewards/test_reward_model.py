@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -181,6 +183,14 @@ def test_a_pass_has_the_tokens_of_so_many_longest_rows():
     assert grouped([1] * 7 + [7], batch_size=2) == [[7, 0, 1, 2, 3, 4, 5, 6]]
 
 
+def test_a_model_that_some_rank_cannot_pack_is_padded():
+    source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
+    asked = []
+    source.prepare(equal_passes=False, packs_everywhere=lambda packs: bool(asked.append(packs)))
+    source._score_packed = None
+    assert source(RewardBatch(["w5 w6"] * 2, ["w7", ""], [[1]] * 2, {})) and asked == [True]
+
+
 def test_ranks_in_lockstep_make_as_many_passes_as_their_equal_rows_need_and_so_do_rows_with_padding():
     for options in ({"equal_passes": True}, {"padding_free": False}):
         assert grouped([1] * 7 + [7], batch_size=3, **options) == [[7, 0, 1], [2, 3, 4], [5, 6]]
@@ -248,16 +258,35 @@ class Counting:
 
 def test_each_text_is_tokenized_once_and_all_new_ones_in_one_call():
     tokenizer = Counting()
-    tokens = TextTokens(tokenizer, max_cached_tokens=5)
+    # With the ids and the characters of "ab" 2 * 8 + 2 * 4 + 640 = 664 bytes, of "c" 8 + 4 + 640 = 652.
+    tokens = TextTokens(tokenizer, max_cached_bytes=664 + 2 * 652)
     plain, rendered = ([Text(text, rendered=kind) for text in ("ab", "c", "ab")] for kind in (False, True))
     assert [ids.tolist() for ids in tokens([*plain, *rendered])] == [[97, 98], [99], [97, 98]] * 2
     assert tokenizer.calls == [[["ab", "c"], {}], [["ab", "c"], {"add_special_tokens": False}]]
     tokenizer.calls.clear()
-    # Of the six tokens five are kept: all but the first text's.
+    # Of the four texts all but the first one are kept.
     assert [ids.tolist() for ids in tokens([plain[1], rendered[0], plain[0]])] == [[99], [97, 98], [97, 98]]
     assert tokenizer.calls == [[["ab"], {}]]
-    assert [ids.tolist() for ids in tokens([Text("abcdef", rendered=False)])] == [[97, 98, 99, 100, 101, 102]]
-    assert tokens._kept == {} and tokens._num_kept == 0
+    long = "a" * 200
+    # 200 * (8 + 4) + 640 = 3040 bytes.
+    assert [len(ids) for ids in tokens([Text(long, rendered=False)])] == [200]
+    assert tokens._kept == {} and tokens._num_bytes == 0
+
+
+@pytest.mark.parametrize(("letters", "num_ids"), [(3, 3), (4000, 1), (8, 2000)])
+def test_kept_texts_take_no_more_memory_than_they_may(letters, num_ids):
+    class Ids:
+        def __call__(self, texts):
+            return {"input_ids": [list(range(num_ids)) for _ in texts]}
+
+    tokens, limit = TextTokens(Ids(), max_cached_bytes=2**20), 2**20
+    for start in range(0, 2000, 100):
+        # Characters of four bytes each.
+        texts = [f"{number:0{letters}d}" + chr(0x10000 + number) for number in range(start, start + 100)]
+        tokens([Text(text, rendered=False) for text in texts])
+    bytes_of_texts = [sys.getsizeof(text) + sys.getsizeof(text.text) for text in tokens._kept]
+    bytes_of_ids = [sys.getsizeof(ids) + ids.nbytes for ids in tokens._kept.values()]
+    assert 0.1 * limit < sum(bytes_of_texts) + sum(bytes_of_ids) <= limit
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

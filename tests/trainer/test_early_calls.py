@@ -19,6 +19,8 @@ from alpaca_ppo.rewards.early_calls import EarlyCalls
 from tests.distributed.test_preemption import signal_at, slow_async_judge, slow_judge
 from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
 
+pytestmark = pytest.mark.usefixtures("deadline")
+
 
 class AfterSampling(PPOTrainer):
     """Calls every function after the sampling, since it may score in another way."""
@@ -63,6 +65,36 @@ def test_a_run_is_the_same_whether_functions_are_called_early_or_late_and_across
     assert metric_lines(tmp_path / "early") == lines == metric_lines(parts)
     for name, value in late.items():
         assert torch.equal(early[name], value) and torch.equal(weights(trainer)[name], value), name
+
+
+def test_the_same_responses_are_dropped_whether_functions_are_called_early_or_late(tmp_path):
+    def rollout(trainer_class, seconds):
+        calls = []
+
+        def failing(completions, completion_ids, **columns):
+            calls.append(completion_ids)
+            if len(calls) % 3 == 1 or any(ids[0] % 2 for ids in completion_ids):
+                raise TimeoutError("no answer")
+            return [random.random() for _ in completions]
+
+        async def judge(completions, **columns):
+            await asyncio.sleep(seconds)
+            return [0.0 for _ in completions]
+
+        run = {"score_chunk_prompts": 2, "reward_retries": 1, "reward_retry_pause": 0.0, "failed_rewards": "drop"}
+        folder = tmp_path / f"{trainer_class.__name__}-{seconds}"
+        functions = {"reward_funcs": [failing, judge]}
+        trainer = tiny_trainer(folder, trainer_class=trainer_class, **run, trainer_arguments=functions)
+        random.seed(3)
+        return trainer.rollout(trainer.prompt_batches(0)), trainer.dropped_rows, calls
+
+    late, dropped, calls = rollout(AfterSampling, 0.0)
+    assert 0 < dropped < 10 and len(late["responses"]) == 10 - dropped
+    for seconds in (0.0, 0.02):
+        early, *others = rollout(PPOTrainer, seconds)
+        assert others == [dropped, calls] and early.keys() == late.keys()
+        for name, value in late.items():
+            assert torch.equal(early[name], value), name
 
 
 @pytest.mark.parametrize(

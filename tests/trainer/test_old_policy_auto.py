@@ -12,13 +12,17 @@ from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
+from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from alpaca_ppo.ppo.old_policy import OldPolicySource
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, poisoned, tiny_config, tiny_trainer, weights
 
 RUN = {"mismatch_check_steps": 5, "rollout_batch_size": 4, "total_episodes": 28, "step_batch_size": 2}
 """Seven steps of two optimizer steps."""
 SPARED_FROM_4 = [1, 1, 1, 0, 1, 0, 0]
-AGREED = {"agreed_at": [0, 1], "disagreed_at": None}
+AGREED = {"agreed_at": [0, 1], "disagreed_at": None, "moved_at": 0, "said": []}
+NO_REFERENCE = {**RUN, "reference": "none", "use_kl_in_reward": False, "max_skipped_updates": 9}
 
 
 def shifted(difference, passes):
@@ -34,6 +38,38 @@ def shifted(difference, passes):
             return samples
 
     return Shifted
+
+
+def stale(base):
+    """A `base` whose sampler keeps the weights of its first rollout."""
+
+    class Stale(base):
+        first = None
+
+        def _generate(self, prompts, sampling_params):
+            policy = self.actor_critic.policy
+            now = {name: value.clone() for name, value in policy.state_dict().items()}
+            self.first = self.first or now
+            policy.load_state_dict(self.first)
+            samples = super()._generate(prompts, sampling_params)
+            policy.load_state_dict(now)
+            return samples
+
+    return Stale
+
+
+def still_policy():
+    """A model and an optimizer that trains the critic alone, whose group comes first."""
+    model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+    groups = [{"params": model.critic_parameters()}, {"params": model.policy_parameters(), "lr": 0.0}]
+    return {"model": model, "optimizers": (torch.optim.AdamW(groups, lr=1e-3), None)}
+
+
+def one_token(difference, distance):
+    """Rollouts of one token whose log-probs differ so much between sampler and trainer, and policy and reference."""
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    logprobs = {"logprobs": zero, "rollout_logprobs": zero + difference, "ref_logprobs": zero + distance}
+    return {**logprobs, "recomputed": torch.ones(1).bool(), "response_mask": torch.ones(1, 1).bool()}
 
 
 def recomputed(folder):
@@ -76,6 +112,111 @@ def test_without_a_reference_the_first_two_steps_compare(tmp_path, capsys):
     assert recomputed(tmp_path) == [1, 1, 0, 0]
     said = [line for line in capsys.readouterr().out.splitlines() if "old_policy: auto" in line]
     assert len(said) == 1 and said[0].startswith("step 2: sampler and trainer agree") and "every 5th step" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "honest", "found_at"),
+    [
+        # The first steps leave the policy as it is: a stale sampler agrees in them and in the one after them.
+        ({"critic_warmup_steps": 2}, [1, 1, 1, 1, 1, 0, 0], 4),
+        ({"trainer_class": poisoned((0, 0), (0, 1))}, [1, 1, 1, 0, 1, 0, 0], 3),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1, "step_batch_size": 4},
+            [1, 1, 1, 0, 1, 0, 0],
+            3,
+        ),
+        ({"trainer_arguments": still_policy}, [1] * 7, None),
+    ],
+    ids=["critic warm-up", "skipped updates", "a learning rate of 0", "only the critic learns"],
+)
+def test_agreement_counts_twice_only_if_the_policy_has_moved_in_between(settings, honest, found_at, tmp_path, capsys):
+    if callable(make := settings.get("trainer_arguments")):
+        settings = {**settings, "trainer_arguments": make()}
+    settings = {**NO_REFERENCE, **settings}
+    tiny_trainer(tmp_path / "honest", **settings).train()
+    assert recomputed(tmp_path / "honest") == honest
+    if found_at is None:
+        return
+    capsys.readouterr()
+    settings["trainer_class"] = stale(settings.get("trainer_class", PPOTrainer))
+    with pytest.warns(UserWarning, match="sampler and trainer disagree"):
+        tiny_trainer(tmp_path / "stale", mismatch_action="warn", **settings).train()
+    assert recomputed(tmp_path / "stale") == [1] * 7
+    differences = [line["mismatch/logprob_abs_mean"] for line in metric_lines(tmp_path / "stale")]
+    assert max(differences[: found_at - 1]) < 1e-5 and differences[found_at - 1] > 1e-3
+    said = [line for line in capsys.readouterr().out.splitlines() if "old_policy: auto" in line]
+    assert len(said) == 1 and said[0].startswith(f"step {found_at}: sampler and trainer disagree")
+
+
+def test_a_sampler_whose_rounding_is_no_longer_far_below_the_kl_is_not_used_until_it_is(tmp_path, capsys):
+    """Off by 0.0005 nats in step 5: below the bounds, and above a hundredth of the distance to the reference."""
+
+    class Once(PPOTrainer):
+        rollouts = itertools.count(1)
+
+        def _generate(self, prompts, sampling_params):
+            samples = super()._generate(prompts, sampling_params)
+            samples["rollout_logprobs"] += 5e-4 * (next(self.rollouts) == 5)
+            return samples
+
+    run = {**RUN, "total_episodes": 36, "learning_rate": 1e-4}
+    tiny_trainer(tmp_path, trainer_class=Once, **run).train()
+    assert recomputed(tmp_path) == [1, 1, 1, 0, 1, 1, 1, 0, 0]
+    agreed, too_close = [line for line in capsys.readouterr().out.splitlines() if "old_policy: auto" in line]
+    assert agreed.startswith("step 3: sampler and trainer agree")
+    assert too_close.startswith("step 5: sampler and trainer differ by 0.0005 nats per token, which is 1% or more")
+
+
+@pytest.mark.filterwarnings("ignore:sampler and trainer disagree")
+def test_what_changes_is_said_once_by_a_resumed_run_too(tmp_path):
+    guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
+
+    def source():
+        return OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+
+    first = source()
+    # Agreement, agreement, too close; again; and beyond the bound of 0.001.
+    compared = [(1e-6, 1.0), (1e-6, 1.0), (1e-5, 1e-3)] * 2 + [(2e-3, 1.0)] + [(1e-6, 1.0)] * 3
+    begins = []
+    for step, (difference, distance) in enumerate(compared):
+        again = source()
+        again.load_state_dict(first.state_dict())
+        first, before = again, len(said)
+        first.check_rollouts(one_token(difference, distance), step)
+        # A resumed update compares once more.
+        first.check_rollouts(one_token(difference, distance), step)
+        begins += [message.split(",")[0].split(" (")[0] for message in said[before:]]
+        first.record_optimizer_step(step, moved_policy=True)
+        first.record_optimizer_step(step, moved_policy=False)
+    assert begins == [
+        "step 2: sampler and trainer agree",
+        "step 3: sampler and trainer differ by 1e-05 nats per token",
+        "step 7: sampler and trainer disagree",
+    ]
+    assert "distance to its reference (0.001)" in said[1]
+    assert [first.recomputes(step) for step in range(7, 12)] == [True] * 5
+
+
+@pytest.mark.filterwarnings("ignore:sampler and trainer disagree")
+def test_after_a_disagreement_no_agreement_is_announced(tmp_path):
+    guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
+    source = OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+    for step, difference in enumerate([2e-3, 1e-6, 1e-6, 1e-6]):
+        source.check_rollouts(one_token(difference, 1.0), step)
+        source.record_optimizer_step(step, moved_policy=True)
+    assert len(said) == 1 and said[0].startswith("step 1: sampler and trainer disagree")
+
+
+def test_an_update_that_is_resumed_does_not_count_its_own_moves(tmp_path):
+    source = tiny_trainer(tmp_path, **RUN).old_policy
+    source.check_rollouts(one_token(1e-6, 1.0), 0)
+    source.record_optimizer_step(0, moved_policy=False)
+    source.check_rollouts(one_token(1e-6, 1.0), 1)
+    source.record_optimizer_step(1, moved_policy=True)
+    source.check_rollouts(one_token(1e-6, 1.0), 1)
+    assert source.recomputes(2)
+    source.check_rollouts(one_token(1e-6, 1.0), 2)
+    assert not source.recomputes(3)
 
 
 def test_a_spared_step_learns_from_the_samplers_log_probs(tmp_path):
@@ -129,10 +270,17 @@ def test_a_spared_step_is_refused_before_it_moves_a_weight(tmp_path):
     assert recomputed(tmp_path) == SPARED_FROM_4
 
 
-@pytest.mark.parametrize(("step", "number"), [(1, 0), (2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("step", "number"), [(1, 0), (2, None), (2, 1), (3, 0), (3, 1)])
 def test_a_run_interrupted_anywhere_is_the_run_that_was_not(step, number, whole, tmp_path):
-    """Before optimizer step `number` of the update in `step`, both from 0."""
+    """Before optimizer step `number` of the update in `step`, both from 0; None: before its rollouts."""
     trainer, taken = tiny_trainer(tmp_path, **RUN), 0
+
+    def sample(prompt_batches):
+        if (trainer.state.global_step, number) == (step, None):
+            raise Interrupted(15)
+        return rollout(prompt_batches)
+
+    rollout, trainer.rollout = trainer.rollout, sample
 
     def interrupt(*inputs, **how):
         nonlocal taken
@@ -182,7 +330,7 @@ def test_a_constant_reward_moves_no_weight(estimator, tmp_path):
 )
 def test_which_steps_spare_the_pass_after_two_comparisons_have_agreed(settings, steps, tmp_path):
     trainer = tiny_trainer(tmp_path, mismatch_check_steps=5, **settings)
-    trainer.old_policy.load_state_dict({"agreed_at": [1, 4], "disagreed_at": None})
+    trainer.old_policy.load_state_dict({**AGREED, "agreed_at": [1, 4]})
     assert [step for step in range(9) if not trainer.old_policy.recomputes(step)] == steps
 
 
@@ -196,5 +344,5 @@ def test_a_policy_with_weights_in_half_precision_recomputes(tmp_path):
 
 def test_what_a_step_itself_has_recorded_does_not_change_how_it_is_repeated(tmp_path):
     source = tiny_trainer(tmp_path, mismatch_check_steps=5).old_policy
-    source.load_state_dict({"agreed_at": [1, 2], "disagreed_at": 3})
+    source.load_state_dict({**AGREED, "agreed_at": [1, 2], "disagreed_at": 3})
     assert [source.recomputes(step) for step in (1, 2, 3, 4, 5)] == [True, True, False, True, True]

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.models.packing_probe import packing_problem
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
 
@@ -56,9 +57,21 @@ def test_a_policy_with_states_of_its_own_gets_padded_rows(tmp_path):
     trainer = tiny_trainer(tmp_path, model=model, adv_estimator="rloo", num_return_sequences=2, total_episodes=10)
     trainer.train()
     assert not trainer.actor_critic.padding_free
+    assert trainer.updater.budget.padding == "policy: OwnStates reads padded rows"
 
 
 def test_a_model_that_needs_padding_is_refused_where_there_must_be_none(tmp_path):
     with pytest.raises(ValueError, match=r"padding_free is true, but BloomForCausalLM .* set padding_free: auto"):
         tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), padding_free=True)
-    assert not tiny_trainer(tmp_path, model=tiny_causal_lm("bloom")).actor_critic.padding_free
+
+
+def test_the_first_line_says_why_rows_have_padding_where_they_need_not(tmp_path, capsys):
+    said = []
+    for number, (arch, choice) in enumerate((("bloom", "auto"), ("bloom", False), ("llama", "auto"))):
+        model = tiny_causal_lm(arch)
+        trainer = tiny_trainer(tmp_path / str(number), model=model, padding_free=choice, critic_layout="shared")
+        trainer._begin(None)
+        assert trainer.actor_critic.padding_free is (arch == "llama")
+        said.append(capsys.readouterr().out.splitlines()[0].partition(" tokens on each of 1 processes")[2])
+    reason = packing_problem(tiny_causal_lm("bloom"))
+    assert reason and said == [f", with padding: policy: {reason}", "", ""]
