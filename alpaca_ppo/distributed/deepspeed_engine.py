@@ -65,8 +65,9 @@ class DeepSpeedEngine(Engine):
         self.config: dict[str, Any] = plugin.deepspeed_config
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
-        gathers = self.synced_forwards and gather_for_generation
-        self._sampler = _copy_without_weights(actor_critic.policy.model, accelerator.device) if gathers else None
+        self.gathers_to_sample = self.synced_forwards and gather_for_generation
+        policy = actor_critic.policy.model
+        self._sampler = _copy_without_weights(policy, accelerator.device) if self.gathers_to_sample else None
         super().__init__(
             accelerator,
             actor_critic,

@@ -87,6 +87,8 @@ class Engine(TrainState):
 
     synced_forwards = False
     """Whether all ranks must make the same forward passes, also without gradients, because parameters are sharded."""
+    gathers_to_sample = False
+    """Whether `sampling` gathers the weights anew, so that they are elsewhere in each rollout."""
 
     def __init__(
         self,

@@ -345,6 +345,10 @@ class RolloutCollector:
             if early is not None:
                 early.check()
 
+        # A captured step reads its weights where they were, and keeps the sampler's cache.
+        sampling_params = replace(
+            sampling_params, cuda_graphs=sampling_params.cuda_graphs and not engine.gathers_to_sample
+        )
         with (
             engine.autocast(sampling=True),
             engine.sampling() as (model, any_rank),
