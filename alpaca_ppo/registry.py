@@ -202,13 +202,14 @@ CRITIC_HEADS: Registry[Any] = Registry(
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend",
     {
-        "auto": {"stops_before_tokens": True, "refills": True},
-        "slots": {"stops_before_tokens": True, "refills": True},
+        "auto": {"stops_before_tokens": True, "refills": True, "takes_turns": True},
+        "slots": {"stops_before_tokens": True, "refills": True, "takes_turns": True},
         "decode": {"stops_before_tokens": True},
         "generate": {"own_cache": True},
     },
-    {"stops_before_tokens": False, "own_cache": False, "refills": False},
+    {"stops_before_tokens": False, "own_cache": False, "refills": False, "takes_turns": False},
 )
 """`stops_before_tokens`: can be stopped before any token, on all ranks at once where these generate in lockstep.
 `own_cache`: keeps its keys and values in a cache of `transformers` instead of the preallocated one.
-`refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished."""
+`refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished.
+`takes_turns`: lets responses go on after appended tokens (`generation.turns`)."""

@@ -14,10 +14,15 @@ from alpaca_ppo.generation.stopping_criteria import (
     resolve_truncate_tokens,
     resolve_turn_end,
 )
+from alpaca_ppo.generation.turns import PENDING, Turn, TurnHandler, Turns
 
 __all__ = [
+    "PENDING",
     "Generation",
     "SamplingParams",
+    "Turn",
+    "TurnHandler",
+    "Turns",
     "configured_stop_tokens",
     "generate",
     "register_generation_backend",

@@ -19,6 +19,7 @@ from alpaca_ppo.generation.responses import Generation, ResponseBuffer
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import OnFinished, sample_in_slots
+from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 Backend = Callable[..., Generation]
@@ -26,7 +27,12 @@ Backend = Callable[..., Generation]
 
 
 def register_generation_backend(
-    name: str, *, stops_before_tokens: bool = False, own_cache: bool = False, refills: bool = False
+    name: str,
+    *,
+    stops_before_tokens: bool = False,
+    own_cache: bool = False,
+    refills: bool = False,
+    takes_turns: bool = False,
 ) -> Callable[[Backend], Backend]:
     """Returns a decorator that adds the generation backend `name`.
 
@@ -51,13 +57,19 @@ def register_generation_backend(
         refills: the backend also gets `slots`, how many rows to sample at once (None: all), and `on_finished`, to be
             called once for each row with `generate`'s arguments, or None; a rollout then passes it all its prompts.
             Otherwise a rollout calls the backend with chunks of prompts.
+        takes_turns: the backend also gets `turns`, the `generation.Turns` of the call or None, and lets responses go on
+            as `generation.turns` describes. Otherwise a call with turns is refused.
 
     Raises:
         ValueError: if the name is taken, or contains a space, comma or colon.
         TypeError: if the backend cannot be called.
     """
     return GENERATION_BACKENDS.register(
-        name, stops_before_tokens=stops_before_tokens, own_cache=own_cache, refills=refills
+        name,
+        stops_before_tokens=stops_before_tokens,
+        own_cache=own_cache,
+        refills=refills,
+        takes_turns=takes_turns,
     )
 
 
@@ -81,15 +93,22 @@ def run_backend(
     before_token: Callable[[], Any],
     slots: int | None = None,
     on_finished: OnFinished | None = None,
+    turns: Turns | None = None,
 ) -> Generation:
     """Returns the responses of the backend `sampling_params.backend`.
 
     Raises:
-        ValueError: for an unknown backend, or if it does not return a `Generation` of the right shapes.
+        ValueError: for an unknown backend, for turns that it does not take, or if it does not return a `Generation` of
+            the right shapes.
     """
     name, rows = sampling_params.backend, len(queries) * sampling_params.num_return_sequences
     missing = set(range(rows))
-    refills = GENERATION_BACKENDS.trait(name, "refills")
+    refills, takes_turns = (GENERATION_BACKENDS.trait(name, trait) for trait in ("refills", "takes_turns"))
+    if turns is not None and not takes_turns:
+        raise ValueError(
+            f"generation_backend is {name}, which samples responses of one turn only, but turns were given; set "
+            f"generation_backend: slots, or register a backend of your own with takes_turns=True"
+        )
 
     def report(done: list[int], finished: Generation) -> None:
         assert on_finished is not None
@@ -107,6 +126,7 @@ def run_backend(
         any_rank=any_rank,
         before_token=before_token,
         **({"slots": slots, "on_finished": on_finished and report} if refills else {}),
+        **({"turns": turns} if takes_turns else {}),
     )
     generation = _check_generation(generation, name, (rows, sampling_params.max_new_tokens))
     if on_finished is not None and not refills:
@@ -171,23 +191,36 @@ def _fill_buffer(
 
 @GENERATION_BACKENDS.implement("auto")
 def _resolved(
-    model: PreTrainedModel, *prompts: Tensor, sampling_params: SamplingParams, any_rank: Any, **keywords: Any
+    model: PreTrainedModel,
+    *prompts: Tensor,
+    sampling_params: SamplingParams,
+    any_rank: Any,
+    turns: Turns | None,
+    **keywords: Any,
 ) -> Generation:
-    """The responses of the backend that suits the model."""
-    params = replace(sampling_params, backend=resolve_backend("auto", model, any_rank))
-    return run_backend(model, *prompts, sampling_params=params, any_rank=any_rank, **keywords)
+    """The responses of the backend that suits the model; turns leave no choice."""
+    name = resolve_backend("auto", model, any_rank) if turns is None else "slots"
+    params = replace(sampling_params, backend=name)
+    return run_backend(model, *prompts, sampling_params=params, any_rank=any_rank, turns=turns, **keywords)
 
 
 @GENERATION_BACKENDS.implement("slots")
-def _in_slots(model: PreTrainedModel, *prompts: Tensor, any_rank: Any, **keywords: Any) -> Generation:
+def _in_slots(
+    model: PreTrainedModel, *prompts: Tensor, any_rank: Any, turns: Turns | None, **keywords: Any
+) -> Generation:
     """`sample_in_slots`, for models that support it."""
     problem = slot_problem(model) if any_rank is None else "its parameters are sharded over ranks"
-    if problem is not None:
-        raise ValueError(
-            f"generation_backend is slots, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot "
-            f"be sampled in slots: {problem}; set generation_backend: auto or decode"
+    if problem is None:
+        return sample_in_slots(model, *prompts, turns=turns, **keywords)
+    remedy = "set generation_backend: auto or decode"
+    if turns is not None:
+        remedy = "responses of several turns need slots, so " + (
+            "use a model of another family" if any_rank is None else "set ds3_gather_for_generation: true"
         )
-    return sample_in_slots(model, *prompts, **keywords)
+    raise ValueError(
+        f"generation_backend is slots, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot be "
+        f"sampled in slots: {problem}; {remedy}"
+    )
 
 
 GENERATION_BACKENDS.implement("decode")(partial(_fill_buffer, decode))

@@ -12,6 +12,7 @@ from alpaca_ppo.generation.backends import run_backend
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slots import OnFinished
+from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
@@ -42,6 +43,7 @@ def generate(
     before_token: Callable[[], Any] = lambda: None,
     slots: int | None = None,
     on_finished: OnFinished | None = None,
+    turns: Turns | None = None,
 ) -> Generation:
     """Returns responses to `queries`, on the model's device, with the log-prob of each chosen token.
 
@@ -56,7 +58,7 @@ def generate(
         query_attn_masks: (B, Q), 1 = a real token. Columns that are padding in every row are dropped first.
         max_new_tokens: R, the most tokens of a response, and the width of the result.
         pad_token_id: fills the columns after a response's end; may equal a stop token.
-        stop_token_ids: end a response at any position.
+        stop_token_ids: end a response (with `turns`: a turn) at any position.
         seed: seed of the run.
         step: step of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
@@ -66,7 +68,7 @@ def generate(
         top_p: sample only from the most likely tokens that together reach this probability. For evaluation too.
         num_return_sequences: n, responses per prompt.
         truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
-        truncate_after: see `truncate_token_ids`; in tokens.
+        truncate_after: see `truncate_token_ids`; in tokens, with `turns` of the turn.
         backend: "slots" is this package's own loop, which fills the places of ended rows; "decode" is its loop for
             models that cannot be sampled so; "auto" chooses between these two; "generate" runs `model.generate`, for
             models whose cache does not support dropping rows; others are added by `register_generation_backend`.
@@ -79,10 +81,12 @@ def generate(
         slots: with "slots", the rows that are decoded at once; None takes all, as do backends without slots.
         on_finished: called with rows whose responses are complete, a list of indices in any order, and a `Generation`
             of these rows, once for each row: with "slots" as soon as they have ended, otherwise at the end.
+        turns: who is asked how a response goes on after its stop token, and limits of a turn; with "slots" only, which
+            "auto" then takes. None ends every response there.
 
     Raises:
         ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
-            support dropping rows, or the model's logits are not finite.
+            support dropping rows, the model's logits are not finite, or the backend does not take turns.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -101,9 +105,8 @@ def generate(
         seed=seed,
         step=step,
     )
-    _check_params(params, slots)
-    queries, mask = _trim(queries, query_attn_masks)
-    queries, mask = queries.to(model.device), mask.to(model.device)
+    _check_params(params, slots, turns)
+    queries, mask = (tensor.to(model.device) for tensor in _trim(queries, query_attn_masks))
     with eval_mode(model):
         generation = run_backend(
             model,
@@ -115,6 +118,7 @@ def generate(
             before_token=before_token,
             slots=slots,
             on_finished=None if on_finished is None else partial(_report, on_finished),
+            turns=turns,
         )
     return _check_finite(generation)
 
@@ -123,7 +127,7 @@ def _report(on_finished: OnFinished, rows: list[int], finished: Generation) -> N
     on_finished(rows, _check_finite(finished, rows))
 
 
-def _check_params(params: SamplingParams, slots: int | None) -> None:
+def _check_params(params: SamplingParams, slots: int | None, turns: Turns | None) -> None:
     if slots is not None and slots < 1:
         raise ValueError(f"slots ({slots}) must be at least 1; None decodes all rows at once")
     if params.max_new_tokens < 1:
@@ -138,6 +142,8 @@ def _check_params(params: SamplingParams, slots: int | None) -> None:
         raise ValueError(f"top_k ({params.top_k}) must be at least 1; None keeps the whole vocabulary")
     if params.top_p is not None and not 0 < params.top_p <= 1:
         raise ValueError(f"top_p ({params.top_p}) must be in (0, 1]; None keeps the whole vocabulary")
+    if turns is not None:
+        turns.check()
     GENERATION_BACKENDS.check(params.backend)
 
 

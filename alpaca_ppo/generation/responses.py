@@ -23,12 +23,13 @@ class Generation:
     responses: Tensor
     """(B * n, R) int64, the pad token after a row's last token."""
     response_mask: Tensor
-    """(B * n, R) bool, True = a token the policy chose, including the stop token."""
+    """(B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's last token, and
+    where something else appended tokens between two turns (`generation.turns`)."""
     logprobs: Tensor
     """(B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature; zero outside
     the mask."""
     stopped: Tensor
-    """(B * n,) bool, True = ended by a stop or truncate token, False = cut off after R tokens."""
+    """(B * n,) bool, True = ended by a stop or truncate token, False = cut off by a limit, such as R tokens."""
 
 
 class ResponseBuffer:

@@ -112,6 +112,13 @@ class SlotCache(Cache):
             for target in targets:
                 kept[target, :, :columns].copy_(states)
 
+    def swap(self, one: int, other: int, columns: int) -> None:
+        """Exchanges the first `columns` columns of two slots."""
+        for kept in (kept for storage in self._storage.values() for kept in storage):
+            states = kept[one, :, :columns].clone()
+            kept[one, :, :columns].copy_(kept[other, :, :columns])
+            kept[other, :, :columns].copy_(states)
+
     def reserve(self, columns: int) -> None:
         """Enlarges the cache to at least `columns` columns: the states are copied, to other addresses."""
         if columns <= self.columns:

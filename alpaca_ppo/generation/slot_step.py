@@ -39,6 +39,10 @@ class SlotState:
     """(S,) int64: tokens in the cache. This is also the position id of `tokens` and the column that is written next."""
     positions: Tensor
     """(S,) int64: the response position that is chosen next."""
+    turn_starts: Tensor
+    """(S,) int64: the response position at which the turn began; 0 in a response of one turn."""
+    limits: Tensor
+    """(S,) int64: the response position before which the row must end."""
     rows: Tensor
     """(S,) int64: the row of the outputs; the scratch row for an idle slot."""
     keys: Tensor
@@ -54,7 +58,7 @@ class SlotState:
             return torch.zeros(slots, dtype=torch.long, device=device)
 
         running = torch.zeros(slots, dtype=torch.bool, device=device)
-        return cls(zeros(), zeros(), zeros(), zeros() + scratch_row, zeros(), running)
+        return cls(zeros(), zeros(), zeros(), zeros(), zeros(), zeros() + scratch_row, zeros(), running)
 
     def clear(self, *, scratch_row: int) -> None:
         """Makes all slots idle."""
@@ -74,7 +78,7 @@ class SlotOutputs:
     logprobs: Tensor
     """(N + 1, R) float32 (float64 for a float64 model), in nats; zero outside the mask."""
     stopped: Tensor
-    """(N + 1,) bool, True = ended by a stop or truncate token."""
+    """(N + 1,) bool, True = its last turn was ended by a stop or truncate token."""
 
     @classmethod
     def empty(cls, rows: int, params: SamplingParams, *, logprob_dtype: torch.dtype, device: torch.device) -> Self:
@@ -180,7 +184,7 @@ def choose_and_record(
     tokens, logprobs = choose_tokens(
         logits, numbers, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
     )
-    ends = rules.stop_rule(tokens, positions)
+    ends = rules.stop_rule(tokens, positions - state.turn_starts[slots])
     rows = state.rows[slots].where(running, outputs.scratch_row)
     # The position of a row that has ended may be R, which the scratch row does not have.
     columns = positions * running
@@ -188,7 +192,7 @@ def choose_and_record(
     outputs.logprobs.index_put_((rows, columns), logprobs.to(outputs.logprobs.dtype))
     outputs.mask.index_put_((rows, columns), running)
     outputs.stopped.index_put_((rows,), ends)
-    goes_on = running & ~ends & (positions + 1 < params.max_new_tokens)
+    goes_on = running & ~ends & (positions + 1 < state.limits[slots])
     # From here on `running` and `positions`, which are views if `slots` is a slice, hold the new values.
     state.tokens[slots] = tokens.where(running, state.tokens[slots])
     state.positions[slots] = positions + running

@@ -1,17 +1,17 @@
 """The slot loop: a fixed number of rows is decoded together, and when rows end, waiting ones take their places.
 
 So the few long responses of a rollout do not run alone while other prompts wait, and memory is that of the slots
-however many prompts there are. Each prompt is computed once for all its samples, and what all prompts begin with is
-computed once for all prompts. A row that has stopped may go on after appended tokens (`OnStop`).
+however many prompts there are. A row whose turn has ended may go on after appended tokens (`generation.turns`); until
+these are known it keeps its slot, and the others go on without it.
 
-The loop alternates between two passes, `_admit` and `_decode`, and looks after each at which rows have ended. What a
-step computes is in `generation.slot_step`; here is only who takes part in it.
+The loop alternates between two passes, `_admit` and `_decode`, and looks after each at which rows have ended. Here is
+only who takes part in them: what a step computes is in `generation.slot_step`, how prompts are read in
+`generation.slot_prompts`.
 """
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +22,17 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.graphs import SlotMemory, slot_memory
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.slot_extend import NewTokens, extend
+from alpaca_ppo.generation.shared_beginnings import PromptGroup, group_prompts
+from alpaca_ppo.generation.slot_extend import NewTokens
+from alpaca_ppo.generation.slot_prompts import SlotPrompts
 from alpaca_ppo.generation.slot_step import choose_and_record
+from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
 
 OnFinished = Callable[[list[int], Generation], Any]
 """Called with the rows whose responses are complete, and these responses in the same order."""
 
-OnStop = Callable[[int, list[int]], Sequence[int] | None]
-"""Called with a row that a token has ended, and its response so far. None finishes the row. Otherwise the row goes on
-after the tokens that are returned (at least one); the policy did not choose them, so they are holes of
-`response_mask`."""
-
-MIN_COMMON = 16
-"""A common beginning of all prompts that is shorter than this is not worth a pass of its own, in tokens."""
+_WAIT = 0.1
+"""How long to wait for an answer to a turn before `before_token` is called again, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def sample_in_slots(
     prompt_ids: Tensor,
     slots: int | None = None,
     on_finished: OnFinished | None = None,
-    on_stop: OnStop | None = None,
+    turns: Turns | None = None,
     before_token: Callable[[], Any] = lambda: None,
     shapes: StepShapes | None = None,
 ) -> Generation:
@@ -93,8 +91,9 @@ def sample_in_slots(
         prompt_ids: (B,) int64.
         slots: rows that are decoded at once; None takes all.
         on_finished: see `OnFinished`; None does nothing. Row b * n + j is sample j of prompt b.
-        on_stop: see `OnStop`; None finishes every row at its first stop.
-        before_token: called before the tokens of each pass are chosen; an exception in it ends the sampling.
+        turns: who is asked at the end of a turn, and limits; None ends every response with its first turn.
+        before_token: called before the tokens of each pass are chosen, and several times a second while all rows wait
+            for answers; an exception in it ends the sampling.
         shapes: of the steps; None chooses by the device.
     """
     prompts = [
@@ -106,33 +105,42 @@ def sample_in_slots(
         exact = queries.device.type == "cpu" and not sampling_params.compile_decoding
         shapes = EXACT if exact else BUCKETED
     slots = min(slots or len(keys), len(keys))
-    common, longest = _common_beginning(prompts), max(map(len, prompts))
+    longest, groups = max(map(len, prompts)), group_prompts(prompts)
     most_columns = shapes.columns(longest + sampling_params.max_new_tokens)
     with slot_memory(
         model,
         sampling_params,
         slots=slots,
-        # One for what all prompts begin with, and one for a prompt whose other samples wait.
-        extra_slots=bool(common) + (sampling_params.num_return_sequences > 1),
+        extra_slots=SlotPrompts.extra_slots(groups, sampling_params.num_return_sequences),
         columns=min(shapes.columns(longest + shapes.growth), most_columns),
         rows=len(keys),
     ) as memory:
-        loop = _SlotLoop(model, prompts, keys, sampling_params, slots, shapes, memory, common, most_columns)
-        loop.on_finished, loop.on_stop, loop.before_token = on_finished, on_stop, before_token
+        loop = _SlotLoop(model, prompts, groups, keys, sampling_params, slots, shapes, memory, most_columns)
+        loop.on_finished, loop.turns, loop.before_token = on_finished, turns, before_token
         loop.run()
         return loop.generation()
 
 
 @dataclass
-class _Busy:
-    """What the host knows of the row in a slot; exact after each look at the device."""
+class _Row:
+    """What the host knows of the row in a slot; exact once its turn has ended (`_SlotLoop._end_turns`)."""
 
-    row: int
+    index: int
     """Of the outputs."""
     length: int
     """Tokens in the cache."""
-    position: int
+    position: int = 0
     """Response position of the next choice."""
+    turn_start: int = 0
+    """Response position at which its turn began."""
+    limit: int = 0
+    """Response position before which its turn must end."""
+    chosen: int = 0
+    """Tokens that the policy chose in earlier turns."""
+    last: int = 0
+    """The last token of its last turn."""
+    unread: list[int] | None = None
+    """Tokens that it reads before its next turn; None while that is not known."""
 
 
 class _SlotLoop:
@@ -141,51 +149,61 @@ class _SlotLoop:
     Args:
         model: see `sample_in_slots`.
         prompts: token ids of each prompt.
+        groups: which prompts begin alike.
         keys: (N,) int64, the key of each row's random numbers, n rows a prompt.
         params: how tokens are chosen.
         slots: S.
         shapes: of the steps.
         memory: the tensors of the steps, with at least S slots.
-        common: how many tokens all prompts begin with that are computed once.
         most_columns: that a row can have.
     """
 
     on_finished: OnFinished | None
-    on_stop: OnStop | None
+    turns: Turns | None
     before_token: Callable[[], Any]
 
     def __init__(
         self,
         model: PreTrainedModel,
         prompts: list[list[int]],
+        groups: list[PromptGroup],
         keys: Tensor,
         params: SamplingParams,
         slots: int,
         shapes: StepShapes,
         memory: SlotMemory,
-        common: int,
         most_columns: int,
     ) -> None:
-        self._model, self._prompts, self._keys, self._params = model, prompts, keys, params
+        self._model, self._keys, self._params = model, keys, params
         self._slots, self._shapes, self._memory, self._most_columns = slots, shapes, memory, most_columns
         self._cache, self._state, self._outputs, self._rules = memory.cache, memory.state, memory.outputs, memory.rules
-        self._waiting = deque(range(len(keys)))
-        self._busy: dict[int, _Busy] = {}
-        self._finished = self._decoded = 0
-        self._common, self._common_is_cached = common, False
-        self._split: tuple[int, Tensor] | None = None
-        # Beyond the slots that take part in steps.
-        self._common_slot, self._split_slot = self._cache.slots - 1, self._cache.slots - 1 - bool(common)
+        n = params.num_return_sequences
+        self._lengths = list(map(len, prompts))
+        self._prompts = SlotPrompts(model, self._cache, prompts, groups, n)
+        self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
+        self._busy: dict[int, _Row] = {}
+        """The rows that steps advance, by their slots."""
+        self._held: dict[int, _Row] = {}
+        """The rows between two turns, by their slots."""
+        self._ended = self._decoded = 0
+        """Turns that have ended, and tokens that the policy chose in them."""
+        self._idle_steps = 0
+        """Steps that rows of `_held` could have taken part in since the last `_admit`, over these rows."""
 
     def run(self) -> None:
         """Samples every row to its end."""
-        while self._waiting or self._busy:
+        while self._waiting or self._busy or self._held:
             if self._should_admit():
                 self._admit()
-            else:
+            elif self._busy:
                 self._compact()
                 self._decode()
+            else:
+                self.before_token()
+                self._hear(timeout=_WAIT)
+                continue
             self._look()
+            self._hear(timeout=0)
 
     def generation(self) -> Generation:
         """Returns the responses of all rows."""
@@ -196,87 +214,71 @@ class _SlotLoop:
         out = self._outputs
         return Generation(out.responses[rows], out.mask[rows], out.logprobs[rows], out.stopped[rows])
 
-    def _should_admit(self) -> bool:
-        """Whether enough slots are free that a pass over waiting prompts costs less than the free slots waste.
+    def _answered(self) -> list[int]:
+        """The slots whose rows can begin another turn."""
+        return [slot for slot, row in self._held.items() if row.unread is not None]
 
-        A pass costs c steps (`StepShapes.admission_cost`). With responses of L tokens, S / L slots become free per
-        step, so that k of them take k * L / S steps and are idle for half of these on average, k**2 * L / (2 * S)
-        slot-steps of 1 / S steps each. The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L).
+    def _should_admit(self) -> bool:
+        """Whether enough rows could begin a turn that a pass over their tokens costs less than their slots waste.
+
+        A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, S / L slots become free per step, so
+        that k of them take k * L / S steps and are idle for half of these on average, k**2 * L / (2 * S) slot-steps of
+        1 / S steps each. The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L). At that point
+        the slots have been idle for as long as the pass takes. This holds without L, and rows between two turns wait no
+        longer: their number does not only depend on how many tokens a turn has.
         """
-        if not self._waiting or not self._busy:
-            return bool(self._waiting)
-        length = max(2.0, self._decoded / self._finished) if self._finished else float(self._params.max_new_tokens)
+        free, answered = self._slots - len(self._busy) - len(self._held), len(self._answered())
+        if not self._busy:
+            return answered > 0 or (free > 0 and bool(self._waiting))
+        idle_steps = self._idle_steps + answered
+        if answered and idle_steps >= self._shapes.admission_cost * (len(self._busy) + answered):
+            return True
+        if not self._waiting:
+            return False
+        length = max(2.0, self._decoded / self._ended) if self._ended else float(self._params.max_new_tokens)
         enough = min(math.ceil(self._slots * math.sqrt(2 * self._shapes.admission_cost / length)), len(self._waiting))
-        return self._slots - len(self._busy) >= enough
+        return free >= enough
 
     def _admit(self) -> None:
-        """Gives the free slots to waiting rows and chooses their first tokens."""
+        """Gives the free slots to waiting rows, lets rows go on that have been answered, and chooses their tokens."""
         n = self._params.num_return_sequences
-        free = [slot for slot in range(self._slots) if slot not in self._busy]
-        placed = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
-        by_prompt: dict[int, list[int]] = {}
-        for slot, row in placed:
-            by_prompt.setdefault(row // n, []).append(slot)
-            self._busy[slot] = _Busy(row, len(self._prompts[row // n]), 0)
-        logits = self._prefill(by_prompt)
-        self._choose(logits, [slot for slot, _ in placed])
-
-    def _prefill(self, by_prompt: dict[int, list[int]]) -> Tensor:
-        """Puts each prompt into its slots, and returns the logits (k, V) of all these slots in order."""
-        known: list[Tensor] = []
-        if self._split is not None:
-            # Rows wait in the order of their prompts, so its other samples are the first to go on.
-            (prompt, logits), slots = self._split, by_prompt.pop(self._split[0])
-            self._cache.copy(self._split_slot, slots, len(self._prompts[prompt]))
-            known.append(logits.expand(len(slots), -1))
-        if by_prompt:
-            common = self._cached_common([slots[0] for slots in by_prompt.values()])
-            new = [NewTokens(slots[0], common, self._prompts[prompt][common:]) for prompt, slots in by_prompt.items()]
-            logits = extend(self._model, self._cache, new)
-            for prompt, slots in by_prompt.items():
-                self._cache.copy(slots[0], slots[1:], len(self._prompts[prompt]))
-            each = [i for i, slots in enumerate(by_prompt.values()) for _ in slots]
-            known.append(logits[each] if len(each) > len(logits) else logits)
-            self._split = self._keep_split(prompt, slots[0], logits[-1:])
-        elif not self._waits(prompt):
-            self._split = None
-        return torch.cat(known)
-
-    def _waits(self, prompt: int) -> bool:
-        """Whether another sample of the prompt waits."""
-        return bool(self._waiting) and self._waiting[0] // self._params.num_return_sequences == prompt
-
-    def _cached_common(self, slots: list[int]) -> int:
-        """Puts what all prompts begin with into `slots`, and returns its length."""
-        if self._common and not self._common_is_cached:
-            extend(self._model, self._cache, [NewTokens(self._common_slot, 0, self._prompts[0][: self._common])])
-            self._common_is_cached = True
-        if self._common:
-            self._cache.copy(self._common_slot, slots, self._common)
-        return self._common
-
-    def _keep_split(self, prompt: int, slot: int, logits: Tensor) -> tuple[int, Tensor] | None:
-        """Keeps the states in `slot` and the logits (1, V) of a prompt if some of its samples still wait."""
-        if not self._waits(prompt):
-            return None
-        self._cache.copy(slot, [self._split_slot], len(self._prompts[prompt]))
-        return prompt, logits.clone()
+        placed: dict[int, list[int]] = {}
+        for slot in [slot for slot in range(self._slots) if slot not in self._busy and slot not in self._held]:
+            if self._waiting:
+                index = self._waiting.popleft()
+                placed.setdefault(index // n, []).append(slot)
+                self._busy[slot] = _Row(index, self._lengths[index // n])
+        appended = []
+        for slot in self._answered():
+            row = self._busy[slot] = self._held.pop(slot)
+            assert row.unread is not None
+            appended.append(NewTokens(slot, row.length, row.unread))
+            row.length, row.unread = row.length + len(row.unread), None
+            self._reserve(row.length + 1)
+        self._idle_steps = 0
+        logits = self._prompts.read(placed, appended, self._waiting[0] // n if self._waiting else None)
+        self._choose(logits)
 
     def _start(self, slots: list[int]) -> Tensor:
         """Writes the rows that the host has put into `slots` into the state, and returns the slots as a tensor."""
-        entries = [self._busy[slot] for slot in slots]
-        numbers = [slots, [e.row for e in entries], [e.length for e in entries], [e.position for e in entries]]
-        state, (index, rows, lengths, positions) = self._state, torch.tensor(numbers, device=self._keys.device)
-        state.rows[index], state.lengths[index], state.positions[index] = rows, lengths, positions
-        state.keys[index], state.running[index] = self._keys[rows], True
+        rows = [self._busy[slot] for slot in slots]
+        for row in rows:
+            row.turn_start, row.limit = row.position, self._params.max_new_tokens
+            if self.turns is not None:
+                row.limit = self.turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
+        numbers = [(r.index, r.length, r.position, r.turn_start, r.limit) for r in rows]
+        index, indices, *values = torch.tensor([slots, *zip(*numbers, strict=True)], device=self._keys.device)
+        state = self._state
+        state.rows[index], state.keys[index], state.running[index] = indices, self._keys[indices], True
+        state.lengths[index], state.positions[index], state.turn_starts[index], state.limits[index] = values
         return index
 
-    def _choose(self, logits: Tensor, slots: list[int]) -> None:
-        """Chooses the next tokens of the rows that the host has put into `slots`, from their logits (k, V)."""
-        index = self._start(slots)
+    def _choose(self, logits: dict[int, Tensor]) -> None:
+        """Chooses the next tokens of the rows that the host has put into slots, from the logits (V,) after each."""
+        index = self._start(list(logits))
         self.before_token()
-        choose_and_record(logits, self._state, self._outputs, self._rules, slots=index)
-        for slot in slots:
+        choose_and_record(torch.stack(list(logits.values())), self._state, self._outputs, self._rules, slots=index)
+        for slot in logits:
             self._busy[slot].position += 1
 
     def _compact(self) -> None:
@@ -285,92 +287,123 @@ class _SlotLoop:
         movers = sorted(slot for slot in self._busy if slot >= target)
         if not movers:
             return
-        holes = [slot for slot in range(target) if slot not in self._busy][: len(movers)]
+        # Those that are free first: their states need not be kept.
+        holes = sorted((slot for slot in range(target) if slot not in self._busy), key=self._held.__contains__)
+        holes = holes[: len(movers)]
         for source, hole in zip(movers, holes, strict=True):
-            self._busy[hole] = self._busy.pop(source)
-            self._cache.copy(source, [hole], self._busy[hole].length)
-        sources, targets = torch.tensor([movers, holes], device=self._keys.device)
+            row = self._busy[hole] = self._busy.pop(source)
+            if hole in self._held:
+                held = self._held[source] = self._held.pop(hole)
+                self._cache.swap(source, hole, max(row.length, held.length))
+            else:
+                self._cache.copy(source, [hole], row.length)
+        to, of = torch.tensor([movers + holes, holes + movers], device=self._keys.device)
         for values in vars(self._state).values():
-            values[targets] = values[sources]
-        self._state.running[sources] = False
+            values[to] = values[of]
 
     def _step_slots(self, slots: int) -> int:
         return min(self._shapes.slot_unit(slots), self._slots)
 
     def _decode(self) -> None:
         """Makes the steps up to the next look."""
-        steps = min(
-            self._shapes.check_every, self._params.max_new_tokens - min(b.position for b in self._busy.values())
-        )
+        steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
         slots = self._step_slots(max(self._busy) + 1)
+        self._idle_steps += steps * len(self._answered())
         for step in range(steps):
             self.before_token()
             # A row that has ended on the device counts on here until the next look.
-            columns = min(self._shapes.columns(1 + max(b.length for b in self._busy.values())), self._most_columns)
-            self._reserve(columns)
+            longest = max(row.length for row in self._busy.values())
+            # One more column, into which a slot writes whose row ends with this step and then idles.
+            self._reserve(longest + 2)
             if step == steps - 1:
                 self._memory.request_running()
+            columns = min(self._shapes.columns(1 + longest), self._most_columns)
             self._memory.step(self._model, slots=slots, columns=columns)
-            for busy in self._busy.values():
-                busy.length += 1
-                busy.position += 1
+            for row in self._busy.values():
+                row.length += 1
+                row.position += 1
 
     def _reserve(self, columns: int) -> None:
-        """Enlarges the cache for a pass that fills `columns` columns."""
+        """Enlarges the cache for rows of `columns` columns, rounded up."""
+        columns = min(self._shapes.columns(columns), self._most_columns)
         if columns > self._cache.columns:
             self._cache.reserve(min(columns + self._shapes.growth, self._most_columns))
 
     def _look(self) -> None:
-        """Finishes the rows that have ended, or lets them go on."""
+        """Ends the turns of rows that no longer run: finishes these rows, or asks how they go on."""
         running = self._memory.running()
-        while ended := [slot for slot in self._busy if not running[slot]]:
-            resumed = self._resume(ended) if self.on_stop is not None else []
-            finished = [self._busy.pop(slot) for slot in ended if slot not in resumed]
-            self._finished += len(finished)
-            self._decoded += sum(busy.position for busy in finished)
-            if self.on_finished is not None and finished:
-                rows = [busy.row for busy in finished]
-                self.on_finished(rows, self._responses(torch.tensor(rows, device=self._keys.device)))
-            if not resumed:
-                return
-            running = self._memory.running()
+        ended = {slot: self._busy.pop(slot) for slot in list(self._busy) if not running[slot]}
+        if ended and self.turns is not None:
+            self._end_turns(self.turns, ended)
+        else:
+            self._count_turns(list(ended.values()))
+            self._finish(list(ended.values()))
 
-    def _resume(self, ended: list[int]) -> list[int]:
-        """Appends what `on_stop` returns to the rows in the slots `ended`, chooses the tokens that follow, and returns
-        the slots whose rows go on.
-        """
-        assert self.on_stop is not None
-        outputs, width, new = self._outputs, self._params.max_new_tokens, []
-        rows = [self._busy[slot].row for slot in ended]
+    def _count_turns(self, rows: list[_Row]) -> None:
+        self._ended += len(rows)
+        self._decoded += sum(row.position - row.turn_start for row in rows)
+
+    def _finish(self, rows: list[_Row]) -> None:
+        """Reports rows whose responses are complete."""
+        if self.on_finished is not None and rows:
+            indices = [row.index for row in rows]
+            self.on_finished(indices, self._responses(torch.tensor(indices, device=self._keys.device)))
+
+    def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
+        """Asks how the rows that were in the slots `ended` go on, and finishes those that have no tokens left."""
+        state, outputs, width = self._state, self._outputs, self._params.max_new_tokens
+        slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
         # The host may have counted steps that a row no longer took.
-        exact = torch.stack([self._state.lengths[ended], self._state.positions[ended], outputs.stopped[rows]])
-        for slot, length, position, stopped in zip(ended, *exact.tolist(), strict=True):
-            busy = self._busy[slot]
-            busy.length, busy.position = length, position
-            if not stopped or position == width:
+        exact = torch.stack([state.lengths[slots], state.positions[slots], outputs.stopped[rows]], dim=1).tolist()
+        texts = zip(outputs.responses[rows].tolist(), outputs.mask[rows].tolist(), strict=True)
+        done, asked = list[_Row](), dict[int, Turn]()
+        for (slot, row), numbers, (response, mask) in zip(ended.items(), exact, texts, strict=True):
+            row.length, row.position, stopped = numbers
+            row.chosen += row.position - row.turn_start
+            if turns.limit(position=row.position, chosen=row.chosen, width=width) == row.position:
+                done.append(row)
                 continue
-            response = outputs.responses[busy.row, :position].tolist()
-            appended = self.on_stop(busy.row, response)
-            if appended is None:
-                continue
-            kept = list(appended)[: width - position]
-            outputs.responses[busy.row, position : position + len(kept)] = torch.tensor(kept, device=self._keys.device)
-            busy.position += len(kept)
-            if busy.position == width:
-                outputs.stopped[busy.row] = False
-                continue
-            # The token that ended the row has not been read yet.
-            new.append(NewTokens(slot, length, [response[-1], *kept]))
-            busy.length += 1 + len(kept)
-        if new:
-            self._reserve(max(self._busy[entry.slot].length for entry in new))
-            self._choose(extend(self._model, self._cache, new), [entry.slot for entry in new])
-        return [entry.slot for entry in new]
+            row.last = response[row.position - 1]
+            self._held[slot] = row
+            start, end = row.turn_start, row.position
+            asked[slot] = Turn(row.index, response[:end], mask[:end], start, stopped=bool(stopped))
+        self._count_turns(list(ended.values()))
+        self._finish(done)
+        done = []
+        for slot, turn in asked.items():
+            reply = turns.handler.on_stop(turn)
+            if not isinstance(reply, Pending):
+                done += self._take(slot, reply)
+        self._finish(done)
 
+    def _hear(self, *, timeout: float) -> None:
+        """Takes the answers to turns that have come, or come within `timeout` seconds."""
+        pending = {row.index: slot for slot, row in self._held.items() if row.unread is None}
+        if not pending:
+            return
+        assert self.turns is not None
+        done: list[_Row] = []
+        for index, reply in self.turns.handler.ready(timeout):
+            if index not in pending:
+                raise ValueError(
+                    f"the turn handler's ready() returned an answer for row {index}, which waits for none; return the "
+                    f"answer to each pending turn once"
+                )
+            done += self._take(pending.pop(index), reply)
+        self._finish(done)
 
-def _common_beginning(prompts: list[list[int]]) -> int:
-    """How many tokens all prompts begin with that are worth a pass of their own; each prompt keeps one token more."""
-    same = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
-    common = min(same, min(map(len, prompts)) - 1)
-    mean = sum(map(len, prompts)) / len(prompts)
-    return common if len(prompts) > 1 and common >= max(MIN_COMMON, mean / 8) else 0
+    def _take(self, slot: int, reply: Reply) -> list[_Row]:
+        """Appends an answer to the row that is held in `slot`; returns the row if its response ends there."""
+        row, outputs, width = self._held[slot], self._outputs, self._params.max_new_tokens
+        appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
+        if appended is not None:
+            end = min(row.position + len(appended), width)
+            kept = torch.tensor(appended[: end - row.position], dtype=torch.long, device=self._keys.device)
+            outputs.responses[row.index, row.position : end] = kept
+            row.position = end
+            if end < width:
+                # The last token of the turn has not been read yet.
+                row.unread = [row.last, *appended]
+                return []
+            outputs.stopped[row.index] = False
+        return [self._held.pop(slot)]

@@ -68,6 +68,12 @@ def test_slots_are_copied_and_the_cache_grows_with_what_it_holds() -> None:
     assert read(cache, 6) == [[3, 4, 0, 0, 0, 9], [3, 4, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0]]
 
 
+def test_two_slots_change_places_in_the_columns_that_they_use() -> None:
+    cache = filled()
+    cache.swap(0, 2, columns=3)
+    assert read(cache) == [[3, 4, 5, 0], [0, 0, 0, 0], [1, 2, 0, 0]]
+
+
 def test_memory_is_what_the_estimate_counts() -> None:
     # 2 * slots * columns * kv_heads * d numbers a layer, in the dtype of the states.
     cache = SlotCache(slots=5, columns=7)

@@ -75,7 +75,7 @@ def prefill(memory: SlotMemory, model: PreTrainedModel, params: SamplingParams) 
     state.lengths.copy_(torch.tensor([len(prompt) for prompt in prompts]))
     state.rows[:rows] = torch.tensor(ORDER)
     state.keys[:rows] = params.random_keys(torch.arange(rows))[torch.tensor(ORDER)]
-    state.running[:rows] = True
+    state.running[:rows], state.limits[:rows] = True, params.max_new_tokens
     choose_and_record(logits[:rows], state, memory.outputs, memory.rules, slots=torch.arange(rows))
 
 
@@ -187,8 +187,8 @@ def test_a_step_runs_few_operators_beside_those_of_the_model() -> None:
     # make the mask.
     assert kernels(reading) - kernels(own) <= 11
     # The random numbers take 19, the choice 34 (where the vocabulary is a multiple of 256, fewer), the log-prob 4, the
-    # end of rows 7, recording and advancing 18.
-    assert kernels(step) - kernels(reading) <= 82
+    # end of rows 8, recording and advancing 18.
+    assert kernels(step) - kernels(reading) <= 83
 
 
 def test_compiled_steps_are_one_graph_for_each_number_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
