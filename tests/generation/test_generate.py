@@ -307,10 +307,10 @@ def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None
     before, config = modes(model), model.generation_config
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
+        raise torch.OutOfMemoryError("out of memory")
 
     hook = model.lm_head.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         run(model, backend=backend)
     hook.remove()
     assert modes(model) == before and model.generation_config is config and torch.is_grad_enabled()
@@ -355,6 +355,7 @@ def test_the_fields_of_sampling_params_are_keywords_of_generate() -> None:
         "before_token",
         "slots",
         "on_finished",
+        "turns",
     }
 
 
