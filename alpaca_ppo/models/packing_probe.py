@@ -60,9 +60,13 @@ def once_per_kind(
         return trial(model)
     classes = tuple(type(module) for module in model.modules())
     key = (classes, model.config.to_json_string(), model.dtype, model.device.type, underlying_attention(model))
-    if key not in found:
-        found[key] = trial(model)
-    return found[key]
+    if key in found:
+        return found[key]
+    problem = trial(model)
+    # Weights that have diverged say nothing about other models.
+    if problem is None or all(bool(p.isfinite().all()) for p in model.parameters()):
+        found[key] = problem
+    return problem
 
 
 def padding_reason(model: PreTrainedModel, choice: str | bool) -> str | None:

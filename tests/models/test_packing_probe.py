@@ -139,3 +139,11 @@ def test_a_trial_leaves_the_mode_of_each_module_as_it_was():
     modes = [module.training for module in model.modules()]
     assert packing_problem(model) is None
     assert [module.training for module in model.modules()] == modes
+
+
+def test_what_is_found_in_diverged_weights_is_not_kept_for_other_models():
+    settings = {"hidden_act": "gelu"}
+    diverged = tiny_causal_lm("llama", **settings)
+    diverged.model.norm.weight.data.fill_(torch.nan)
+    assert packing_problem(diverged) is not None
+    assert packing_problem(tiny_causal_lm("llama", **settings)) is None
