@@ -224,8 +224,8 @@ class _SlotLoop:
         A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, S / L slots become free per step, so
         that k of them take k * L / S steps and are idle for half of these on average, k**2 * L / (2 * S) slot-steps of
         1 / S steps each. The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L). At that point
-        the slots have been idle for as long as the pass takes. This holds without L, and rows between two turns wait no
-        longer: their number does not only depend on how many tokens a turn has.
+        the slots have been idle for as long as the pass takes. That rule needs no L, and rows between two turns follow
+        it: when they can go on depends on their answers, too.
         """
         free, answered = self._slots - len(self._busy) - len(self._held), len(self._answered())
         if not self._busy:

@@ -34,7 +34,8 @@ class StopRule:
     def __call__(self, tokens: Tensor, position: Tensor | int) -> Tensor:
         """Returns (N,) bool: True if a token of `tokens` (N,), at position `position` (from 0), ends its row.
 
-        `position` is the same for all rows, or (N,) int64.
+        `position` is the same for all rows, or (N,) int64. In a response of several turns it counts from the turn's
+        first token.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids) == 0:

@@ -22,6 +22,8 @@ BUCKETS = StepShapes(
     slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=4, check_every=3, growth=2, admission_cost=1.0
 )
 """Shapes as on an accelerator, for short rows."""
+TIGHT = StepShapes(slot_unit=lambda rows: 32, column_unit=1, check_every=1, growth=0, admission_cost=1.0)
+"""Every slot takes part in every step, idle ones too, and the cache has no column to spare."""
 SETTINGS: dict[str, Any] = {
     "max_new_tokens": 12,
     "temperature": 0.9,
@@ -80,6 +82,7 @@ def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str,
         for slots in (1, 2, 3, 7, 12, None):
             for shapes in (EXACT, BUCKETS):
                 assert_same(in_slots(model, prompts, slots=slots, shapes=shapes), expected, 1e-10)
+        assert_same(in_slots(model, prompts, slots=12, shapes=TIGHT), expected, 1e-10)
     greedy = {"do_sample": False, "num_return_sequences": 1, "stop_token_ids": (), "truncate_token_ids": ()}
     queries, mask = padded(PROMPTS)
     arguments = {**SETTINGS, **greedy, "prompt_ids": torch.tensor(PROMPT_IDS)}
