@@ -277,5 +277,6 @@ def test_a_folder_without_the_head_it_needs_is_refused(tmp_path):
 def test_processes_wait_for_one_another_as_long_as_ddp_timeout_says(tmp_path, monkeypatch):
     asked = {}
     monkeypatch.setattr("alpaca_ppo.distributed.accelerator.Accelerator", lambda **settings: asked.update(settings))
+    monkeypatch.setattr("alpaca_ppo.distributed.accelerator.limit_threads", lambda accelerator: None)
     make_accelerator(tiny_config(tmp_path, ddp_timeout=77))
     assert [handler.to_kwargs() for handler in asked["kwargs_handlers"]] == [{"timeout": timedelta(seconds=77)}]
