@@ -270,10 +270,9 @@ class CudaCapture:
             # Other threads, such as those of reward functions, may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
-        except RuntimeError:
+        finally:
             # Where a capture fails, `torch.cuda.graph` leaves its own stream as the current one.
             torch.cuda.set_stream(current)
-            raise
         return graph.replay
 
 
