@@ -243,7 +243,14 @@ def test_no_test_is_skipped_or_expected_to_fail_and_nothing_is_left_to_do():
 
 @pytest.mark.parametrize(
     ("class_name", "module"),
-    [("RunOptions", "run_options"), ("PPOConfig", "ppo_config"), ("ScriptArguments", "script_arguments")],
+    [
+        ("RunOptions", "run_options"),
+        ("RolloutOptions", "rollout_options"),
+        ("LearningOptions", "learning_options"),
+        ("CriticOptions", "critic_options"),
+        ("PPOConfig", "ppo_config"),
+        ("ScriptArguments", "script_arguments"),
+    ],
 )
 def test_every_configuration_field_is_read_by_code_outside_its_module(class_name, module):
     home = PACKAGE / "config" / f"{module}.py"

@@ -1,0 +1,67 @@
+"""`CriticOptions`, the part of `PPOConfig` about the critic and how it is trained."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.learning_options import LearningOptions
+from alpaca_ppo.registry import CRITIC_HEADS
+
+
+@dataclass(frozen=True)
+class CriticOptions(LearningOptions):
+    """The options of the critic."""
+
+    critic: str = argument(
+        "scalar",
+        "Critic head: scalar predicts the mean return, the others a distribution of returns.",
+        registry=CRITIC_HEADS,
+        group="Critic",
+    )
+    critic_layout: Literal["separate", "shared", "adapter"] = argument(
+        "separate",
+        "separate = the critic has its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA "
+        "adapter on the policy's base.",
+    )
+    vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0)
+    cliprange_value: float | None = argument(
+        0.2, "Clip range of the scalar critic's values; null = no clipping.", above=0
+    )
+    critic_learning_rate: float | None = argument(
+        None, "Learning rate of the critic; null = learning_rate.", at_least=0
+    )
+    critic_weight_decay: float | None = argument(
+        None, "Weight decay of the critic's weight matrices; null = weight_decay.", at_least=0
+    )
+    critic_adam_beta1: float | None = argument(
+        None, "First beta of AdamW for the critic; null = adam_beta1.", at_least=0, below=1
+    )
+    critic_adam_beta2: float | None = argument(
+        None, "Second beta of AdamW for the critic; null = adam_beta2.", at_least=0, below=1
+    )
+    critic_adam_epsilon: float | None = argument(None, "Epsilon of AdamW for the critic; null = adam_epsilon.", above=0)
+    critic_max_grad_norm: float | None = argument(
+        None, "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.", above=0
+    )
+    critic_warmup_steps: int = argument(
+        0,
+        "Number of initial PPO steps in which only the critic is trained; the learning-rate schedule counts them.",
+        at_least=0,
+    )
+    init_value_with_reward: bool = argument(
+        False,
+        "Initialize the critic from the reward model (a distributional one from its backbone) instead of the policy.",
+    )
+    num_quantiles: int = argument(32, "Quantiles of the quantile and iqn critics.", at_least=1)
+    quantile_huber_kappa: float = argument(
+        1.0, "Error at which the loss of the quantile and iqn critics turns from quadratic to linear.", above=0
+    )
+    num_atoms: int = argument(51, "Atoms of the c51 critic.", at_least=2)
+    c51_v_min: float = argument(-10.0, "Lowest return in the c51 critic's support.")
+    c51_v_max: float = argument(10.0, "Highest return in the c51 critic's support.")
+    iqn_embedding_dim: int = argument(64, "Cosine features of the iqn critic.", at_least=1)
+    risk_level: str = argument(
+        "neutral",
+        "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "
+        "lower tail (CVaR).",
+    )

@@ -1,0 +1,111 @@
+"""`LearningOptions`, the part of `PPOConfig` about what the policy learns from the rollouts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.rollout_options import RolloutOptions
+from alpaca_ppo.registry import (
+    ADV_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    LossAggMode,
+    RolloutCorrectionLevel,
+)
+
+
+@dataclass(frozen=True)
+class LearningOptions(RolloutOptions):
+    """The options of advantages, policy loss and KL to the reference policy."""
+
+    adv_estimator: str = argument(
+        "gae",
+        "Advantage estimator. gae needs a critic; estimators that compare responses need num_return_sequences > 1.",
+        registry=ADV_ESTIMATORS,
+        group="Advantages",
+    )
+    gamma: float = argument(1.0, "Discount per token.", at_least=0, at_most=1)
+    lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1)
+    whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.")
+
+    policy_loss: str = argument(
+        "clip",
+        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence.",
+        registry=POLICY_LOSSES,
+        group="Policy loss",
+    )
+    cliprange: float = argument(0.2, "Clip range of the policy ratio.", above=0, below=1)
+    cliprange_high: float | None = argument(
+        None, "Upper clip range (clip-higher); null = cliprange on both sides.", above=0
+    )
+    clip_ratio_c: float | None = argument(
+        None, "Dual clip: bound of the ratio where the advantage is negative; null = none.", above=1
+    )
+    loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
+    entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
+    old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
+        "auto",
+        "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
+        "correct recomputes and weights the loss by the ratio of the two. auto recomputes, and in float32 takes the "
+        "sampler's once the two have agreed.",
+    )
+    mismatch_check_steps: int = argument(
+        50,
+        "With old_policy auto: steps between two that recompute all the same, to compare sampler and trainer.",
+        at_least=1,
+    )
+    rollout_correction_level: RolloutCorrectionLevel = argument(
+        "token", "With old_policy correct: one weight per token, or one per sequence."
+    )
+    rollout_correction_threshold: float = argument(
+        2.0, "With old_policy correct: upper limit of a weight; .inf = no limit.", above=0, allow_inf=True
+    )
+    rollout_correction_normalize: bool = argument(False, "With old_policy correct: divide the weights by their mean.")
+    mismatch_action: Literal["stop", "warn", "ignore"] = argument(
+        "stop",
+        "If the log-probabilities of sampler and trainer differ by so much that an update would be meaningless: stop "
+        "(with old_policy correct, warn), warn once, or ignore, which checks nothing.",
+    )
+    target_kl_stop: float | None = argument(
+        None,
+        "End a step's updates when the approximate KL of the policy to the old policy, in nats per token, exceeds "
+        "this.",
+        above=0,
+    )
+
+    use_kl_in_reward: bool = argument(
+        True, "Subtract the KL to the reference policy from the reward.", group="KL to the reference policy"
+    )
+    kl_coef: float = argument(
+        0.05, "Weight of the KL in the reward; the initial value if a controller adapts it.", at_least=0
+    )
+    kl_estimator: str = argument("k1", "KL estimator in the reward.", registry=KL_ESTIMATORS)
+    kl_controller: Literal["fixed", "proportional", "horizon"] = argument(
+        "fixed", "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593)."
+    )
+    target_kl: float = argument(
+        6.0,
+        "Target of the KL controllers, in nats per sequence. It does not stop the updates early, as target_kl does in "
+        "Stable-Baselines3: that is target_kl_stop.",
+        above=0,
+    )
+    k_beta: float = argument(
+        0.1,
+        "Gain of the proportional controller; must be below 5, or a single step could make kl_coef negative.",
+        above=0,
+        below=5,
+    )
+    kl_horizon: int = argument(10000, "Horizon of the horizon controller, in responses.", at_least=1)
+    use_kl_loss: bool = argument(
+        False, "Add the KL to the reference policy to the loss, with or without a KL in the reward."
+    )
+    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.", at_least=0)
+    kl_loss_type: str = argument(
+        "k3",
+        "KL estimator in the loss: not abs or k1_clamped, whose gradient jumps where the policy equals the reference. "
+        "The gradient of k1 is zero in expectation.",
+        registry=KL_ESTIMATORS,
+    )
+    max_kl_to_ref: float | None = argument(
+        None, "Save a checkpoint and end the run when a step's objective/kl_sum_seq exceeds this.", above=0
+    )

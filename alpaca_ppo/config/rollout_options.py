@@ -1,0 +1,101 @@
+"""`RolloutOptions`, the part of `PPOConfig` about what is sampled and how it is scored."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.run_options import RunOptions
+from alpaca_ppo.registry import GENERATION_BACKENDS
+
+
+@dataclass(frozen=True)
+class RolloutOptions(RunOptions):
+    """The options of prompts, batch sizes, generation and rewards."""
+
+    query_len: int = argument(192, "Maximum length of a prompt, in tokens.", at_least=1, group="Prompts")
+    overlong_prompts: Literal["drop", "error"] = argument(
+        "drop", "What to do with prompts longer than query_len: drop and count them, or raise an error."
+    )
+    prompt_column: str = argument("prompt", "Dataset column that holds the prompt, as text or messages.")
+    prompt_template: str | None = argument(
+        None, "Named template or format string over the dataset's columns, used instead of prompt_column."
+    )
+    total_epochs: int | None = argument(
+        None, "Passes over the prompts; null = 1, unless total_episodes is set.", at_least=1
+    )
+    total_episodes: int | None = argument(
+        None, "Number of prompts to sample in the whole run, instead of total_epochs.", at_least=1
+    )
+
+    rollout_batch_size: int = argument(
+        128, "Prompts per step, over all processes.", at_least=1, group="Batch sizes and epochs"
+    )
+    num_return_sequences: int = argument(1, "Responses sampled for each prompt.", at_least=1)
+    rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
+    step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
+    step_per_device_batch_size: int = argument(
+        8,
+        "Responses per micro-batch of an optimizer step, where a single process pads them; otherwise it only sets the "
+        "default of max_tokens_per_micro_batch.",
+        at_least=1,
+    )
+    max_tokens_per_micro_batch: int | None = argument(
+        None,
+        "Tokens (prompt and response) per micro-batch of an optimizer step, on one device; null = "
+        "step_per_device_batch_size * (query_len + response_len).",
+        at_least=1,
+    )
+    ppo_epochs: int = argument(2, "Passes over each step's rollouts.", at_least=1)
+
+    response_len: int = argument(300, "Maximum length of a response, in tokens.", at_least=1, group="Generation")
+    temperature: float = argument(1.0, "Temperature of the sampling and of every log-probability.", above=0)
+    generation_backend: str = argument(
+        "auto",
+        "How responses are sampled: slots decodes rollout_per_device_batch_size rows at once and gives the places of "
+        "ended rows to waiting prompts; decode finishes one batch before the next; auto takes slots, or decode where "
+        "the model or sharded parameters do not allow them; generate is for models whose KV cache cannot drop rows.",
+        registry=GENERATION_BACKENDS,
+    )
+    cuda_graphs: bool = argument(
+        True, "On a GPU, capture decode steps in CUDA graphs; the KV cache then stays allocated between rollouts."
+    )
+    compile_decoding: bool = argument(
+        False, "Compile decode steps: minutes for each shape; on a CPU, steps of one row become 1.6 to 3 times as fast."
+    )
+    truncate_tokens: list[str | int] | None = argument(
+        None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."
+    )
+    truncate_after: int = argument(
+        0, "Number of tokens that a response must have before truncate_tokens can stop it.", at_least=0
+    )
+
+    reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.", group="Rewards")
+    reward_adapter: str | None = argument(
+        None,
+        "LoRA reward model (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it.",
+    )
+    reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
+    reward_retry_pause: float = argument(
+        1.0,
+        "Seconds before the first retry; each further pause is twice as long as the one before, up to a day.",
+        at_least=0,
+        at_most=86400,
+    )
+    failed_rewards: Literal["error", "drop"] = argument(
+        "error",
+        "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
+        "drop leaves the response out of the step and counts it.",
+    )
+    score_chunk_prompts: int | None = argument(
+        None,
+        "Prompts whose responses, all samples of each, are scored in one call; reward functions are then called in "
+        "another thread as soon as those are finished, while others are sampled. null = all prompts of the process at "
+        "once, after the sampling.",
+        at_least=1,
+    )
+    penalty_reward_value: float | None = argument(
+        None, "Score of a response that ends without a stop token; null = its own score."
+    )
+    whiten_rewards: bool = argument(
+        False, "Scale the shaped rewards to unit variance before the advantages are estimated (AlpacaFarm)."
+    )
