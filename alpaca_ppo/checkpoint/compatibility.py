@@ -22,6 +22,7 @@ from alpaca_ppo.adapters.checks import belongs_to
 from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_fingerprint, model_state, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.distributed.schedules import StepCounts
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Policy, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
@@ -57,8 +58,8 @@ _REMEDIES = {
         "ignore_reward_change: true"
     ),
     "lr_schedule": (
-        "lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, total_episodes and the "
-        "number of prompts, or start a new run in another output_dir"
+        "a schedule (lr_scheduler_type, critic_lr_scheduler_type) spreads the learning rate over the whole run, so "
+        "keep total_epochs, total_episodes and the number of prompts, or start a new run in another output_dir"
     ),
 }
 _NAMES = {
@@ -66,6 +67,7 @@ _NAMES = {
     "weights.reference": "the reference",
     "weights.critic": "the frozen part of the critic",
     "lr_schedule.optimizer_steps": "the number of optimizer steps",
+    "lr_schedule.critic_optimizer_steps": "the number of the critic's optimizer steps",
 }
 _MOST_NAMED = 5
 
@@ -120,14 +122,14 @@ def run_identity(
     actor_critic: ActorCritic,
     *,
     start: Mapping[str, Any],
-    optimizer_steps: int | None,
+    optimizer_steps: StepCounts | None,
 ) -> dict[str, Any]:
     """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
 
     Fields of `args`, tokenizer, training prompts with their columns, architectures, for adapters their configuration,
     and `start`, the run's `start_identity`. A changed field must be rejected because it would take effect only in part
     (the optimizer's state, for example, has the old learning rate). `optimizer_steps`, of the whole run, are included
-    if the learning rate depends on them; pass None if the schedule is not the one that `args` names.
+    if a learning rate depends on them; pass None if the schedule is not the one that `args` names.
     """
     policy = actor_critic.policy
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
@@ -141,9 +143,18 @@ def run_identity(
         identity["peft_config"] = policy.adapters.describe(POLICY)
     left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
     identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
-    if optimizer_steps is not None and depends_on_length(args.lr_scheduler_type):
-        identity["lr_schedule"] = {"optimizer_steps": optimizer_steps}
+    if optimizer_steps is not None and (lengths := _schedule_lengths(args, optimizer_steps)):
+        identity["lr_schedule"] = lengths
     return identity | {"train_dataset": data_identity(train_prompts), **start}
+
+
+def _schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
+    """The optimizer steps over which a learning rate is spread: the policy's, and the critic's if they are others."""
+    lengths = {"optimizer_steps": optimizer_steps.policy} if depends_on_length(args.lr_scheduler_type) else {}
+    critic, schedule = optimizer_steps.critic, args.critic_lr_scheduler_type or args.lr_scheduler_type
+    if critic and critic not in lengths.values() and depends_on_length(schedule):
+        lengths["critic_optimizer_steps"] = critic
+    return lengths
 
 
 def depends_on_length(lr_scheduler_type: str) -> bool:

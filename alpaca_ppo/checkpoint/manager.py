@@ -120,7 +120,7 @@ class CheckpointManager:
         accelerator: of the run.
         output_dir: holds `checkpoint-<step>` folders.
         engine: provides weights and optimizer state as unsharded tensors.
-        scheduler: of the learning rate.
+        scheduler: of the learning rates.
         components: returns what else a checkpoint holds, by name.
         best: decides which checkpoint is the best.
         identity: what a resumed run must share, by entry; called on the main process when saving.

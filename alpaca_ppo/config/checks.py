@@ -30,6 +30,10 @@ _CRITIC_ONLY = (
     "critic_adam_beta2",
     "critic_adam_epsilon",
     "critic_max_grad_norm",
+    "critic_lr_scheduler_type",
+    "critic_lr_warmup_steps",
+    "critic_epochs",
+    "critic_step_batch_size",
     "init_value_with_reward",
     "whiten_rewards",
 )
@@ -97,6 +101,12 @@ def _check_critic(config: Any) -> None:
         raise ValueError(
             f"init_value_with_reward is True, but with critic_layout {config.critic_layout!r} the critic has no "
             "backbone to initialize from a reward model; set critic_layout: separate, or init_value_with_reward: false"
+        )
+    if config.critic_layout == "shared" and config.separate_critic_steps:
+        raise ValueError(
+            f"critic_epochs is {config.critic_epochs} and critic_step_batch_size is {config.critic_step_batch_size}, "
+            "but with critic_layout 'shared' the value loss trains the policy's hidden states, so the critic cannot "
+            "take steps of its own; set both to null, or choose critic_layout: separate or adapter"
         )
     if config.risk_level != "neutral":
         if not _is_tail(config.risk_level):
@@ -182,11 +192,13 @@ def _check_sizes(config: Any) -> None:
         given = [f"{name} ({value})" for name in names if (value := getattr(config, name)) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
-    if config.step_batch_size > config.responses_per_step:
-        raise ValueError(
-            f"step_batch_size ({config.step_batch_size}) is larger than the responses of a step, rollout_batch_size * "
-            f"num_return_sequences = {config.responses_per_step}; set it to {config.responses_per_step} or less"
-        )
+    for name in ("step_batch_size", "critic_step_batch_size"):
+        size = getattr(config, name)
+        if size is not None and size > config.responses_per_step:
+            raise ValueError(
+                f"{name} ({size}) is larger than the responses of a step, rollout_batch_size * num_return_sequences = "
+                f"{config.responses_per_step}; set it to {config.responses_per_step} or less"
+            )
     if config.num_return_sequences > config.rollout_per_device_batch_size:
         raise ValueError(
             f"num_return_sequences ({config.num_return_sequences}) is larger than rollout_per_device_batch_size "

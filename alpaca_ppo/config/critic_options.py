@@ -40,8 +40,28 @@ class CriticOptions(LearningOptions):
         None, "Second beta of AdamW for the critic; null = adam_beta2.", at_least=0, below=1
     )
     critic_adam_epsilon: float | None = argument(None, "Epsilon of AdamW for the critic; null = adam_epsilon.", above=0)
+    critic_lr_scheduler_type: str | None = argument(
+        None, "Schedule of the critic's learning rate, over its own optimizer steps; null = lr_scheduler_type."
+    )
+    critic_lr_warmup_steps: int | None = argument(
+        None, "Optimizer steps of the critic in which its learning rate warms up; null = warmup_steps.", at_least=0
+    )
     critic_max_grad_norm: float | None = argument(
         None, "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.", above=0
+    )
+    critic_epochs: int | None = argument(
+        None,
+        "Passes of the critic over each rollout, in optimizer steps that leave the policy as it is; null = the critic "
+        "steps with the policy. If this or critic_step_batch_size is set, an update first takes all the critic's steps "
+        "and then the policy's. Neither needs the other's result: the advantages were computed from the values at the "
+        "rollout. In this order a stop by target_kl_stop takes no step from the critic.",
+        at_least=1,
+    )
+    critic_step_batch_size: int | None = argument(
+        None,
+        "Responses in an optimizer step of the critic; null = step_batch_size. Set, the critic takes steps of its own, "
+        "as with critic_epochs.",
+        at_least=1,
     )
     critic_warmup_steps: int = argument(
         0,

@@ -122,6 +122,21 @@ class PPOConfig(CriticOptions):
         return self.max_tokens_per_micro_batch or default
 
     @property
+    def separate_critic_steps(self) -> bool:
+        """Whether policy and critic take optimizer steps of their own."""
+        return self.critic_epochs is not None or self.critic_step_batch_size is not None
+
+    @property
+    def critic_passes(self) -> int:
+        """Passes of the critic over each rollout: `critic_epochs` or its default."""
+        return self.critic_epochs or self.ppo_epochs
+
+    @property
+    def critic_batch_rows(self) -> int:
+        """Responses in an optimizer step that trains the critic: `critic_step_batch_size` or its default."""
+        return self.critic_step_batch_size or self.step_batch_size
+
+    @property
     def risk_alpha(self) -> float | None:
         """The lower tail that `risk_level` names, as a probability; None for the mean."""
         return None if self.risk_level == "neutral" else float(self.risk_level)

@@ -81,6 +81,11 @@ class DeepSpeedEngine(Engine):
     def _wrap(self) -> Any:
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
         self._zero = engine.optimizer
+        # DeepSpeed has no option to leave a group out of a step, and with a gradient and a learning rate of 0 AdamW
+        # would still decay the moments and count the step. Delete `_step_group` once it has one.
+        self._step_any_group = self._zero._optimizer_step
+        self._zero._optimizer_step = self._step_group
+        self._frozen_groups: set[int] = set()
         self._state = DeepSpeedState(
             self.actor_critic,
             self.optimizer,
@@ -142,21 +147,17 @@ class DeepSpeedEngine(Engine):
         return 0.0 if self.stage == 3 else super().unused_parameter_loss(parameters)
 
     def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> GradNorms:
-        frozen_ids = {id(parameter) for parameter in frozen}
-        frozen_groups = [i for i, group in enumerate(self._groups) if frozen_ids.intersection(map(id, group))]
-        rates = {i: self.optimizer.param_groups[i]["lr"] for i in frozen_groups}
-        for i in frozen_groups:
-            self.optimizer.param_groups[i]["lr"] = 0.0
+        ids = {id(parameter) for parameter in frozen}
+        self._frozen_groups = {i for i, group in enumerate(self._groups) if ids.intersection(map(id, group))}
         with self._clipping.of_one_step() as norms:
             self.model.step()
-        for i, rate in rates.items():
-            self.optimizer.param_groups[i]["lr"] = rate
-            # Without gradient and learning rate only the step count has changed, which AdamW's bias correction uses.
-            for flat in self._state.flat_partitions(i):
-                for value in self.optimizer.state[flat].values():
-                    if torch.is_tensor(value) and value.dim() == 0:
-                        value.zero_()
         return GradNorms(norms["policy"], norms["critic"] if self.actor_critic.critic is not None else None)
+
+    def _step_group(self, number: int) -> None:
+        """Updates a group of the optimizer, or a sub-group of one under stage 3, unless the step freezes it."""
+        group = self._zero.sub_group_to_group_id[number] if self.stage == 3 else number
+        if group not in self._frozen_groups:
+            self._step_any_group(number)
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         if isinstance(model, Policy) and self.config["bf16"]["enabled"]:

@@ -25,13 +25,26 @@ class GradNorms(NamedTuple):
     policy: float
     """Of `ActorCritic.policy_parameters`; 0 where the step freezes them."""
     critic: float | None
-    """Of `ActorCritic.critic_parameters`; None without a critic."""
+    """Of `ActorCritic.critic_parameters`; 0 where the step freezes them, None without a critic."""
 
     @property
     def non_finite(self) -> str | None:
         """Whose gradient is not finite, and its norm, in words; None if all are finite."""
         norms = {"policy": self.policy, "critic": 0.0 if self.critic is None else self.critic}
         return " and ".join(f"the {k}'s gradient norm is {n}" for k, n in norms.items() if not math.isfinite(n)) or None
+
+
+class LearningRates(NamedTuple):
+    """The learning rates of an optimizer step."""
+
+    policy: float
+    critic: float | None
+    """None without a critic."""
+
+    def stats(self) -> dict[str, float]:
+        """As metrics: `objective/lr`, and with a critic `objective/critic_lr`."""
+        rates = {"objective/lr": self.policy, "objective/critic_lr": self.critic}
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 class TrainState:
@@ -136,11 +149,17 @@ class Engine(TrainState):
         return self.accelerator.num_processes == 1 or self.defers_reduction
 
     @property
-    def policy_learning_rate(self) -> float:
-        """Of the next optimizer step: the largest of the groups that hold parameters of the policy."""
-        policy = {id(parameter) for parameter in self.actor_critic.policy_parameters()}
+    def learning_rates(self) -> LearningRates:
+        """Of the next optimizer step: the largest of the groups that hold parameters of the policy, or the critic."""
+        policy = self._learning_rate(self.actor_critic.policy_parameters())
+        if self.actor_critic.critic is None:
+            return LearningRates(policy, None)
+        return LearningRates(policy, self._learning_rate(self.actor_critic.critic_parameters()))
+
+    def _learning_rate(self, parameters: Sequence[nn.Parameter]) -> float:
+        ids = {id(parameter) for parameter in parameters}
         pairs = zip(self.optimizer.param_groups, self._groups, strict=True)
-        return max((float(group["lr"]) for group, own in pairs if not policy.isdisjoint(map(id, own))), default=0.0)
+        return max((float(group["lr"]) for group, own in pairs if not ids.isdisjoint(map(id, own))), default=0.0)
 
     def begin(self) -> None:
         """Starts an optimizer step: drops gradients left by an update that was skipped or interrupted."""

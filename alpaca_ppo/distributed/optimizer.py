@@ -1,11 +1,10 @@
-"""Optimizer, learning-rate schedule and engine from a run's configuration."""
+"""Optimizer and engine from a run's configuration."""
 
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from transformers import get_scheduler
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
@@ -80,20 +79,6 @@ def _first_given(own: float | None, default: float) -> float:
     return default if own is None else own
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, total_steps: int) -> Any:
-    """The named learning-rate schedule over `total_steps` optimizer steps.
-
-    Raises:
-        ValueError: when transformers has no schedule of that name.
-    """
-    try:
-        return get_scheduler(
-            args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps
-        )
-    except ValueError as error:
-        raise ValueError(f"lr_scheduler_type is {args.lr_scheduler_type!r}: {error}") from error
-
-
 def make_engine(
     accelerator: Accelerator,
     actor_critic: ActorCritic,
@@ -158,7 +143,7 @@ def drop_frozen_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
     """Checks that each group belongs to the policy or to the critic: DeepSpeed flattens a group into one tensor, so it
-    clips whole groups, and freezes whole groups during the critic's warm-up.
+    clips whole groups, and leaves whole groups out of a step.
 
     Raises:
         ValueError: for a group with parameters of both policy and critic.

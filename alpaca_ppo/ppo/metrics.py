@@ -92,6 +92,21 @@ class StatsAccumulator:
         self.extremes[name] = choose(self.extremes.get(name, value), value)
 
 
+def update_stats(kinds: Sequence[tuple[StatsAccumulator, int]]) -> dict[str, float]:
+    """Returns the statistics of an update with several kinds of optimizer steps, such as the critic's and the policy's.
+
+    Args:
+        kinds: of each kind, the statistics of all ranks and the number of its steps. Its `loss/*` are averaged over
+            these, and then added up over the kinds.
+    """
+    whole, losses = StatsAccumulator(), dict[str, float]()
+    for stats, steps in kinds:
+        for name, value in stats.parts.items():
+            losses[name] = losses.get(name, 0.0) + value / steps
+        whole.merge(stats)
+    return {**whole.compute(1), **losses}
+
+
 class Timers:
     """Wall-clock seconds by phase."""
 

@@ -8,16 +8,60 @@ a run is the same on any machine. The order of prompts is in `data.schedule`, th
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.schedules import Part, StepCounts
 from alpaca_ppo.functional.rng import seeded_permutation
+
+
+class UpdateStep(NamedTuple):
+    """An optimizer step of the update on a rollout."""
+
+    part: Part
+    """What it trains."""
+    epoch: int
+    """From 0; policy and critic count theirs separately if they take separate steps."""
+    rows: Tensor
+    """(step batch,) int64, the rows of the global rollouts that it trains on."""
 
 
 def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
     """Returns the optimizer steps of a rollout of `rows` responses: ppo_epochs * ceil(rows / step_batch_size)."""
     return ppo_epochs * -(-rows // step_batch_size)
+
+
+def step_counts(rows: int, args: PPOConfig, *, critic_only: bool) -> StepCounts:
+    """Returns how many optimizer steps `update_steps` yields for the same arguments."""
+    critic = optimizer_steps(rows, args.critic_batch_rows, args.critic_passes) if args.uses_critic else 0
+    policy = 0 if critic_only else optimizer_steps(rows, args.step_batch_size, args.ppo_epochs)
+    joint = not critic_only and not args.separate_critic_steps
+    return StepCounts(policy if joint else policy + critic, policy, critic)
+
+
+def update_steps(rows: int, args: PPOConfig, key: tuple[int, ...], *, critic_only: bool) -> Iterator[UpdateStep]:
+    """Yields the optimizer steps of the update on a rollout of `rows` responses, in their order.
+
+    If the critic takes separate steps, all of them come first. Then no step of the policy is between the rollout, where
+    the advantages' values were computed, and the steps of the critic that reads the policy's base model; and
+    `target_kl_stop` ends the policy's steps without taking any from the critic.
+
+    Args:
+        rows: of the global rollouts.
+        args: of the run.
+        key: seeds the order of the rows, which is the same for policy and critic in the same epoch.
+        critic_only: leaves the policy's steps out.
+    """
+    if args.separate_critic_steps or critic_only:
+        for epoch, batch in update_batches(rows, args.critic_batch_rows, args.critic_passes, key):
+            yield UpdateStep("critic", epoch, batch)
+    if not critic_only:
+        part: Part = "policy" if args.separate_critic_steps else "both"
+        for epoch, batch in update_batches(rows, args.step_batch_size, args.ppo_epochs, key):
+            yield UpdateStep(part, epoch, batch)
 
 
 def update_batches(

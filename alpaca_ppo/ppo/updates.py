@@ -20,16 +20,16 @@ from torch import Tensor
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
-from alpaca_ppo.distributed.engine import Engine, GradNorms
+from alpaca_ppo.distributed.engine import Engine, GradNorms, LearningRates
 from alpaca_ppo.distributed.optimizer import (
     check_covers_trainable,
     check_no_critic_settings,
     drop_frozen_parameters,
     make_engine,
     make_optimizer,
-    make_scheduler,
 )
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
+from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.agreements import agree_on_padding
@@ -37,7 +37,7 @@ from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
 from alpaca_ppo.ppo.metrics import StatsAccumulator
-from alpaca_ppo.ppo.minibatches import optimizer_steps
+from alpaca_ppo.ppo.minibatches import step_counts
 from alpaca_ppo.ppo.mismatch import in_half_precision
 from alpaca_ppo.ppo.token_budget import OutOfMemory, TokenBudget
 from alpaca_ppo.types import Rollouts
@@ -50,16 +50,18 @@ class Updater:
 
     Args:
         engine: computes and applies gradients; `engine.model` is the wrapped policy and critic.
-        scheduler: of the learning rate, stepped once per optimizer step.
+        schedules: of the learning rates, stepped once per optimizer step of what they are for.
         budget: decides on the micro-batches, whose number may differ from step to step, but not between ranks.
         loss_agg_mode: decides whether tokens or sequences are the denominator.
     """
 
-    def __init__(self, engine: Engine, scheduler: Any, *, budget: TokenBudget, loss_agg_mode: str) -> None:
-        self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
+    def __init__(self, engine: Engine, schedules: Schedules, *, budget: TokenBudget, loss_agg_mode: str) -> None:
+        self.engine, self.accelerator, self.schedules = engine, engine.accelerator, schedules
         self.budget, self.loss_agg_mode = budget, loss_agg_mode
-        self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
-        """The learning rate of the last optimizer step."""
+        self.learning_rates: LearningRates = engine.learning_rates
+        """The learning rates of the last optimizer step of the policy, and of that of the critic."""
+        self.part: Part = "both"
+        """What the optimizer step in progress trains; "both" outside `step`."""
         self.moved_policy = False
         """Whether the last `step` was taken with a gradient and a learning rate of the policy that are not 0."""
         self.num_updates = 0
@@ -90,7 +92,7 @@ class Updater:
         compute_loss: LossFunction,
         *,
         policy_unchanged: bool,
-        freeze_policy: bool = False,
+        part: Part = "both",
         value_taus: Tensor | None = None,
         target_kl_stop: float | None = None,
         check_first: Callable[[Mapping[str, float]], Any] | None = None,
@@ -106,7 +108,7 @@ class Updater:
             compute_loss: the trainer's hook.
             policy_unchanged: True if the policy has not been updated since the rollout: the deviation of the ratio from
                 1 and the sampler/trainer mismatch are then recorded.
-            freeze_policy: leave the policy's parameters and their optimizer state unchanged.
+            part: what to train; the parameters of the other and their optimizer state stay unchanged.
             value_taus: (K,) quantile levels of this step for an iqn critic.
             target_kl_stop: skip the step if the approximate KL of its rows exceeds this.
             check_first: called with the statistics of all ranks before the step is taken, if `policy_unchanged`; it may
@@ -131,7 +133,7 @@ class Updater:
                 compute_loss,
                 shared,
                 policy_unchanged=policy_unchanged,
-                freeze_policy=freeze_policy,
+                part=part,
                 poll=poll,
             )
             if not failures:
@@ -142,15 +144,15 @@ class Updater:
             set_random_states(before)
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
-        if policy_unchanged and check_first is not None:
+        if policy_unchanged and part != "critic" and check_first is not None:
             check_first(self.merge_over_ranks(stats).compute(1))
-        stepped = target_kl_stop is None or freeze_policy or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
+        stepped = target_kl_stop is None or part == "critic" or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
         if stepped:
-            norms = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
-            of_roles = {"policy/grad_norm": norms.policy, "val/grad_norm": norms.critic}
-            stats.add(
-                {name: torch.tensor(n, dtype=torch.float64) for name, n in of_roles.items() if n is not None}, tokens=1
-            )
+            norms = self._apply_gradients(prompt_ids, part)
+            of_parts = {} if part == "critic" else {"policy/grad_norm": norms.policy}
+            if part != "policy" and norms.critic is not None:
+                of_parts["val/grad_norm"] = norms.critic
+            stats.add({name: torch.tensor(n, dtype=torch.float64) for name, n in of_parts.items()}, tokens=1)
         return stats, stepped
 
     def _denominator(self, mask: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ class Updater:
         shared: Mapping[str, Tensor],
         *,
         policy_unchanged: bool,
-        freeze_policy: bool,
+        part: Part,
         poll: Callable[[], Any],
     ) -> tuple[StatsAccumulator, list[OutOfMemory]]:
         """Forward and backward passes of this rank's micro-batches: its statistics, and the micro-batches of all ranks
@@ -188,9 +190,9 @@ class Updater:
                 batch = next(batches)
                 with (
                     self.engine.micro_batch(last=number + 1 == len(plan)),
-                    self._critic_adapter_active(freeze_policy),
+                    self._critic_adapter_active(part),
                 ):
-                    loss, micro_stats = self._loss(compute_loss, batch, freeze_policy=freeze_policy)
+                    loss, micro_stats = self._loss(compute_loss, batch, part)
                     self.engine.backward(loss)
             except torch.OutOfMemoryError as error:
                 cause = str(error).partition("\n")[0]
@@ -224,28 +226,35 @@ class Updater:
             raise NonFiniteUpdate("; ".join(everywhere), prompt_ids.tolist())
 
     @contextmanager
-    def _critic_adapter_active(self, freeze_policy: bool) -> Iterator[None]:
+    def _critic_adapter_active(self, part: Part) -> Iterator[None]:
         """Keeps the critic's adapter active during the block if only the critic is trained, so that gradient
         checkpointing recomputes the critic's activations.
         """
-        if not freeze_policy:
+        if part != "critic":
             yield
             return
         with self.engine.actor_critic.critic_active():
             yield
 
-    def _loss(self, compute_loss: LossFunction, batch: Rollouts, *, freeze_policy: bool) -> Terms:
-        self._inside_step = True
+    def _frozen(self, part: Part) -> list[torch.nn.Parameter]:
+        """The parameters that a step which trains `part` leaves as they are."""
+        if part == "both":
+            return []
+        actor_critic = self.engine.actor_critic
+        return actor_critic.policy_parameters() if part == "critic" else actor_critic.critic_parameters()
+
+    def _loss(self, compute_loss: LossFunction, batch: Rollouts, part: Part) -> Terms:
+        self._inside_step, self.part = True, part
         try:
             loss, stats = compute_loss(batch)
         finally:
-            self._inside_step = False
+            self._inside_step, self.part = False, "both"
         check_loss(loss)
         if fault := non_finite(loss, stats):
             rank, prompts = self.accelerator.process_index, batch["prompt_ids"].tolist()
             self._faults.append(f"{fault} on rank {rank} (prompts {prompts})")
-        if freeze_policy:
-            loss = loss + self.engine.unused_parameter_loss(self.engine.actor_critic.policy_parameters())
+        if part != "both":
+            loss = loss + self.engine.unused_parameter_loss(self._frozen(part))
         return loss, stats
 
     @property
@@ -375,15 +384,17 @@ class Updater:
         same = all(batch[key] is tensor and tensor._version == version for key, (tensor, version) in known)
         return self._packed if same else None
 
-    def _apply_gradients(self, prompt_ids: Tensor, *, freeze_policy: bool) -> GradNorms:
-        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        policy_rate = 0.0 if freeze_policy else self.engine.policy_learning_rate
-        norms = self.engine.step(frozen=self.engine.actor_critic.policy_parameters() if freeze_policy else ())
+    def _apply_gradients(self, prompt_ids: Tensor, part: Part) -> GradNorms:
+        before, now = self.learning_rates, self.engine.learning_rates
+        self.learning_rates = LearningRates(
+            before.policy if part == "critic" else now.policy, before.critic if part == "policy" else now.critic
+        )
+        norms = self.engine.step(frozen=self._frozen(part))
         if norms.non_finite is not None:
             cause = f"{norms.non_finite}, though the losses of all ranks are finite"
             raise NonFiniteUpdate(cause, prompt_ids.tolist())
-        self.moved_policy = norms.policy > 0 and policy_rate > 0
-        self.scheduler.step()
+        self.moved_policy = part != "critic" and norms.policy > 0 and now.policy > 0
+        self.schedules.step(part)
         self.num_updates += 1
         return norms
 
@@ -411,26 +422,20 @@ def make_updater(
     *,
     args: PPOConfig,
     schedule: PromptSchedule,
-) -> tuple[Updater, int]:
-    """The updater of a run, and how many optimizer steps the whole run takes; if `optimizer` or `scheduler` is None,
-    the default one is created.
+) -> Updater:
+    """The updater of a run; if `optimizer` or `scheduler` is None, the default one is created.
 
     Raises:
         ValueError: when `optimizer` is given together with AdamW settings of the critic, or does not hold every
-            trainable parameter.
+            trainable parameter; or for a learning-rate schedule that does not fit.
     """
     if optimizer is not None:
         check_no_critic_settings(args)
-    total = sum(
-        optimizer_steps(
-            schedule.num_prompts_at(step) * args.num_return_sequences, args.step_batch_size, args.ppo_epochs
-        )
-        for step in range(schedule.num_steps)
-    )
     optimizer = optimizer or make_optimizer(actor_critic, args, accelerator.device)
     drop_frozen_parameters(optimizer)
     check_covers_trainable(optimizer, actor_critic)
-    scheduler = scheduler or make_scheduler(optimizer, args, total)
+    totals = planned_steps(schedule, args, pretraining_steps=args.critic_warmup_steps)
+    schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()
     engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
@@ -443,4 +448,15 @@ def make_updater(
         num_ranks=accelerator.num_processes,
         padding=padding if args.padding_free == "auto" else "",
     )
-    return Updater(engine, scheduler, budget=budget, loss_agg_mode=args.loss_agg_mode), total
+    return Updater(engine, schedules, budget=budget, loss_agg_mode=args.loss_agg_mode)
+
+
+def planned_steps(schedule: PromptSchedule, args: PPOConfig, *, pretraining_steps: int) -> StepCounts:
+    """The optimizer steps of a whole run whose first `pretraining_steps` steps train the critic only."""
+    counts = [
+        step_counts(
+            schedule.num_prompts_at(step) * args.num_return_sequences, args, critic_only=step < pretraining_steps
+        )
+        for step in range(schedule.num_steps)
+    ]
+    return StepCounts(*map(sum, zip(*counts, strict=True)))

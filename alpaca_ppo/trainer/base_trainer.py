@@ -56,8 +56,6 @@ class BaseTrainer(ABC):
     schedule: PromptSchedule
     sampling_params: SamplingParams
     updater: Updater
-    optimizer_steps: int
-    """Number of optimizer steps in the whole run."""
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
@@ -96,7 +94,7 @@ class BaseTrainer(ABC):
             self.accelerator,
             self.args.output_dir,
             engine=self.updater.engine,
-            scheduler=self.updater.scheduler,
+            scheduler=self.updater.schedules,
             components=self._components,
             best=best,
             identity=self._saved_identity,
@@ -121,6 +119,11 @@ class BaseTrainer(ABC):
                 f"checkpoint_components() returned {', '.join(taken)}, which the trainer saves itself; use another name"
             )
         return own | added
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the policy in the whole run, as planned at its start."""
+        return self.updater.schedules.totals.policy
 
     @property
     def actor_critic(self) -> ActorCritic:
@@ -328,7 +331,7 @@ class BaseTrainer(ABC):
         )
         self.run_log.message(
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
-            f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps in micro-batches of at most "
+            f"{self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
             + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
         )
@@ -353,7 +356,7 @@ class BaseTrainer(ABC):
             self.processing_class,
             self.actor_critic,
             start=self.start_identity,
-            optimizer_steps=None if self.has_own_schedule else self.optimizer_steps,
+            optimizer_steps=None if self.has_own_schedule else self.updater.schedules.totals,
         )
 
     def _saved_identity(self) -> dict[str, Any]:
@@ -419,7 +422,7 @@ class BaseTrainer(ABC):
             model=self.actor_critic.policy.model,
             processing_class=self.processing_class,
             optimizer=self.updater.optimizer,
-            lr_scheduler=self.updater.scheduler,
+            lr_scheduler=self.updater.schedules.of_policy,
             **context,
         )
         self.callback_handler.sync_control(partial(collectives.gather_list, accelerator=self.accelerator))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -35,7 +34,7 @@ from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
 from alpaca_ppo.ppo.agreements import agree_on_backend
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
-from alpaca_ppo.ppo.minibatches import optimizer_steps, update_batches
+from alpaca_ppo.ppo.minibatches import update_steps
 from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.rollouts import RolloutPasses
@@ -122,9 +121,7 @@ class PPOTrainer(BaseTrainer):
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer)
         self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
-        self.updater, self.optimizer_steps = make_updater(
-            self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule
-        )
+        self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
@@ -360,7 +357,8 @@ class PPOTrainer(BaseTrainer):
         return estimate_advantages(inputs, self.args)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
-        """`ppo_epochs` passes of optimizer steps over the global rollouts; returns the statistics of all ranks.
+        """The optimizer steps on the global rollouts (`ppo.minibatches.update_steps`); returns the statistics of all
+        ranks.
 
         Marks the step as done (`mark_step_done`), so that the next `rollout` of a custom loop uses new random numbers.
         """
@@ -369,10 +367,9 @@ class PPOTrainer(BaseTrainer):
         rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
         update = self.progress.update_for(rollouts)
         rows, key = rollouts["responses"].size(0), (args.seed, step)
-        total = optimizer_steps(rows, args.step_batch_size, args.ppo_epochs)
-        batches = update_batches(rows, args.step_batch_size, args.ppo_epochs, key)
-        with self.run_log.progress(total, "update", initial=update.num_attempted, leave=False) as bar:
-            for epoch, batch in islice(batches, update.num_attempted, None):
+        plan = list(update_steps(rows, args, key, critic_only=self.in_critic_warmup))
+        with self.run_log.progress(len(plan), "update", initial=update.num_attempted, leave=False) as bar:
+            for part, epoch, batch in plan[update.num_attempted :]:
                 if update.kl_stopped:
                     break
                 bar.update(1)
@@ -381,30 +378,25 @@ class PPOTrainer(BaseTrainer):
                         rollouts,
                         batch,
                         self.compute_loss,
-                        policy_unchanged=update.optimizer_steps == 0 or self.in_critic_warmup,
-                        freeze_policy=self.in_critic_warmup,
+                        policy_unchanged=update.policy_steps == 0,
+                        part=part,
                         value_taus=sample_value_taus(self.critic_head, *key, epoch, update.num_attempted),
                         target_kl_stop=args.target_kl_stop,
                         check_first=self.old_policy.check_first(rollouts, step),
                         poll=self.poll,
                         message=self.run_log.message,
                     )
-                    update.add(stats, stepped=stepped)
+                    update.add(part, stats, stepped=stepped)
                     self.old_policy.record_optimizer_step(step, moved_policy=self.updater.moved_policy)
                 except hook_checks.NonFiniteUpdate as error:
                     self.skip_update(error)
                     update.skipped += 1
                 if update is self.progress.update:
                     self.progress.advance()
-        train_stats = self.updater.merge_over_ranks(update.stats).compute(update.optimizer_steps + update.kl_stopped)
+        train_stats = update.train_stats(self.accelerator, with_critic=self.critic_head is not None)
         self.updater.warn(train_stats)
         self.mark_step_done(step)
-        return {
-            **train_stats,
-            "policy/optimizer_steps": float(update.optimizer_steps),
-            "policy/skipped_updates": float(update.skipped),
-            "policy/kl_stopped": float(update.kl_stopped),
-        }
+        return train_stats
 
     @property
     def critic_head(self) -> CriticHead | None:
@@ -433,8 +425,8 @@ class PPOTrainer(BaseTrainer):
             partial(self._forward, rollouts_batch, with_entropies=entropies),
             rollouts_batch,
             self.args,
-            head=self.critic_head,
-            with_policy=not self.in_critic_warmup,
+            head=self.critic_head if self.updater.part != "policy" else None,
+            with_policy=self.updater.part != "critic",
             critic_backward_first=self.updater.critic_backward_first if separate else None,
         )
         loss = torch.stack([term for term, _ in terms]).sum()
@@ -460,7 +452,7 @@ class PPOTrainer(BaseTrainer):
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them."""
         stats = {
             "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
-            "objective/lr": self.updater.learning_rate,
+            **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts),
             **self.old_policy.stats(rollouts),

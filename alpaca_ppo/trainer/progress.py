@@ -13,8 +13,10 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from alpaca_ppo.distributed.collectives import gather_list
+from alpaca_ppo.distributed.engine import LearningRates
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
-from alpaca_ppo.ppo.metrics import StatsAccumulator
+from alpaca_ppo.distributed.schedules import Part
+from alpaca_ppo.ppo.metrics import StatsAccumulator, update_stats
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.types import Rollouts
 
@@ -29,35 +31,66 @@ class UpdateProgress:
     """This rank's seconds in each phase before the update."""
     dropped_rows: int = 0
     """Responses that were left out of the rollouts because their reward failed."""
-    optimizer_steps: int = 0
+    steps: dict[Part, int] = field(default_factory=dict)
+    """Optimizer steps taken, by what they trained."""
     skipped: int = 0
     """Optimizer steps that were skipped."""
     kl_stopped: bool = False
     """Whether the approximate KL ended the update: no optimizer step was taken on the last batch counted in `stats`."""
-    stats: StatsAccumulator = field(default_factory=StatsAccumulator)
-    """This rank's statistics of the optimizer steps so far."""
+    stats: dict[Part, StatsAccumulator] = field(default_factory=dict)
+    """This rank's statistics of the optimizer steps so far, by what they trained."""
 
-    def add(self, stats: StatsAccumulator, *, stepped: bool) -> None:
-        """Adds the result of `Updater.step`."""
-        self.stats.merge(stats)
-        self.optimizer_steps += stepped
+    def add(self, part: Part, stats: StatsAccumulator, *, stepped: bool) -> None:
+        """Adds the result of an `Updater.step` that trained `part`."""
+        self.stats.setdefault(part, StatsAccumulator()).merge(stats)
+        self.steps[part] = self.steps.get(part, 0) + stepped
         self.kl_stopped = not stepped
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps that were taken."""
+        return sum(self.steps.values())
+
+    @property
+    def policy_steps(self) -> int:
+        """Those of them that trained the policy."""
+        return self.optimizer_steps - self.steps.get("critic", 0)
+
+    @property
+    def critic_steps(self) -> int:
+        """Those of them that trained the critic."""
+        return self.optimizer_steps - self.steps.get("policy", 0)
 
     @property
     def num_attempted(self) -> int:
         """Optimizer steps that were taken or skipped."""
         return self.optimizer_steps + self.skipped
 
+    def train_stats(self, accelerator: Accelerator, *, with_critic: bool) -> dict[str, float]:
+        """The statistics of all ranks, and the optimizer steps. Every rank must call it."""
+        whole: dict[Part, StatsAccumulator] = {}
+        # A rank that joined the run in the middle of the update may lack the steps before.
+        for of_rank in gather_list(self.stats, accelerator):
+            for part, stats in of_rank.items():
+                whole.setdefault(part, StatsAccumulator()).merge(stats)
+        # The last batch of the policy is in `stats` without a step if its KL ended the update.
+        kinds = [(whole[p], self.steps[p] + (self.kl_stopped and p != "critic")) for p in sorted(whole)]
+        counts: dict[str, float] = {"policy/optimizer_steps": self.policy_steps}
+        counts |= {"policy/skipped_updates": self.skipped, "policy/kl_stopped": self.kl_stopped}
+        if with_critic:
+            counts["val/optimizer_steps"] = self.critic_steps
+        return {**update_stats(kinds), **{name: float(count) for name, count in counts.items()}}
+
     def rank_state(self) -> dict[str, Any]:
         """What differs between ranks, as plain values."""
-        return {"seconds": dict(self.seconds), "stats": vars(self.stats)}
+        return {"seconds": dict(self.seconds), "stats": {part: vars(stats) for part, stats in self.stats.items()}}
 
     def state_dict(self, rank_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The complete state; `rank_states` holds the `rank_state` of each rank."""
         return {
             "rollouts": dict(self.rollouts),
             "dropped_rows": self.dropped_rows,
-            "optimizer_steps": self.optimizer_steps,
+            "steps": dict(self.steps),
             "skipped": self.skipped,
             "kl_stopped": self.kl_stopped,
             "rank_states": [dict(part) for part in rank_states],
@@ -73,20 +106,21 @@ class UpdateProgress:
             parts = [parts[rank]]
         elif rank:
             parts = []
-        stats = StatsAccumulator()
-        for part in parts:
-            one = StatsAccumulator()
-            vars(one).update(part["stats"])
-            stats.merge(one)
+        merged: dict[Part, StatsAccumulator] = {}
+        for state_of_rank in parts:
+            for part, stats in state_of_rank["stats"].items():
+                one = StatsAccumulator()
+                vars(one).update(stats)
+                merged.setdefault(part, StatsAccumulator()).merge(one)
         seconds = state["rank_states"][min(rank, len(state["rank_states"]) - 1)]["seconds"]
         return cls(
             state["rollouts"],
             seconds,
             state["dropped_rows"],
-            optimizer_steps=state["optimizer_steps"],
+            steps=dict(state["steps"]),
             skipped=state["skipped"],
             kl_stopped=state["kl_stopped"],
-            stats=stats,
+            stats=merged,
         )
 
 
@@ -141,10 +175,10 @@ class TrainProgress:
         self.saved, self._random = False, random_states()
 
     def discard_rollouts(self) -> None:
-        """Goes back to before the rollouts of an update that has taken no optimizer step, so that a resumed run makes
-        new ones.
+        """Goes back to before the rollouts of an update that has taken no optimizer step of the policy, so that a
+        resumed run makes new ones. What the critic has learned from them stays.
         """
-        if self.update is not None and not self.update.optimizer_steps:
+        if self.update is not None and not self.update.policy_steps:
             self.skipped_updates -= self.update.skipped
             self.update = None
             # Rollouts that came from a checkpoint are still in it.
@@ -195,7 +229,7 @@ class TrainProgress:
         return {
             "step": self._state.global_step,
             "last_line": self.last_line,
-            "learning_rate": self._updater.learning_rate,
+            "learning_rates": list(self._updater.learning_rates),
             "stats": self.stats if current else {},
             "step_ended": self.step_ended if current else True,
             "update": update and update.state_dict(gather_list(update.rank_state(), self._accelerator)),
@@ -204,9 +238,9 @@ class TrainProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, including `state.global_step` and the updater's learning rate."""
+        """Restores what `state_dict` returned, including `state.global_step` and the updater's learning rates."""
         self._state.global_step = state["step"]
-        self._updater.learning_rate = state["learning_rate"]
+        self._updater.learning_rates = LearningRates(*state["learning_rates"])
         self.skipped_updates = state["skipped_updates"]
         self._updater.budget.load_state_dict(state)
         rank, num_ranks = self._accelerator.process_index, self._accelerator.num_processes
