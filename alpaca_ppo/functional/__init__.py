@@ -37,10 +37,15 @@ from alpaca_ppo.functional.masked import (
 )
 from alpaca_ppo.functional.policy_losses import (
     ROLLOUT_CORRECTION_LEVELS,
+    cispo_policy_loss,
+    dppo_policy_loss,
+    gmpo_policy_loss,
     gspo_policy_loss,
     policy_loss,
+    positive_nll_loss,
     register_policy_loss,
     rollout_correction_weights,
+    sapo_policy_loss,
 )
 from alpaca_ppo.functional.shaping import ShapedRewards, last_token_index, response_lengths, shape_rewards
 from alpaca_ppo.functional.value_losses import value_loss
@@ -59,10 +64,13 @@ __all__ = [
     "c51_loss",
     "c51_project",
     "chunked_logprobs",
+    "cispo_policy_loss",
     "cvar_from_categorical",
     "cvar_from_quantiles",
+    "dppo_policy_loss",
     "entropy_from_logits",
     "gae",
+    "gmpo_policy_loss",
     "group_advantages",
     "gspo_policy_loss",
     "kl_penalty",
@@ -71,6 +79,7 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "policy_loss",
+    "positive_nll_loss",
     "quantile_huber_loss",
     "quantile_midpoints",
     "register_adv_estimator",
@@ -80,6 +89,7 @@ __all__ = [
     "remax",
     "response_lengths",
     "rollout_correction_weights",
+    "sapo_policy_loss",
     "shape_rewards",
     "token_logprobs",
     "value_loss",
