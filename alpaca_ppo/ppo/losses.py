@@ -107,9 +107,7 @@ def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
     """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
-    policy = _checked(
-        f"policy_loss {args.policy_loss!r}", configured_policy_loss(outputs.logprobs, batch, args)
-    )
+    policy = _checked(f"policy_loss {args.policy_loss!r}", configured_policy_loss(outputs.logprobs, batch, args))
     stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
     if outputs.entropies is not None:
         stats["policy/entropy"] = masked_mean(outputs.entropies, mask)

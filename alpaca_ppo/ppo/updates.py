@@ -147,8 +147,8 @@ class Updater:
         self._check_losses(prompt_ids)
         if policy_unchanged and check_first is not None and len(rows):
             check_first(self.merge_over_ranks(stats).compute(1))
-        unlimited = target_kl_stop is None or freeze_policy or not len(rows)
-        stepped = unlimited or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
+        limit = None if freeze_policy or not len(rows) else target_kl_stop
+        stepped = limit is None or self._approx_kl(stats, limit) <= limit
         if stepped:
             norms = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
             of_roles = {"policy/grad_norm": norms.policy, "val/grad_norm": norms.critic}

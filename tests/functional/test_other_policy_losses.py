@@ -140,7 +140,8 @@ def test_dppo_bounds_the_ratio():
 @pytest.mark.parametrize(
     ("new", "advantage", "kept"),
     [
-        # KL of coins with q = 0.5, ln 0.5 - 0.5 * ln(p (1 - p)): 0.16 at 0.24, 0.22 at 0.2 and 0.8, 0.43 at 0.12 and 0.88
+        # KL of coins with q = 0.5, ln 0.5 - 0.5 * ln(p (1 - p)): 0.16 at p = 0.24, 0.22 at 0.2 and 0.8, 0.43 at 0.12
+        # and 0.88.
         (0.80, 1.0, True),
         (0.88, 1.0, False),
         (0.88, -1.0, True),

@@ -211,7 +211,10 @@ LOSSES: dict[str, tuple[LossOf, str]] = {
     "cispo": (_policy(cispo_policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
     "sapo": (_policy(sapo_policy_loss, tau_pos=0.8, tau_neg=1.2), "logprobs"),
     "gmpo": (_gmpo, "logprobs"),
-    "dppo": (_probable(_policy(dppo_policy_loss, cliprange_low=0.02, cliprange_high=0.03, clip_ratio_c=1.5)), "logprobs"),
+    "dppo": (
+        _probable(_policy(dppo_policy_loss, cliprange_low=0.02, cliprange_high=0.03, clip_ratio_c=1.5)),
+        "logprobs",
+    ),
     "dppo, kl": (
         _probable(_policy(dppo_policy_loss, divergence="kl", cliprange_low=0.005, cliprange_high=0.01)),
         "logprobs",

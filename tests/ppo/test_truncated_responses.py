@@ -45,7 +45,9 @@ def test_losses_are_divided_by_the_tokens_or_sequences_of_the_rows_and_never_by_
     assert {name: value.item() for name, value in denominators.items()} == {"denominator": expected}
 
 
-@pytest.mark.parametrize(("threshold", "rows", "expected"), [(0.0, [0, 1, 2, 3], 4), (0.5, [0, 1, 2], 3), (1.0, [0], 1)])
+@pytest.mark.parametrize(
+    ("threshold", "rows", "expected"), [(0.0, [0, 1, 2, 3], 4), (0.5, [0, 1, 2], 3), (1.0, [0], 1)]
+)
 def test_the_log_likelihood_of_successes_is_divided_by_their_tokens(threshold, rows, expected):
     # Scores of 1 and 0.5 have three tokens and one; a score at the threshold is no success.
     args = PPOConfig(positive_nll_coef=0.1, positive_nll_threshold=threshold)
