@@ -100,6 +100,11 @@ from tests.registered import temporary_choices
             {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
             "clip_ratio_c is 3.0, but policy_loss 'gspo' has no dual clip",
         ),
+        ({"policy_loss": "gmpo"}, "loss_agg_mode is 'token-mean', but policy_loss 'gmpo' is defined for 'seq-mean"),
+        ({"policy_loss": "cispo", "clip_ratio_c": 3.0}, "policy_loss 'cispo' has no dual clip"),
+        ({"dppo_divergence": "js"}, "dppo_divergence is 'js'"),
+        ({"sapo_tau_neg": 0.0}, "sapo_tau_neg is 0.0"),
+        ({"positive_nll_coef": -0.1}, "positive_nll_coef is -0.1"),
         (
             {"use_kl_in_reward": False, "kl_controller": "proportional"},
             "kl_controller is 'proportional', but use_kl_in_reward is False",
