@@ -21,6 +21,9 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 RolloutCorrectionLevel = Literal["token", "sequence"]
 """One importance weight per token or per sequence; see `functional.rollout_correction_weights`."""
 
+DppoDivergence = Literal["tv", "kl"]
+"""What bounds a token's change; see `functional.dppo_policy_loss`."""
+
 
 @dataclasses.dataclass
 class Registry(Generic[T]):
@@ -155,14 +158,24 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
         "rloo": {"needs_group": True},
         "opo": {"needs_group": True},
         "reinforce_plus_plus_baseline": {"needs_group": True},
+        "qae": {"needs_group": True},
+        "grpo_passk": {"needs_group": True},
+        "gdpo": {"needs_group": True, "needs_scores_by_source": True},
         "reinforce_plus_plus": {"uses_gamma": True},
         "remax": {"needs_greedy_baseline": True},
     },
-    {"needs_critic": False, "needs_group": False, "needs_greedy_baseline": False, "uses_gamma": False},
+    {
+        "needs_critic": False,
+        "needs_group": False,
+        "needs_greedy_baseline": False,
+        "needs_scores_by_source": False,
+        "uses_gamma": False,
+    },
 )
 """`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
-`needs_greedy_baseline`: reads the score of a greedy response to each prompt. `uses_gamma`: discounts by `gamma`, which
-must be 1 for an estimator with neither a critic nor this trait."""
+`needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the scores
+of each reward source. `uses_gamma`: discounts by `gamma`, which must be 1 for an estimator with neither a critic nor
+this trait."""
 
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "kl_estimator",
@@ -182,7 +195,14 @@ so the loss refuses it."""
 
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",
-    {"clip": {"dual_clip": True}, "gspo": {"loss_agg_mode": "seq-mean-token-mean"}},
+    {
+        "clip": {"dual_clip": True},
+        "gspo": {"loss_agg_mode": "seq-mean-token-mean"},
+        "cispo": {},
+        "sapo": {},
+        "gmpo": {"loss_agg_mode": "seq-mean-token-mean"},
+        "dppo": {"dual_clip": True},
+    },
     {"dual_clip": False, "loss_agg_mode": None},
 )
 """`dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss allows; None allows all."""

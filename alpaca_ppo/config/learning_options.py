@@ -9,9 +9,13 @@ from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    DppoDivergence,
     LossAggMode,
     RolloutCorrectionLevel,
 )
+
+ADAPTIVE = "adaptive"
+"""The word that `lam_policy` may be."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,73 @@ class LearningOptions(RolloutOptions):
     )
     gamma: float = argument(1.0, "Discount per token.", at_least=0, at_most=1)
     lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1)
+    lam_policy: float | str | None = argument(
+        None,
+        "Lambda of GAE's advantages, which the policy learns from: a number; adaptive = 1 - 1 / (lam_alpha * length), "
+        "at least 0, for each response (VAPO); null = lam.",
+        at_least=0,
+        at_most=1,
+    )
+    lam_critic: float | None = argument(
+        None,
+        "Lambda of GAE's returns, which the critic learns; 1 = returns without bootstrapping (VC-PPO); null = lam.",
+        at_least=0,
+        at_most=1,
+    )
+    lam_alpha: float = argument(
+        0.05, "With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0.", above=0
+    )
+    qae_quantile: float = argument(
+        0.4,
+        "With adv_estimator qae: the baseline is the group's smallest score that at least this share of the group does "
+        "not exceed. With right or wrong answers, groups with a share of at most 1 - qae_quantile right learn from "
+        "these, all others from the wrong ones.",
+        above=0,
+        at_most=1,
+    )
     whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.")
 
     policy_loss: str = argument(
         "clip",
-        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence.",
+        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence, gmpo those in a geometric mean; cispo "
+        "clips importance weights and keeps every gradient; sapo has a smooth gate; dppo bounds probabilities.",
         registry=POLICY_LOSSES,
         group="Policy loss",
     )
-    cliprange: float = argument(0.2, "Clip range of the policy ratio.", above=0, below=1)
+    cliprange: float = argument(
+        0.2, "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the divergence).", above=0, below=1
+    )
     cliprange_high: float | None = argument(
         None, "Upper clip range (clip-higher); null = cliprange on both sides.", above=0
     )
     clip_ratio_c: float | None = argument(
-        None, "Dual clip: bound of the ratio where the advantage is negative; null = none.", above=1
+        None,
+        "Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of the ratio "
+        "everywhere; null = 20.",
+        above=1,
+    )
+    sapo_tau_pos: float = argument(
+        1.0,
+        "Temperature of sapo's gate where the advantage is positive: the larger, the sooner gradients fade.",
+        above=0,
+    )
+    sapo_tau_neg: float = argument(1.05, "Temperature of sapo's gate elsewhere.", above=0)
+    dppo_divergence: DppoDivergence = argument(
+        "tv", "What dppo bounds: tv, the change of a token's probability; kl, the binary KL in nats."
     )
     loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
     entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
+    positive_nll_coef: float = argument(
+        0.0, "Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1).", at_least=0
+    )
+    positive_nll_threshold: float = argument(
+        0.0, "With positive_nll_coef: a response whose score, before any penalty, is above this succeeded."
+    )
+    mask_truncated: bool = argument(
+        False,
+        "Responses that end without a stop token give no gradient, neither to the policy nor to the critic; their "
+        "scores still count where responses are compared.",
+    )
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
         "auto",
         "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "

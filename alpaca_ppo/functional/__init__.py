@@ -6,11 +6,11 @@ returned in float32, float64 inputs in float64. No function modifies its inputs 
 """
 
 from alpaca_ppo.functional.advantages import (
-    GROUP_ESTIMATORS,
     AdvantageInputs,
     Advantages,
+    decoupled_gae,
     gae,
-    group_advantages,
+    length_adaptive_lam,
     register_adv_estimator,
     reinforce_plus_plus,
     remax,
@@ -24,6 +24,7 @@ from alpaca_ppo.functional.distributional import (
     quantile_huber_loss,
     quantile_midpoints,
 )
+from alpaca_ppo.functional.groups import GROUP_ESTIMATORS, gdpo_advantages, group_advantages, informative_rows
 from alpaca_ppo.functional.kl import kl_penalty, register_kl_estimator
 from alpaca_ppo.functional.logprobs import ChunkedLogprobs, chunked_logprobs, entropy_from_logits, token_logprobs
 from alpaca_ppo.functional.masked import (
@@ -37,12 +38,23 @@ from alpaca_ppo.functional.masked import (
 )
 from alpaca_ppo.functional.policy_losses import (
     ROLLOUT_CORRECTION_LEVELS,
+    cispo_policy_loss,
+    dppo_policy_loss,
+    gmpo_policy_loss,
     gspo_policy_loss,
     policy_loss,
+    positive_nll_loss,
     register_policy_loss,
     rollout_correction_weights,
+    sapo_policy_loss,
 )
-from alpaca_ppo.functional.shaping import ShapedRewards, last_token_index, response_lengths, shape_rewards
+from alpaca_ppo.functional.shaping import (
+    ShapedRewards,
+    last_token_index,
+    overlong_penalty,
+    response_lengths,
+    shape_rewards,
+)
 from alpaca_ppo.functional.value_losses import value_loss
 
 __all__ = [
@@ -59,18 +71,27 @@ __all__ = [
     "c51_loss",
     "c51_project",
     "chunked_logprobs",
+    "cispo_policy_loss",
     "cvar_from_categorical",
     "cvar_from_quantiles",
+    "decoupled_gae",
+    "dppo_policy_loss",
     "entropy_from_logits",
     "gae",
+    "gdpo_advantages",
+    "gmpo_policy_loss",
     "group_advantages",
     "gspo_policy_loss",
+    "informative_rows",
     "kl_penalty",
     "last_token_index",
+    "length_adaptive_lam",
     "masked_mean",
     "masked_var",
     "masked_whiten",
+    "overlong_penalty",
     "policy_loss",
+    "positive_nll_loss",
     "quantile_huber_loss",
     "quantile_midpoints",
     "register_adv_estimator",
@@ -80,6 +101,7 @@ __all__ = [
     "remax",
     "response_lengths",
     "rollout_correction_weights",
+    "sapo_policy_loss",
     "shape_rewards",
     "token_logprobs",
     "value_loss",

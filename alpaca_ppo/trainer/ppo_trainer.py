@@ -194,6 +194,7 @@ class PPOTrainer(BaseTrainer):
             scores=rollouts["rewards"],
             prompt_ids=rollouts["prompt_ids"],
             baseline_scores=rollouts.get("baseline_scores"),
+            scores_by_source=rollouts["scores_by_source"],
         )
         hook_checks.add_to_rollouts(rollouts, "_estimate_advantage", estimated, hook_checks.ESTIMATED)
         return rollouts
@@ -343,8 +344,8 @@ class PPOTrainer(BaseTrainer):
     ) -> dict[str, Tensor]:
         """`advantages` and `returns` (B, R) of shaped rewards (B, R) and values (B, R; None without a critic).
 
-        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), and `baseline_scores`
-        (B,) or None, for estimators that need them.
+        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), `baseline_scores` (B,) or
+        None, and `scores_by_source` (B, sources), for estimators that need them.
         """
         inputs = AdvantageInputs(
             rewards=rewards,
@@ -353,6 +354,7 @@ class PPOTrainer(BaseTrainer):
             scores=extra.get("scores"),
             prompt_ids=extra.get("prompt_ids"),
             baseline_scores=extra.get("baseline_scores"),
+            scores_by_source=extra.get("scores_by_source"),
         )
         return estimate_advantages(inputs, self.args)._asdict()
 
@@ -425,8 +427,9 @@ class PPOTrainer(BaseTrainer):
             partial(self._forward, rollouts_batch, with_entropies=entropies),
             rollouts_batch,
             self.args,
-            head=self.critic_head if self.updater.part != "policy" else None,
+            head=self.critic_head,
             with_policy=self.updater.part != "critic",
+            with_critic=self.updater.part != "policy",
             critic_backward_first=self.updater.critic_backward_first if separate else None,
         )
         loss = torch.stack([term for term, _ in terms]).sum()
@@ -454,7 +457,7 @@ class PPOTrainer(BaseTrainer):
             "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
             **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
-            **metrics.advantage_stats(rollouts),
+            **metrics.advantage_stats(rollouts, self.args),
             **self.old_policy.stats(rollouts),
             **self._pop_dropped("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
