@@ -122,11 +122,6 @@ class PPOConfig(CriticOptions):
         return self.max_tokens_per_micro_batch or default
 
     @property
-    def risk_alpha(self) -> float | None:
-        """The lower tail that `risk_level` names, as a probability; None for the mean."""
-        return None if self.risk_level == "neutral" else float(self.risk_level)
-
-    @property
     def uses_critic(self) -> bool:
         """Whether the advantage estimator needs a critic."""
         return bool(ADV_ESTIMATORS.trait(self.adv_estimator, "needs_critic"))
