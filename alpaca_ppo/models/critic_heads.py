@@ -112,7 +112,8 @@ class _CategoricalCritic(CriticHead):
         super().__init__(hidden_size, risk_level=risk_level)
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
         self.linear = _zero_linear(hidden_size, num_atoms)
-        self.linear.bias.data.copy_(_initial_logits(self.support(torch.float64, None)))
+        # On the CPU: the memory estimate builds heads on a device without numbers.
+        self.linear.bias.data.copy_(_initial_logits(self.support(torch.float64, torch.device("cpu"))))
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
@@ -125,7 +126,7 @@ class _CategoricalCritic(CriticHead):
         return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
 
     @abstractmethod
-    def support(self, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(num_atoms,): the returns that have the predicted probabilities, ascending."""
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
@@ -154,7 +155,7 @@ class C51Head(_CategoricalCritic):
 
     kind = "c51"
 
-    def support(self, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The atoms."""
         return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
@@ -215,7 +216,7 @@ class HLGaussHead(_CategoricalCritic):
         super().configure(args)
         self.sigma = args.hl_gauss_sigma
 
-    def support(self, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The centres of the bins."""
         return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 

@@ -1,4 +1,4 @@
-"""Trains each kind of critic with PPOTrainer on known return distributions, and compares what it learned.
+"""Trains scalar, c51, quantile and iqn critics on known return distributions, and compares what they learned.
 
     python -m examples.critics.return_distributions        (a minute and a half on one core)
 

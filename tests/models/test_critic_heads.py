@@ -437,6 +437,14 @@ def test_only_a_head_can_be_registered_as_a_critic():
         register_critic_head("mine")(torch.nn.Linear)
 
 
+def test_a_registered_head_may_have_a_fixed_support():
+    with temporary_choices():
+        register_critic_head("bins", distributional=True, fixed_support=True)(type("Bins", (C51Head,), {}))
+        assert HEADS["c51"].from_config(PPOConfig(critic="bins", value_min=-3), HIDDEN).v_min == -3.0
+        with pytest.raises(ValueError, match="value_min .10.0. must be below value_max .10.0."):
+            PPOConfig(critic="bins", value_min=10)
+
+
 def trained_critic(kind, **settings):
     return Critic(random_head(kind, **settings), tiny_causal_lm("llama", seed=3).base_model)
 
