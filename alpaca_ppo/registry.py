@@ -24,6 +24,9 @@ RolloutCorrectionLevel = Literal["token", "sequence"]
 CVaRTail = Literal["lower", "upper"]
 """The tail of a distribution of returns whose mean is taken; see `functional.cvar_from_quantiles`."""
 
+DppoDivergence = Literal["tv", "kl"]
+"""What bounds a token's change; see `functional.dppo_policy_loss`."""
+
 
 @dataclasses.dataclass
 class Registry(Generic[T]):
@@ -195,7 +198,14 @@ so the loss refuses it."""
 
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",
-    {"clip": {"dual_clip": True}, "gspo": {"loss_agg_mode": "seq-mean-token-mean"}},
+    {
+        "clip": {"dual_clip": True},
+        "gspo": {"loss_agg_mode": "seq-mean-token-mean"},
+        "cispo": {},
+        "sapo": {},
+        "gmpo": {"loss_agg_mode": "seq-mean-token-mean"},
+        "dppo": {"dual_clip": True},
+    },
     {"dual_clip": False, "loss_agg_mode": None},
 )
 """`dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss allows; None allows all."""

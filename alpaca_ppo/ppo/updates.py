@@ -34,8 +34,9 @@ from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
+from alpaca_ppo.ppo.dropped_rows import trained_rows
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
-from alpaca_ppo.ppo.losses import Terms
+from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import StatsAccumulator
 from alpaca_ppo.ppo.minibatches import optimizer_steps
 from alpaca_ppo.ppo.mismatch import in_half_precision
@@ -52,12 +53,12 @@ class Updater:
         engine: computes and applies gradients; `engine.model` is the wrapped policy and critic.
         scheduler: of the learning rate, stepped once per optimizer step.
         budget: decides on the micro-batches, whose number may differ from step to step, but not between ranks.
-        loss_agg_mode: decides whether tokens or sequences are the denominator.
+        args: of the run.
     """
 
-    def __init__(self, engine: Engine, scheduler: Any, *, budget: TokenBudget, loss_agg_mode: str) -> None:
+    def __init__(self, engine: Engine, scheduler: Any, *, budget: TokenBudget, args: PPOConfig) -> None:
         self.engine, self.accelerator, self.scheduler = engine, engine.accelerator, scheduler
-        self.budget, self.loss_agg_mode = budget, loss_agg_mode
+        self.budget, self.args = budget, args
         self.learning_rate = float(engine.optimizer.param_groups[0]["lr"])
         """The learning rate of the last optimizer step."""
         self.moved_policy = False
@@ -102,7 +103,8 @@ class Updater:
 
         Args:
             rollouts: the global rollouts.
-            rows: (step batch,) int64, the rows of this optimizer step, the same on every rank.
+            rows: (step batch,) int64, the rows of this optimizer step, the same on every rank. Those that give no
+                gradient (`trained_rows`) are left out; without any other, the gradient is 0.
             compute_loss: the trainer's hook.
             policy_unchanged: True if the policy has not been updated since the rollout: the deviation of the ratio from
                 1 and the sampler/trainer mismatch are then recorded.
@@ -121,7 +123,8 @@ class Updater:
                 does not and the step cannot be made again, on its rank.
         """
         self.moved_policy = False
-        shared = {"denominator": self._denominator(rollouts["response_mask"][rows])}
+        rows = trained_rows(rollouts, rows, self.args)
+        shared = step_denominators(rollouts, rows, self.args)
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         before = random_states()
         while True:
@@ -142,9 +145,10 @@ class Updater:
             set_random_states(before)
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
-        if policy_unchanged and check_first is not None:
+        if policy_unchanged and check_first is not None and len(rows):
             check_first(self.merge_over_ranks(stats).compute(1))
-        stepped = target_kl_stop is None or freeze_policy or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
+        limit = None if freeze_policy or not len(rows) else target_kl_stop
+        stepped = limit is None or self._approx_kl(stats, limit) <= limit
         if stepped:
             norms = self._apply_gradients(prompt_ids, freeze_policy=freeze_policy)
             of_roles = {"policy/grad_norm": norms.policy, "val/grad_norm": norms.critic}
@@ -152,10 +156,6 @@ class Updater:
                 {name: torch.tensor(n, dtype=torch.float64) for name, n in of_roles.items() if n is not None}, tokens=1
             )
         return stats, stepped
-
-    def _denominator(self, mask: Tensor) -> Tensor:
-        """Tokens or sequences under the mask (B, R) of a whole optimizer step."""
-        return mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
 
     def _add_gradients(
         self,
@@ -443,4 +443,4 @@ def make_updater(
         num_ranks=accelerator.num_processes,
         padding=padding if args.padding_free == "auto" else "",
     )
-    return Updater(engine, scheduler, budget=budget, loss_agg_mode=args.loss_agg_mode), total
+    return Updater(engine, scheduler, budget=budget, args=args), total

@@ -437,6 +437,7 @@ class PPOTrainer(BaseTrainer):
             self.args,
             head=self.critic_head,
             with_policy=not self.in_critic_warmup,
+            with_critic=True,
             critic_backward_first=self.updater.critic_backward_first if separate else None,
         )
         loss = torch.stack([term for term, _ in terms]).sum()
@@ -464,7 +465,7 @@ class PPOTrainer(BaseTrainer):
             "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
             "objective/lr": self.updater.learning_rate,
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
-            **metrics.advantage_stats(rollouts),
+            **metrics.advantage_stats(rollouts, self.args),
             **self.old_policy.stats(rollouts),
             **self._pop_dropped("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},

@@ -139,6 +139,7 @@ def test_every_option_of_a_run_has_a_help_text_and_a_valid_default():
         "overlong_prompts",
         "failed_rewards",
         "rollout_correction_level",
+        "dppo_divergence",
         "loss_agg_mode",
         "mismatch_action",
         "value_loss",

@@ -8,6 +8,7 @@ import torch
 
 from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.config.script_arguments import ScriptArguments
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
 from tests.registered import temporary_choices
 
@@ -105,6 +106,11 @@ from tests.registered import temporary_choices
             {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
             "clip_ratio_c is 3.0, but policy_loss 'gspo' has no dual clip",
         ),
+        ({"policy_loss": "gmpo"}, "loss_agg_mode is 'token-mean', but policy_loss 'gmpo' is defined for 'seq-mean"),
+        ({"policy_loss": "cispo", "clip_ratio_c": 3.0}, "policy_loss 'cispo' has no dual clip"),
+        ({"dppo_divergence": "js"}, "dppo_divergence is 'js'"),
+        ({"sapo_tau_neg": 0.0}, "sapo_tau_neg is 0.0"),
+        ({"positive_nll_coef": -0.1}, "positive_nll_coef is -0.1"),
         (
             {"use_kl_in_reward": False, "kl_controller": "proportional"},
             "kl_controller is 'proportional', but use_kl_in_reward is False",
@@ -273,3 +279,9 @@ def test_without_a_reference_nothing_may_need_its_kl():
 def test_a_risk_level_of_many_digits_is_refused_in_words():
     with pytest.raises(ValueError, match="risk_level is 'a number of 20001 bits'; it must be neutral, a number"):
         PPOConfig(risk_level=2**20000)
+
+
+def test_a_checkpoint_of_many_digits_is_refused_by_its_name():
+    needed = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a:b"]}
+    with pytest.raises(ValueError, match="resume_from_checkpoint is a number of 20001 bits .int.; it must be str"):
+        ScriptArguments(**needed, resume_from_checkpoint=2**20000)

@@ -20,6 +20,12 @@ OPTIONS = {
     "both_kl": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"},
     "entropy": {"entropy_coef": 0.1, "loss_agg_mode": "seq-mean-token-sum"},
     "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.01},
+    "masked": {
+        "mask_truncated": True,
+        "truncate_tokens": [*range(10, 30)],
+        "positive_nll_coef": 0.2,
+        "policy_loss": "dppo",
+    },
     "rollout": {"old_policy": "rollout"},
     "correct": {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_normalize": True},
     "warmup": {"critic_warmup_steps": 1, "weight_decay": 0.1, "critic_learning_rate": 5e-3},
@@ -242,7 +248,7 @@ def test_the_warning_does_not_need_the_probability_at_the_edges(tmp_path):
         trainer.updater.warn({"val/outside_support": 0.25})
 
 
-@pytest.mark.parametrize("name", ["c51", "iqn", "remax", "rloo", "warmup", "correct"])
+@pytest.mark.parametrize("name", ["c51", "iqn", "remax", "rloo", "warmup", "correct", "masked"])
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
