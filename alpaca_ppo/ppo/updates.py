@@ -328,19 +328,19 @@ class Updater:
         return measured["policy/approx_kl_k3"]
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
-        """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the support of a
-        c51 critic.
+        """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the critic's
+        support.
         """
         self._warn_of_ratio(train_stats)
         outside = train_stats.get("val/outside_support", 0.0)
-        # Probability mass on the edge atoms is no problem in itself: returns may be 0 or 1 with the support [0, 1].
+        # Probability mass at the edges is no problem in itself: returns may be 0 or 1 with the support [0, 1].
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
             edge_mass = train_stats.get("val/edge_mass")
-            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is on the edge atoms"
+            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is at the edges"
             warnings.warn(
-                f"{outside:.1%} of the returns lie outside the c51 critic's support{edges}, so the values are clipped. "
-                "Widen c51_v_min and c51_v_max, or scale the reward down with reward_weights",
+                f"{outside:.1%} of the returns lie outside the critic's support{edges}, so the values are clipped. "
+                "Widen value_min and value_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 

@@ -23,8 +23,8 @@ RUNS = {
     },
     "a distributional critic on the sampler's log-probs": {
         "critic": "c51",
-        "c51_v_min": -1.0,
-        "c51_v_max": 6.0,
+        "value_min": -1.0,
+        "value_max": 6.0,
         "risk_level": "0.5",
         "old_policy": "rollout",
     },

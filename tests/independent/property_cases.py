@@ -29,6 +29,7 @@ from alpaca_ppo.functional import (
     gmpo_policy_loss,
     group_advantages,
     gspo_policy_loss,
+    hl_gauss_loss,
     kl_penalty,
     length_adaptive_lam,
     masked_whiten,
@@ -204,10 +205,8 @@ def _gspo(b: Batch, **how: Any) -> Loss:
     return gspo_policy_loss(b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **ranges, **how)
 
 
-def _value(cliprange: float | None) -> LossOf:
-    return lambda b, **how: value_loss(
-        b["vpreds"], b["old_values"], b["returns"], b["mask"], cliprange_value=cliprange, **how
-    )
+def _value(**options: Any) -> LossOf:
+    return lambda b, **how: value_loss(b["vpreds"], b["old_values"], b["returns"], b["mask"], **options, **how)
 
 
 def _kl(estimator: str) -> LossOf:
@@ -235,9 +234,14 @@ LOSSES: dict[str, tuple[LossOf, str]] = {
         "logprobs",
     ),
     "positive nll": (_positive_nll, "logprobs"),
-    "value": (_value(None), "vpreds"),
-    "clipped value": (_value(0.2), "vpreds"),
+    "value": (_value(), "vpreds"),
+    "clipped value": (_value(cliprange_value=0.2), "vpreds"),
+    "clipped value, huber": (_value(cliprange_value=0.2, huber_delta=0.5), "vpreds"),
     "c51": (lambda b, **how: c51_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, **how), "logits"),
+    "hl_gauss": (
+        lambda b, **how: hl_gauss_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, sigma=0.7, **how),
+        "logits",
+    ),
     "quantile": (
         lambda b, **how: quantile_huber_loss(
             b["quantiles"], b["returns"], quantile_midpoints(WIDTH, dtype=torch.float64), b["mask"], **how
