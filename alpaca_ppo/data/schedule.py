@@ -1,4 +1,8 @@
-"""The order of prompts: a function of the seed and the step, independent of the number of processes."""
+"""The order of prompts: a function of the seed, the step, and how many prompts earlier steps have drawn beyond their
+own (`dynamic_sampling`); independent of the number of processes.
+"""
+
+from collections.abc import Collection
 
 from alpaca_ppo.functional.rng import seeded_permutation
 
@@ -6,7 +10,9 @@ from alpaca_ppo.functional.rng import seeded_permutation
 class PromptSchedule:
     """The dataset indices of each step: a seeded permutation per epoch, split into steps.
 
-    The last step of an epoch may be smaller.
+    The last step of an epoch may be smaller. The permutations of all epochs, one after the other, are a sequence
+    without end, of which each step takes the next prompts. If earlier steps have drawn more than their own
+    (`extra_prompts`), a step begins so much later in the sequence; its size stays. `epoch_at` does not count these.
 
     Args:
         num_prompts: prompts in the dataset.
@@ -55,15 +61,41 @@ class PromptSchedule:
         Raises:
             ValueError: if `step` is outside the schedule.
         """
+        return self.prompts_of(step).indices
+
+    def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
+        """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
+
+        Raises:
+            ValueError: if `step` is outside the schedule.
+        """
         if not 0 <= step < self.num_steps:
             raise ValueError(
                 f"step {step} is outside the schedule of {self.num_steps} steps; raise total_epochs or total_episodes"
             )
+        return StepPrompts(self, self.start(step) + extra_prompts, self.num_prompts_at(step))
+
+    def start(self, step: int) -> int:
+        """Returns the place in the sequence at which `step` begins, if no step before it has drawn extra prompts."""
         epoch, within = divmod(step, self._steps_per_epoch)
-        start = within * self.rollout_batch_size
-        stop = min(start + self.rollout_batch_size, self.num_prompts, self.num_episodes - epoch * self.num_prompts)
-        indices: list[int] = seeded_permutation(self.num_prompts, self.seed, epoch)[start:stop].tolist()
-        return indices
+        return epoch * self.num_prompts + within * self.rollout_batch_size
+
+    def draw(self, place: int, count: int, *, without: Collection[int] = ()) -> tuple[list[int], int]:
+        """Returns the next `count` different dataset indices of the sequence that are not in `without`, and the place
+        after the last of them; fewer if the dataset has no more. The others in between are passed over.
+        """
+        left_out = set(without)
+        count = min(count, self.num_prompts - len(left_out.intersection(range(self.num_prompts))))
+        drawn: list[int] = []
+        while len(drawn) < count:
+            epoch, within = divmod(place, self.num_prompts)
+            rest = seeded_permutation(self.num_prompts, self.seed, epoch)[within:]
+            for index in rest[: count - len(drawn)].tolist():
+                place += 1
+                if index not in left_out:
+                    left_out.add(index)
+                    drawn.append(index)
+        return drawn, place
 
     def num_prompts_at(self, step: int) -> int:
         """Returns the number of prompts of `step` without building the permutation."""
@@ -72,3 +104,27 @@ class PromptSchedule:
         return min(
             self.rollout_batch_size, self.num_prompts - start, self.num_episodes - epoch * self.num_prompts - start
         )
+
+
+class StepPrompts:
+    """The prompts of one step: those that the schedule gives it, `indices`, and any number that is drawn after them.
+
+    Args:
+        schedule: of the run.
+        start: the place in the sequence at which the step begins.
+        count: the number of the step's own prompts.
+    """
+
+    def __init__(self, schedule: PromptSchedule, start: int, count: int) -> None:
+        self._schedule, self._end = schedule, start + count
+        self.indices, self._place = schedule.draw(start, count)
+
+    def draw(self, count: int, *, without: Collection[int]) -> list[int]:
+        """Draws `count` more prompts that are not in `without`; fewer if the dataset has no more."""
+        drawn, self._place = self._schedule.draw(self._place, count, without=without)
+        return drawn
+
+    @property
+    def extra_prompts(self) -> int:
+        """How many prompts of the sequence the step has drawn or passed over so far, beyond its own."""
+        return self._place - self._end

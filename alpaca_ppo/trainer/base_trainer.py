@@ -5,9 +5,9 @@ What a step computes is not here (`ppo_trainer`); how a checkpoint is written is
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Com
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
-from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.data.schedule import PromptSchedule, StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
@@ -30,7 +30,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.mismatch import SamplerMismatch
+from alpaca_ppo.ppo.mismatch import SamplerMismatch, spread_by_length
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
@@ -131,6 +131,11 @@ class BaseTrainer(ABC):
         return self.updater.engine.actor_critic
 
     @property
+    def model(self) -> Any:
+        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
+        return self.updater.model
+
+    @property
     def run_log(self) -> RunLog:
         """The run's log on disk. It is opened without removing existing records; `train` removes those of later steps
         than the one from which it continues.
@@ -214,7 +219,28 @@ class BaseTrainer(ABC):
         """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
         there are ranks.
         """
-        return self.collate(self.train_prompts, self.schedule.indices(step))
+        return self.collate(self.train_prompts, self.step_prompts(step).indices)
+
+    def step_prompts(self, step: int) -> StepPrompts:
+        """The dataset indices of `step` (from 0), on all ranks."""
+        return self.schedule.prompts_of(step, self.progress.extra_prompts(step))
+
+    def spread_prompts(self, step: int) -> PromptBatch:
+        """At most 4 of the first prompts of `step`, of lengths as different as possible; the same on every rank."""
+        ids = self.step_prompts(step).indices[:16]
+        items = [self.train_prompts[i] for i in ids]
+        chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
+        return self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
+
+    @contextmanager
+    def in_sampling_round(self, number: int) -> Iterator[None]:
+        """A block whose responses have the random numbers of another round of the step."""
+        of_step = self.sampling_params
+        self.sampling_params = replace(of_step, sampling_round=number)
+        try:
+            yield
+        finally:
+            self.sampling_params = of_step
 
     def collate(self, prompts: PromptDataset, indices: Sequence[int]) -> list[PromptBatch]:
         """This rank's share of `prompts[indices]` as a batch; an empty list if it has none."""
@@ -225,6 +251,10 @@ class BaseTrainer(ABC):
         """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
         pad = self.sampling_params.pad_token_id
         return collate_prompts(items, prompt_ids, pad_token_id=pad, query_len=self.args.query_len)
+
+    def dummy_prompts(self, count: int) -> PromptBatch:
+        """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""
+        return self.prompt_batch([self.train_prompts[0]] * count, [0] * count)
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
