@@ -171,7 +171,7 @@ class IndependentPPO:
     ) -> dict[str, Tensor] | None:
         """The gradient of one optimizer step's loss; None if target_kl_stop ends the step's updates."""
         weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
-        critic_only = self.num_ppo_steps < self.config["critic_warmup_steps"]
+        critic_only = self.num_ppo_steps < self.config["critic_pretraining_steps"]
         loss = torch.zeros((), dtype=torch.float64)
         if not critic_only:
             current = [self._policy(weights, samples.rows[i]) for i in rows]
