@@ -58,8 +58,8 @@ _REMEDIES = {
         "ignore_reward_change: true"
     ),
     "lr_schedule": (
-        "a schedule (lr_scheduler_type, critic_lr_scheduler_type) spreads the learning rate over the whole run, so "
-        "keep total_epochs, total_episodes and the number of prompts, or start a new run in another output_dir"
+        "the schedule of lr_scheduler_type or critic_lr_scheduler_type spreads the learning rate over the whole run, "
+        "so keep total_epochs, total_episodes and the number of prompts, or start a new run in another output_dir"
     ),
 }
 _NAMES = {
@@ -143,12 +143,12 @@ def run_identity(
         identity["peft_config"] = policy.adapters.describe(POLICY)
     left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
     identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
-    if optimizer_steps is not None and (lengths := _schedule_lengths(args, optimizer_steps)):
+    if optimizer_steps is not None and (lengths := schedule_lengths(args, optimizer_steps)):
         identity["lr_schedule"] = lengths
     return identity | {"train_dataset": data_identity(train_prompts), **start}
 
 
-def _schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
+def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
     """The optimizer steps over which a learning rate is spread: the policy's, and the critic's if they are others."""
     lengths = {"optimizer_steps": optimizer_steps.policy} if depends_on_length(args.lr_scheduler_type) else {}
     critic, schedule = optimizer_steps.critic, args.critic_lr_scheduler_type or args.lr_scheduler_type

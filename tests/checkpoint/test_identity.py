@@ -8,11 +8,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, SchedulerType
 
-from alpaca_ppo.checkpoint.compatibility import depends_on_length
+from alpaca_ppo.checkpoint.compatibility import depends_on_length, schedule_lengths
+from alpaca_ppo.distributed.schedules import StepCounts
 from alpaca_ppo.models import build_actor_critic
 from tests.checkpoint.test_compatibility import refuse
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
-from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer, weights
+from tests.tiny_runs import count_even, metric_lines, prompts, tiny_config, tiny_trainer, weights
 
 HASH = r"[0-9a-f]{16}"
 WEIGHTS = f"weights {HASH}"
@@ -340,8 +341,9 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     tiny_trainer(run, **settings).train()
     # Ten rows a step in batches of 4, 4 and 2: three optimizer steps in each step of ten prompts.
     message = (
-        "run: the number of optimizer steps is 6 in the checkpoint and {} here; lr_scheduler_type spreads the learning "
-        "rate over the whole run, so keep total_epochs, total_episodes and the number of prompts, or start a new run"
+        "run: the number of optimizer steps is 6 in the checkpoint and {} here; the schedule of lr_scheduler_type or "
+        "critic_lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, total_episodes "
+        "and the number of prompts, or start a new run"
     )
     refuse(run, message.format(9), **{**settings, "total_episodes": 30})
     refuse(run, message.format(12), **{**settings, "total_episodes": None, "total_epochs": 1})
@@ -349,6 +351,22 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     refuse(run, message.format(3), **{**settings, **fewer, "total_episodes": None, "total_epochs": 1})
     same = {**settings, **fewer, "total_episodes": None, "total_epochs": 2}
     tiny_trainer(run, **same).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("policys", "critics", "counts", "lengths"),
+    [
+        ("cosine", None, (6, 6, 6), {"optimizer_steps": 6}),
+        ("cosine", None, (6, 6, 0), {"optimizer_steps": 6}),
+        ("cosine", None, (10, 6, 4), {"optimizer_steps": 6, "critic_optimizer_steps": 4}),
+        ("cosine", "constant", (10, 6, 4), {"optimizer_steps": 6}),
+        ("constant", "linear", (6, 6, 6), {"critic_optimizer_steps": 6}),
+        ("constant", None, (10, 6, 4), {}),
+    ],
+)
+def test_the_length_of_each_schedule_that_depends_on_it_is_compared(policys, critics, counts, lengths):
+    args = tiny_config("unused", lr_scheduler_type=policys, critic_lr_scheduler_type=critics)
+    assert schedule_lengths(args, StepCounts(*counts)) == lengths
 
 
 def test_a_schedule_that_the_user_passes_does_not_bind_the_length(tmp_path):

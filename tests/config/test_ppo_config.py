@@ -62,6 +62,15 @@ from tests.registered import temporary_choices
         ({"run_name": 7}, r"run_name is 7 \(int\); it must be str or null, in quotes"),
         ({"total_epochs": 1, "total_episodes": 2}, r"total_epochs \(1\) and total_episodes \(2\) are both set"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, r"step_batch_size \(16\) is larger than"),
+        (
+            {"rollout_batch_size": 8, "step_batch_size": 4, "critic_step_batch_size": 9},
+            r"^critic_step_batch_size \(9\) is larger than the responses of a step",
+        ),
+        (
+            {"critic_layout": "shared", "critic_epochs": 2},
+            "critic_step_batch_size is None, but with critic_layout 'shared' .* set both to null",
+        ),
+        ({"critic_epochs": 0}, "critic_epochs is 0; it must be at least 1 or null"),
         ({"num_return_sequences": 33}, r"num_return_sequences \(33\) is larger than rollout_per_device_batch"),
         (
             {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},

@@ -122,6 +122,11 @@ def test_a_skipped_update_and_frozen_parameters_keep_every_bit(runs):
     # Two steps of three optimizer steps each, and for the critic this one.
     assert {steps[n] for n in steps if n.startswith("policy.")} == {6.0}
     assert {steps[n] for n in steps if n.startswith("critic.")} == {7.0}
+    before = state_of(trainer)
+    give_gradients(trainer)
+    norms = engine.step(frozen=trainer.actor_critic.critic_parameters())
+    assert norms.critic == 0 < norms.policy
+    assert changed(trainer, before) == {names[id(p)] for p in trainer.actor_critic.policy_parameters()}
 
 
 def test_only_a_gradient_beyond_its_limit_is_rewritten(runs):

@@ -41,7 +41,15 @@ RUN = {
     "trainer_arguments": {"eval_dataset": prompts(3)},
 }
 SEQUENCE = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_policy": "correct", "critic": "c51"}
-STOPPED = {"target_kl_stop": 1e-4, "critic_pretraining_steps": 1, "ppo_epochs": 3, "critic": "iqn", "num_quantiles": 4}
+STOPPED = {
+    "target_kl_stop": 1e-4,
+    "critic_pretraining_steps": 1,
+    "critic_epochs": 2,
+    "critic_lr_scheduler_type": "linear",
+    "ppo_epochs": 3,
+    "critic": "iqn",
+    "num_quantiles": 4,
+}
 LORA = {"critic_layout": "adapter", "adv_estimator": "grpo", "num_return_sequences": 2}
 
 

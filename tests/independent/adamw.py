@@ -10,17 +10,23 @@ from torch import Tensor
 from tests.independent.networks import Weights
 
 
-def rate_factor(update: int, total: int, config: Mapping[str, Any]) -> float:
-    """What the learning rate of optimizer step `update` (from 0) of `total` is multiplied by."""
-    warmup = config["warmup_steps"]
-    if update < warmup:
+def rate_factor(update: int, total: int, config: Mapping[str, Any], *, critic: bool) -> float:
+    """What the learning rate of optimizer step `update` (from 0) of `total` is multiplied by; all are the policy's, or
+    the critic's.
+    """
+    warmup, name = config["warmup_steps"], config["lr_scheduler_type"]
+    if critic:
+        warmup = of_critic(config, "warmup_steps", "critic_lr_warmup_steps")
+        name = of_critic(config, "lr_scheduler_type", "critic_lr_scheduler_type")
+    # As in transformers, the plain constant schedule has no warm-up.
+    if name != "constant" and update < warmup:
         return update / warmup
     done = (update - warmup) / max(1, total - warmup)
-    if config["lr_scheduler_type"] == "linear":
+    if name == "linear":
         return max(0.0, 1 - done)
-    if config["lr_scheduler_type"] == "cosine":
+    if name == "cosine":
         return max(0.0, (1 + math.cos(math.pi * done)) / 2)
-    assert config["lr_scheduler_type"] in ("constant", "constant_with_warmup")
+    assert name in ("constant", "constant_with_warmup")
     return 1.0
 
 
@@ -44,13 +50,15 @@ class AdamW:
         self.second: Weights = {}
         self.count: dict[str, int] = {}
 
-    def step(self, weights: Weights, gradients: Mapping[str, Tensor], factor: float) -> Weights:
-        """The new weights; those without a gradient are returned as they are."""
+    def step(self, weights: Weights, gradients: Mapping[str, Tensor], factor: float, critic_factor: float) -> Weights:
+        """The new weights; those without a gradient are returned as they are. The factors are those of the learning
+        rates of policy and critic.
+        """
         new = dict(weights)
         for is_critic in (False, True):
             own = {n: g for n, g in gradients.items() if n.startswith(("critic.", "head.")) == is_critic}
             if own:
-                new |= self._step_group(weights, own, factor, is_critic=is_critic)
+                new |= self._step_group(weights, own, critic_factor if is_critic else factor, is_critic=is_critic)
         return new
 
     def _step_group(

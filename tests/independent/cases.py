@@ -263,6 +263,28 @@ CASES: dict[str, Case] = {
     ),
     "constant with warm-up": case(lr_scheduler_type="constant_with_warmup", warmup_steps=5, adam_epsilon=1e-6),
     "critic first": case(critic_pretraining_steps=1, weight_decay=0.4, lr_scheduler_type="linear", warmup_steps=1),
+    "separate steps": case(
+        critic_epochs=3,
+        critic_step_batch_size=5,
+        ppo_epochs=1,
+        critic_lr_scheduler_type="cosine",
+        critic_lr_warmup_steps=2,
+        weight_decay=0.3,
+        adam_beta1=0.5,
+    ),
+    "separate steps, iqn, adapter, stopped by the kl": case(
+        critic="iqn",
+        num_quantiles=3,
+        critic_layout="adapter",
+        lora=True,
+        critic_epochs=1,
+        critic_pretraining_steps=1,
+        target_kl_stop=0.002,
+        ppo_epochs=3,
+        lr_scheduler_type="linear",
+        warmup_steps=1,
+        critic_lr_warmup_steps=0,
+    ),
     "stopped by the kl": case(target_kl_stop=0.22, ppo_epochs=3, lr_scheduler_type="linear"),
     "stopped by the kl, with a warm-up": case(
         target_kl_stop=0.27, critic_pretraining_steps=1, adv_estimator="gae", holes=True, ppo_epochs=3

@@ -6,6 +6,7 @@ log-probs, entropies and values of policy, reference and critic, shaped rewards,
 the learning rate and the KL coefficient. It is slow on purpose: one row at a time, an optimizer step in one piece.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.independent import heads, losses
-from tests.independent.adamw import AdamW, rate_factor
+from tests.independent.adamw import AdamW, of_critic, rate_factor
 from tests.independent.advantages import ESTIMATORS, Rows, kl_values, next_kl_coef, whitened
 from tests.independent.networks import Networks, PolicyRow, Row, Weights, part
 
@@ -38,7 +39,9 @@ class Randomness:
     """The random choices of the updates, as functions of the PPO step (from 0)."""
 
     batches: Callable[[int], Iterator[tuple[int, Tensor]]]
-    """The epoch and the rows of each optimizer step."""
+    """The epoch and the rows of each optimizer step of the policy."""
+    critic_batches: Callable[[int], Iterator[tuple[int, Tensor]]]
+    """The epoch and the rows of each optimizer step that trains the critic alone."""
     taus: Callable[[int, int, int], Tensor | None]
     """(step, epoch, number of the optimizer step) -> the quantile levels of an iqn critic's loss."""
 
@@ -77,6 +80,9 @@ class IndependentPPO:
     total_steps: int
     kl_coef: float = field(init=False)
     num_updates: int = 0
+    policy_updates: int = 0
+    critic_updates: int = 0
+    """Of `num_updates`, those that trained the policy, and those that trained the critic."""
     num_ppo_steps: int = 0
     early_stops: int = 0
     """PPO steps whose updates `target_kl_stop` ended."""
@@ -89,23 +95,53 @@ class IndependentPPO:
         """One PPO step on `samples`; returns what it learned from, and leaves the new weights in `weights`."""
         with torch.no_grad():
             experience = self._experience(samples)
-        config, rows = self.config, samples.rows
-        per_rollout = config["ppo_epochs"] * -(-len(rows) // config["step_batch_size"])
-        total = self.total_steps * per_rollout
-        batches = list(self.randomness.batches(self.num_ppo_steps))
-        assert len(batches) == per_rollout
-        for number, (epoch, chosen) in enumerate(batches):
+        policy_total, critic_total = self._planned_updates(len(samples.rows))
+        for number, (learner, epoch, chosen) in enumerate(self._plan(len(samples.rows))):
             taus = self.randomness.taus(self.num_ppo_steps, epoch, number)
-            gradients = self._gradients(samples, experience, chosen.tolist(), taus)
+            gradients = self._gradients(samples, experience, chosen.tolist(), taus, learner)
             if gradients is None:
                 self.early_stops += 1
                 break
-            factor = rate_factor(self.num_updates, total, config)
-            self.weights = self.optimizer.step(self.weights, gradients, factor)
+            factor = rate_factor(self.policy_updates, policy_total, self.config, critic=False)
+            critic_factor = rate_factor(self.critic_updates, critic_total, self.config, critic=True)
+            self.weights = self.optimizer.step(self.weights, gradients, factor, critic_factor)
             self.num_updates += 1
-        self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, config)
+            self.policy_updates += learner != "critic"
+            self.critic_updates += learner != "policy"
+        self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, self.config)
         self.num_ppo_steps += 1
         return experience
+
+    @property
+    def _separate(self) -> bool:
+        return self.config["critic_epochs"] is not None or self.config["critic_step_batch_size"] is not None
+
+    def _updates_of_rollout(self, rows: int) -> tuple[int, int]:
+        """Optimizer steps of the policy on one rollout, and those of a critic that steps alone."""
+        config = self.config
+        policy = config["ppo_epochs"] * math.ceil(rows / config["step_batch_size"])
+        size = of_critic(config, "step_batch_size", "critic_step_batch_size")
+        return policy, of_critic(config, "ppo_epochs", "critic_epochs") * math.ceil(rows / size)
+
+    def _planned_updates(self, rows: int) -> tuple[int, int]:
+        """Optimizer steps of policy and critic in the whole run; the policy takes none while the critic warms up."""
+        policy, critic = self._updates_of_rollout(rows)
+        return policy * (self.total_steps - self.config["critic_pretraining_steps"]), critic * self.total_steps
+
+    def _plan(self, rows: int) -> list[tuple[str, int, Tensor]]:
+        """Who learns in each optimizer step of this PPO step (policy, critic or both), its epoch and its rows."""
+        critic_only = self.num_ppo_steps < self.config["critic_pretraining_steps"]
+        policy, critic = self._updates_of_rollout(rows)
+        plan = []
+        if self._separate or critic_only:
+            plan += [("critic", *batch) for batch in self.randomness.critic_batches(self.num_ppo_steps)]
+            assert len(plan) == critic
+        if not critic_only:
+            learner = "policy" if self._separate else "both"
+            batches = list(self.randomness.batches(self.num_ppo_steps))
+            assert len(batches) == policy
+            plan += [(learner, *batch) for batch in batches]
+        return plan
 
     def _policy(self, weights: Weights, row: Row) -> PolicyRow:
         return self.networks.policy_row(weights, row, temperature=self.config["temperature"])
@@ -167,22 +203,24 @@ class IndependentPPO:
         return rows
 
     def _gradients(
-        self, samples: Samples, experience: Experience, rows: list[int], taus: Tensor | None
+        self, samples: Samples, experience: Experience, rows: list[int], taus: Tensor | None, learner: str
     ) -> dict[str, Tensor] | None:
-        """The gradient of one optimizer step's loss; None if target_kl_stop ends the step's updates."""
+        """The gradient of the loss of one optimizer step, of `learner`; None if target_kl_stop ends the step's
+        updates.
+        """
         weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
-        critic_only = self.num_ppo_steps < self.config["critic_pretraining_steps"]
         loss = torch.zeros((), dtype=torch.float64)
-        if not critic_only:
+        if learner != "critic":
             current = [self._policy(weights, samples.rows[i]) for i in rows]
             new, old = [row.logprobs for row in current], [experience.old[i] for i in rows]
             stop = self.config["target_kl_stop"]
             if stop is not None and losses.approximate_kl(new, old) > stop:
                 return None
             loss = loss + self._policy_terms(current, experience, rows)
-        if experience.values is not None:
+        if learner != "policy" and experience.values is not None:
             loss = loss + self.config["vf_coef"] * self._value_loss(weights, samples, experience, rows, taus)
-        trained = {n: w for n, w in weights.items() if not critic_only or n.startswith(("critic.", "head."))}
+        other = {"both": None, "policy": True, "critic": False}[learner]
+        trained = {n: w for n, w in weights.items() if n.startswith(("critic.", "head.")) != other}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
 

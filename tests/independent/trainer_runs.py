@@ -191,15 +191,19 @@ def _our_name(name: str) -> str:
 
 def _randomness(trainer: Any) -> Randomness:
     args = trainer.args
+    rows = args.rollout_batch_size * args.num_return_sequences
 
     def batches(step: int) -> Any:
-        rows = args.rollout_batch_size * args.num_return_sequences
         return update_batches(rows, args.step_batch_size, args.ppo_epochs, (args.seed, step))
+
+    def critic_batches(step: int) -> Any:
+        size, epochs = args.critic_step_batch_size or args.step_batch_size, args.critic_epochs or args.ppo_epochs
+        return update_batches(rows, size, epochs, (args.seed, step))
 
     def taus(step: int, epoch: int, number: int) -> Tensor | None:
         return sample_value_taus(trainer.critic_head, args.seed, step, epoch, number)
 
-    return Randomness(batches, taus)
+    return Randomness(batches, critic_batches, taus)
 
 
 def _samples(trainer: Any, case: Case) -> list[Samples]:

@@ -28,6 +28,7 @@ def save_reward_adapter(folder: Path) -> None:
 
 
 IQN = ("ppo_epochs=2", "critic=iqn", "num_quantiles=4", "critic_pretraining_steps=1", "target_kl_stop=0.001")
+SEPARATE = ("critic_epochs=1", "critic_step_batch_size=5", "critic_lr_scheduler_type=linear")
 GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 ADAPTER = ("lora=true", "critic_layout=adapter")
@@ -40,10 +41,10 @@ RUNS = {
     "rank_without_prompts": (*SPARING, "total_episodes=21", "score_chunk_prompts=2"),
     # 20 prompts at 7 a step leave ragged step batches.
     "ragged_batches": ("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared"),
-    "iqn_gspo": (*IQN, *GSPO),
+    "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     "rloo": RLOO,
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
-    "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1"),
+    "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
     "lora_separate": (
         *(*SPARING, "total_episodes=16", "lora=true", "critic_layout=separate"),

@@ -34,6 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
         **ADAPTERS,
         "ppo_epochs": 2,
+        "critic_epochs": 1,
         "gradient_checkpointing": True,
         "critic_pretraining_steps": 1,
         "weight_decay": 0.1,
@@ -65,8 +66,15 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
-    # Up to four micro-batches, where DeepSpeed's configuration has one.
-    "one_row_each": {"max_tokens_per_micro_batch": 9, "ppo_epochs": 2, "total_episodes": 10},
+    # Up to five micro-batches, where DeepSpeed's configuration has one. The critic steps alone, then the policy, then
+    # the critic again: a moment that had decayed meanwhile, or a step that had been counted, would show in its weights.
+    "one_row_each": {
+        "max_tokens_per_micro_batch": 9,
+        "critic_step_batch_size": 5,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "critic_lr_scheduler_type": "linear",
+    },
     # The copy keeps the adapter that training starts from.
     "copied_start": {"start_adapter": True, "critic_layout": "adapter", "reference": "copy"},
     "reward_adapter": {**ADAPTERS, "reward_adapter": "reward"},
@@ -74,7 +82,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "tied": {"arch": "gpt2", "critic_layout": "shared", "adam_epsilon": 0.00001},
     "clipped": CLIPPED,
     "clipped_adapters": {**CLIPPED, **ADAPTERS, "gradient_checkpointing": True},
-    "clipped_offloaded": CLIPPED,
+    "clipped_offloaded": {**CLIPPED, "critic_epochs": 1},
     "steep": {"steep": True, "max_skipped_updates": 3, "total_episodes": 10},
     "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 2]], "max_skipped_updates": 3},
     "skipped_adapters": {**ADAPTERS, "poison": [[0, 1]], "max_skipped_updates": 3},

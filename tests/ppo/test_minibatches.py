@@ -1,6 +1,7 @@
 """Which rows make an optimizer step and a micro-batch: hand-worked cases, and that no row is lost or counted twice."""
 
 from functools import partial
+from itertools import groupby
 from statistics import mean
 
 import pytest
@@ -13,9 +14,12 @@ from alpaca_ppo.ppo.minibatches import (
     plan_equal_rows,
     plan_micro_batches,
     plan_padded_micro_batches,
+    step_counts,
     update_batches,
+    update_steps,
 )
 from tests.ppo.recorded_lengths import CHAT, CHAT_FULL, REASONING, REASONING_FULL
+from tests.tiny_runs import tiny_config
 
 
 def tokens(lengths, rows):
@@ -38,6 +42,33 @@ def test_update_batches_cover_all_rows_once_an_epoch():
     assert [(epoch, len(batch)) for epoch, batch in batches] == [(0, 4), (0, 4), (0, 2), (1, 4), (1, 4), (1, 2)]
     for epoch in range(2):
         assert sorted(torch.cat([rows for e, rows in batches if e == epoch]).tolist()) == list(range(10))
+
+
+GROUPS = {"adv_estimator": "grpo", "num_return_sequences": 2}
+PLANS_OF_UPDATES = [
+    # ceil(10 / 4) = 3 steps an epoch, two epochs.
+    ({}, False, [("both", 6)], (6, 6, 6)),
+    ({}, True, [("critic", 6)], (6, 0, 6)),
+    (GROUPS, False, [("both", 6)], (6, 6, 0)),
+    ({"critic_epochs": 3}, False, [("critic", 9), ("policy", 6)], (15, 6, 9)),
+    # ceil(10 / 7) = 2.
+    ({"critic_step_batch_size": 7}, False, [("critic", 4), ("policy", 6)], (10, 6, 4)),
+    ({"critic_step_batch_size": 7, "critic_epochs": 1}, True, [("critic", 2)], (2, 0, 2)),
+]
+
+
+@pytest.mark.parametrize(("settings", "critic_only", "parts", "counts"), PLANS_OF_UPDATES)
+def test_an_update_takes_the_critics_steps_and_then_the_policys(settings, critic_only, parts, counts):
+    args = tiny_config("unused", ppo_epochs=2, **settings)
+    plan = list(update_steps(10, args, (0, 1), critic_only=critic_only))
+    assert [(part, len(list(steps))) for part, steps in groupby(plan, key=lambda step: step.part)] == parts
+    assert step_counts(10, args, critic_only=critic_only) == counts
+    for part, _ in parts:
+        epochs = {step.epoch for step in plan if step.part == part}
+        for epoch in epochs:
+            rows = torch.cat([step.rows for step in plan if (step.part, step.epoch) == (part, epoch)])
+            assert sorted(rows.tolist()) == list(range(10))
+        assert epochs == set(range(len(epochs)))
 
 
 def test_chunks_hold_rows_of_like_length():

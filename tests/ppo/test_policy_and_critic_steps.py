@@ -12,6 +12,7 @@ from peft import LoraConfig
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.trainer.progress import UpdateProgress
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import count_even, tiny_config, tiny_trainer, weights
 
@@ -164,6 +165,65 @@ def test_a_frozen_policy_has_no_gradient_and_no_critic_no_norm(tmp_path):
     assert first["ppo/val/grad_norm"] > 0 and second["ppo/val/grad_norm"] > 0
     trainer = tiny_trainer(tmp_path / "grpo", **GROUPS)
     assert "ppo/val/grad_norm" not in trainer.step(trainer.prompt_batches(0))
+
+
+@pytest.mark.parametrize("layout", ["separate", "recomputed adapter"])
+def test_separate_steps_on_the_same_batches_are_joint_steps_to_the_last_bit(layout, tmp_path):
+    settings = {**LAYOUTS[layout], "ppo_epochs": 2, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
+    arguments = {"peft_config": LORA} if "adapter" in layout else {}
+    runs = []
+    for critic_epochs in (None, 2):
+        folder = tmp_path / str(critic_epochs)
+        trainer = tiny_trainer(folder, critic_epochs=critic_epochs, trainer_arguments=arguments, **settings)
+        lines = [trainer.step(trainer.prompt_batches(step)) for step in range(2)]
+        runs.append((weights(trainer), trainer, lines))
+    (joint, _, lines), (separate, trainer, separate_lines) = runs
+    assert same_bits(separate, joint)
+    for line, separate_line in zip(lines, separate_lines, strict=True):
+        assert line.keys() == separate_line.keys()
+        for name in line.keys() - {"ppo/loss/total", "memory/peak_gib"}:
+            if not name.startswith(("time/", "tokens/")):
+                assert line[name] == separate_line[name], name
+        # vf_coef is 0.1.
+        total = separate_line["ppo/loss/policy"] + 0.1 * separate_line["ppo/loss/value"]
+        assert separate_line["ppo/loss/total"] == pytest.approx(total)
+
+
+def optimizer_state(trainer):
+    """Copies of weight, moments and number of steps of each parameter, by its name."""
+    state = trainer.updater.optimizer.state
+    named = trainer.actor_critic.named_parameters()
+    return {name: [p.detach().clone(), *(t.clone() for t in state[p].values())] for name, p in named}
+
+
+def test_neither_moves_while_the_other_steps_and_both_are_counted(tmp_path):
+    rates = {"lr_scheduler_type": "linear", "critic_lr_scheduler_type": "constant_with_warmup"}
+    settings = {"critic_step_batch_size": 5, "weight_decay": 0.1, "critic_lr_warmup_steps": 3, **rates}
+    trainer = tiny_trainer(tmp_path, **settings)
+    trainer.step(trainer.prompt_batches(0))
+    parts, take = [], trainer.updater.step
+
+    def watched(*arguments, part, **how):
+        before = optimizer_state(trainer)
+        result = take(*arguments, part=part, **how)
+        after = optimizer_state(trainer)
+        changed = {n.split(".")[0] for n in after if not all(map(torch.equal, after[n], before[n]))}
+        parts.append((part, changed))
+        return result
+
+    trainer.updater.step = watched
+    stats = trainer.step(trainer.prompt_batches(1))
+    # Ten rows: two batches of 5 for the critic, then 4, 4 and 2 for the policy.
+    assert parts == [("critic", {"critic"})] * 2 + [("policy", {"policy"})] * 3
+    assert (stats["ppo/policy/optimizer_steps"], stats["ppo/val/optimizer_steps"]) == (3, 2)
+    assert (trainer.updater.num_updates, trainer.optimizer_steps) == (10, 6)
+    # The last of the policy's 6 steps, on the way from 1e-3 to 0; the critic's 4th, after 3 of warm-up.
+    assert stats["objective/lr"] == pytest.approx(1e-3 / 6) and stats["objective/critic_lr"] == 1e-3
+    # Rollouts from which only the critic has learned are given up where sampler and trainer disagree.
+    for steps, kept in (({"critic": 2}, False), ({"critic": 2, "policy": 1}, True), ({"both": 1}, True)):
+        trainer.progress.advance(update=UpdateProgress(trainer.rollout(trainer.prompt_batches(1)), {}, steps=steps))
+        trainer.progress.discard_rollouts()
+        assert (trainer.progress.update is not None) == kept
 
 
 @pytest.mark.parametrize("part", ["policy", "critic"])

@@ -45,7 +45,7 @@ def test_a_skipped_update_leaves_no_trace_but_its_record(tmp_path, capsys):
     step = trainer.updater.step
 
     def watched(*args, **kwargs):
-        optimizer, scheduler = trainer.updater.optimizer, trainer.updater.scheduler
+        optimizer, scheduler = trainer.updater.optimizer, trainer.updater.schedules
         seen.append((weights(trainer), str(optimizer.state_dict()), str(scheduler.state_dict())))
         return step(*args, **kwargs)
 
@@ -54,7 +54,7 @@ def test_a_skipped_update_leaves_no_trace_but_its_record(tmp_path, capsys):
     before, optimizer, scheduler = seen[2]
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
     assert optimizer == str(trainer.updater.optimizer.state_dict())
-    assert scheduler == str(trainer.updater.scheduler.state_dict())
+    assert scheduler == str(trainer.updater.schedules.state_dict())
     assert stats["ppo/policy/skipped_updates"] == 1 and stats["ppo/policy/optimizer_steps"] == 2
     assert stats["ppo/policy/kl_stopped"] == 0
     assert math.isfinite(stats["ppo/loss/total"])

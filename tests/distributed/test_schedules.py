@@ -1,0 +1,112 @@
+"""The learning rates of policy and critic, each counted in optimizer steps of its own: hand-worked."""
+
+import math
+
+import pytest
+import torch
+
+from alpaca_ppo.distributed.optimizer import make_optimizer
+from alpaca_ppo.distributed.schedules import Schedules, StepCounts
+from alpaca_ppo.models import build_actor_critic
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import tiny_config
+
+TOTALS = StepCounts(total=10, policy=4, critic=6)
+RATES = {"learning_rate": 1.0, "critic_learning_rate": 0.5}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_actor_critic(tiny_causal_lm("gpt2"), critic_layout="separate")
+
+
+def made(model, totals=TOTALS, **settings):
+    args = tiny_config("unused", **RATES, **settings)
+    optimizer = make_optimizer(model, args, torch.device("cpu"))
+    return optimizer, Schedules(optimizer, model, args, totals)
+
+
+def rates(optimizer):
+    """Of the policy's groups (matrices, vectors) and of the critic's."""
+    first, second, third, fourth = (group["lr"] for group in optimizer.param_groups)
+    assert first == second and third == fourth
+    return first, third
+
+
+def test_each_schedule_counts_the_steps_of_its_own(model):
+    settings = {"lr_scheduler_type": "linear", "critic_lr_scheduler_type": "cosine", "critic_lr_warmup_steps": 2}
+    optimizer, schedules = made(model, **settings)
+    # Linear from 1 to 0 in 4 steps. Two steps of warm-up, then half of 1 + cos(pi i / 4), times 0.5.
+    assert rates(optimizer) == (1.0, 0.0)
+    schedules.step("critic")
+    assert rates(optimizer) == (1.0, 0.25)
+    schedules.step("policy")
+    assert rates(optimizer) == (0.75, 0.25)
+    schedules.step("both")
+    assert rates(optimizer) == (0.5, 0.5)
+    schedules.step("critic")
+    assert rates(optimizer) == (0.5, pytest.approx(0.25 * (1 + math.sqrt(0.5))))
+    schedules.step("policy")
+    schedules.step("policy")
+    assert rates(optimizer)[0] == 0.0 and schedules.of_policy.get_last_lr() == [0.0, 0.0]
+
+
+def test_what_the_critic_leaves_out_is_the_policys(model):
+    optimizer, schedules = made(model, lr_scheduler_type="linear", warmup_steps=2)
+    found = []
+    for _ in range(6):
+        schedules.step("both")
+        found.append(rates(optimizer))
+    # Warm-up to the whole rate in 2 steps, then down to 0 at step 4 of the policy, and at step 6 of the critic.
+    policy, critic = [0.5, 1.0, 0.5, 0.0, 0.0, 0.0], [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]
+    assert found == list(zip(policy, critic, strict=True))
+
+
+def test_the_policys_schedule_begins_anew_and_goes_on_in_a_resumed_run(model):
+    optimizer, schedules = made(model, lr_scheduler_type="linear")
+    for _ in range(3):
+        schedules.step("critic")
+    schedules.restart_policy(5)
+    schedules.step("both")
+    assert rates(optimizer) == (0.8, pytest.approx(0.5 * 2 / 6))
+    other_optimizer, other = made(model, lr_scheduler_type="linear")
+    # Loading replaces the groups of the optimizer.
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(schedules.state_dict())
+    assert rates(other_optimizer) == rates(optimizer)
+    for part in ("policy", "critic", "both"):
+        schedules.step(part)
+        other.step(part)
+        assert rates(other_optimizer) == rates(optimizer)
+    assert rates(optimizer)[0] == pytest.approx(1 - 3 / 5)
+    assert schedules.totals == TOTALS
+
+
+@pytest.mark.parametrize("setting", [{"critic_lr_scheduler_type": "linear"}, {"critic_lr_warmup_steps": 0}])
+def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model, setting):
+    (name, value) = next(iter(setting.items()))
+    mixed = torch.optim.SGD(model.parameters(), lr=1.0)
+    args = tiny_config("unused", lr_scheduler_type="linear")
+    cause = "group 0 of the optimizer has parameters of policy and critic, so policy and critic have the same schedule"
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, but {cause}; set {name}: null, or make a group"):
+        Schedules(mixed, model, tiny_config("unused", **setting), TOTALS)
+    schedules = Schedules(mixed, model, args, TOTALS)
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    of_user = torch.optim.lr_scheduler.LinearLR(own, 1.0, 0.0, total_iters=10)
+    cause = "`optimizers` has a schedule, so policy and critic have the same schedule"
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, but {cause}; set {name}: null, or leave"):
+        Schedules(own, model, tiny_config("unused", **setting), TOTALS, own=of_user)
+    users = Schedules(own, model, args, TOTALS, own=of_user)
+    assert users.of_policy is of_user
+    for done, part in enumerate(("critic", "policy", "both"), 1):
+        for optimizer, each in ((mixed, schedules), (own, users)):
+            optimizer.step()
+            each.step(part)
+            each.restart_policy(3)
+            # Linear over 10 steps.
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(1 - done / 10)
+
+
+def test_a_run_says_how_many_optimizer_steps_it_takes():
+    assert str(StepCounts(6, 6, 6)) == str(StepCounts(6, 6, 0)) == "6 optimizer steps"
+    assert str(StepCounts(9, 3, 6)) == "3 optimizer steps of the policy and 6 of the critic"
