@@ -155,14 +155,24 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
         "rloo": {"needs_group": True},
         "opo": {"needs_group": True},
         "reinforce_plus_plus_baseline": {"needs_group": True},
+        "qae": {"needs_group": True},
+        "grpo_passk": {"needs_group": True},
+        "gdpo": {"needs_group": True, "needs_scores_by_source": True},
         "reinforce_plus_plus": {"uses_gamma": True},
         "remax": {"needs_greedy_baseline": True},
     },
-    {"needs_critic": False, "needs_group": False, "needs_greedy_baseline": False, "uses_gamma": False},
+    {
+        "needs_critic": False,
+        "needs_group": False,
+        "needs_greedy_baseline": False,
+        "needs_scores_by_source": False,
+        "uses_gamma": False,
+    },
 )
 """`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
-`needs_greedy_baseline`: reads the score of a greedy response to each prompt. `uses_gamma`: discounts by `gamma`, which
-must be 1 for an estimator with neither a critic nor this trait."""
+`needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the scores
+of each reward source. `uses_gamma`: discounts by `gamma`, which must be 1 for an estimator with neither a critic nor
+this trait."""
 
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "kl_estimator",

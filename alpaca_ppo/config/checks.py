@@ -7,6 +7,7 @@ those that a user registers too.
 import dataclasses
 from typing import Any
 
+from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
@@ -21,6 +22,8 @@ ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entro
 """Metrics that only every `entropy_logging_steps`-th step has."""
 
 _CRITIC_ONLY = (
+    "lam_policy",
+    "lam_critic",
     "critic",
     "risk_level",
     "critic_pretraining_steps",
@@ -66,6 +69,8 @@ def _check_estimator(config: Any) -> None:
             f"adv_estimator is {name!r}, which compares the responses to one prompt, but num_return_sequences is 1; "
             f"set it to 2 or more, or choose one of {', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
         )
+    if isinstance(config.lam_policy, str) and config.lam_policy != ADAPTIVE:
+        raise ValueError(f"lam_policy is {config.lam_policy!r}; it must be {ADAPTIVE}, a number from 0 to 1, or null")
     if config.uses_critic:
         return
     if not ADV_ESTIMATORS.trait(name, "uses_gamma") and config.gamma != 1.0:

@@ -13,6 +13,9 @@ from alpaca_ppo.registry import (
     RolloutCorrectionLevel,
 )
 
+ADAPTIVE = "adaptive"
+"""The word that `lam_policy` may be."""
+
 
 @dataclass(frozen=True)
 class LearningOptions(RolloutOptions):
@@ -26,6 +29,30 @@ class LearningOptions(RolloutOptions):
     )
     gamma: float = argument(1.0, "Discount per token.", at_least=0, at_most=1)
     lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1)
+    lam_policy: float | str | None = argument(
+        None,
+        "Lambda of GAE's advantages, which the policy learns from: a number; adaptive = 1 - 1 / (lam_alpha * length), "
+        "at least 0, for each response (VAPO); null = lam.",
+        at_least=0,
+        at_most=1,
+    )
+    lam_critic: float | None = argument(
+        None,
+        "Lambda of GAE's returns, which the critic learns; 1 = returns without bootstrapping (VC-PPO); null = lam.",
+        at_least=0,
+        at_most=1,
+    )
+    lam_alpha: float = argument(
+        0.05, "With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0.", above=0
+    )
+    qae_quantile: float = argument(
+        0.4,
+        "With adv_estimator qae: the baseline is the group's smallest score that at least this share of the group does "
+        "not exceed. With right or wrong answers, groups with a share of at most 1 - qae_quantile right learn from "
+        "these, all others from the wrong ones.",
+        above=0,
+        at_most=1,
+    )
     whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.")
 
     policy_loss: str = argument(

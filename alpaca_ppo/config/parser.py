@@ -116,7 +116,11 @@ def _typed(given: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str,
 
 
 def _number(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
-    """YAML reads 1e-5 as text: `value` as the number that `kinds` declare, unless they allow text."""
+    """YAML reads 1e-5 as text: `value` as the number that `kinds` declare. Of kinds that allow text too, a float alone
+    is read from it.
+    """
+    if isinstance(value, str) and {float, str} <= set(kinds):
+        return _float_or_text(value)
     kind = float if float in kinds else int if int in kinds else None
     if not isinstance(value, str) or kind is None or str in kinds:
         return value
@@ -128,7 +132,7 @@ def _number(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
 
 class _FlagParser(HfArgumentParser):
     """`HfArgumentParser` with groups in `--help`, registered names in the help texts, `null` for fields that may be
-    None, and the union `str | int`, where digits are a number.
+    None, and the unions `str | int` and `float | str`, where what can be read as a number is one.
     """
 
     def __init__(self, dataclass_types: Sequence[type], options: Mapping[str, Option]) -> None:
@@ -151,6 +155,8 @@ class _FlagParser(HfArgumentParser):
             settings["help"] += f" One of {', '.join(option.registry.names)}."
         if isinstance(settings.get("type"), types.UnionType):
             settings["type"] = _number_or_text
+        if {float, str} <= set(option.kinds):
+            settings["type"] = _or_null(_float_or_text) if option.nullable else _float_or_text
         if True in option.choices:
             settings["type"] = _boolean_or_text
         # In fields that also accept other types (TrainingArguments.report_to), "none" is a value of its own and is not
@@ -173,6 +179,13 @@ class _FlagParser(HfArgumentParser):
 
 def _number_or_text(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() else text
+
+
+def _float_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _boolean_or_text(text: str) -> bool | str:

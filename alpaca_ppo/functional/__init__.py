@@ -6,11 +6,11 @@ returned in float32, float64 inputs in float64. No function modifies its inputs 
 """
 
 from alpaca_ppo.functional.advantages import (
-    GROUP_ESTIMATORS,
     AdvantageInputs,
     Advantages,
+    decoupled_gae,
     gae,
-    group_advantages,
+    length_adaptive_lam,
     register_adv_estimator,
     reinforce_plus_plus,
     remax,
@@ -24,6 +24,7 @@ from alpaca_ppo.functional.distributional import (
     quantile_huber_loss,
     quantile_midpoints,
 )
+from alpaca_ppo.functional.groups import GROUP_ESTIMATORS, gdpo_advantages, group_advantages, informative_rows
 from alpaca_ppo.functional.kl import kl_penalty, register_kl_estimator
 from alpaca_ppo.functional.logprobs import ChunkedLogprobs, chunked_logprobs, entropy_from_logits, token_logprobs
 from alpaca_ppo.functional.masked import (
@@ -42,7 +43,13 @@ from alpaca_ppo.functional.policy_losses import (
     register_policy_loss,
     rollout_correction_weights,
 )
-from alpaca_ppo.functional.shaping import ShapedRewards, last_token_index, response_lengths, shape_rewards
+from alpaca_ppo.functional.shaping import (
+    ShapedRewards,
+    last_token_index,
+    overlong_penalty,
+    response_lengths,
+    shape_rewards,
+)
 from alpaca_ppo.functional.value_losses import value_loss
 
 __all__ = [
@@ -61,15 +68,20 @@ __all__ = [
     "chunked_logprobs",
     "cvar_from_categorical",
     "cvar_from_quantiles",
+    "decoupled_gae",
     "entropy_from_logits",
     "gae",
+    "gdpo_advantages",
     "group_advantages",
     "gspo_policy_loss",
+    "informative_rows",
     "kl_penalty",
     "last_token_index",
+    "length_adaptive_lam",
     "masked_mean",
     "masked_var",
     "masked_whiten",
+    "overlong_penalty",
     "policy_loss",
     "quantile_huber_loss",
     "quantile_midpoints",

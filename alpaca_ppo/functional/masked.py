@@ -54,6 +54,19 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
+def check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
+    """Checks that `values` is (B,) for a mask (B, R).
+
+    Raises:
+        ValueError: when it is not; calls it `name`.
+    """
+    if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)} but response_mask has {tuple(response_mask.shape)}; "
+            "pass a mask (B, R) and one entry for each of its rows"
+        )
+
+
 def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """The mean of `values` where `mask` is True, over `dim` (default: all); 0 if no entry is True.
 

@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import (
     AdvantageInputs,
     Advantages,
-    gae,
+    decoupled_gae,
+    gdpo_advantages,
     group_advantages,
+    length_adaptive_lam,
     masked_whiten,
     reinforce_plus_plus,
     remax,
 )
+from alpaca_ppo.functional.masked import rounding_error
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
@@ -45,11 +49,11 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
         inputs: what the estimator reads.
         args: of the run.
         monte_carlo_returns: whether the returns are sums of discounted rewards, which no value enters: the estimator is
-            then given `args` with `lam` 1.
+            then given `args` with `lam_critic` 1.
 
     Raises:
-        ValueError: when the values, prompt ids or baseline scores that the estimator needs are missing, and when it
-            returns anything other than `Advantages` of the shape of the rewards.
+        ValueError: when the values, prompt ids, baseline scores or scores by source that the estimator needs are
+            missing, and when it returns anything other than `Advantages` of the shape of the rewards.
     """
     name = args.adv_estimator
     estimator = ADV_ESTIMATORS.get(name)
@@ -57,12 +61,13 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
         "needs_critic": ("values", inputs.values, "rollout() must return them"),
         "needs_group": ("prompt_ids", inputs.prompt_ids, "pass them to _estimate_advantage()"),
         "needs_greedy_baseline": ("baseline_scores", inputs.baseline_scores, "rollout() must return them"),
+        "needs_scores_by_source": ("scores_by_source", inputs.scores_by_source, "rollout() must return them"),
     }
     for trait, (field, given, remedy) in needed.items():
         if given is None and ADV_ESTIMATORS.trait(name, trait):
             raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; {remedy}")
     if monte_carlo_returns:
-        args = replace(args, lam=1.0)
+        args = replace(args, lam_critic=1.0)
     return _checked(name, estimator(inputs, args), inputs.rewards)
 
 
@@ -88,11 +93,26 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     rewards = inputs.rewards
     if args.whiten_rewards:
         rewards = masked_whiten(rewards, inputs.response_mask, keep_mean=True)
-    estimated = gae(rewards, inputs.values, inputs.response_mask, gamma=args.gamma, lam=args.lam)
+    estimated = decoupled_gae(
+        rewards,
+        inputs.values,
+        inputs.response_mask,
+        gamma=args.gamma,
+        lam_policy=_lam_policy(inputs.response_mask, args),
+        lam_critic=args.lam if args.lam_critic is None else args.lam_critic,
+    )
     if not args.whiten_advantages:
         return estimated
     # The critic learns from the returns, which stay as they are.
     return estimated._replace(advantages=masked_whiten(estimated.advantages, inputs.response_mask))
+
+
+def _lam_policy(response_mask: Tensor, args: PPOConfig) -> float | Tensor:
+    """The lambda of the advantages: a number, or (B,) with one for each row."""
+    if isinstance(args.lam_policy, str):
+        assert args.lam_policy == ADAPTIVE, "the configuration refuses other words"
+        return length_adaptive_lam(response_mask, alpha=args.lam_alpha)
+    return args.lam if args.lam_policy is None else args.lam_policy
 
 
 @ADV_ESTIMATORS.implement("reinforce_plus_plus")
@@ -111,10 +131,33 @@ def _remax(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
 @ADV_ESTIMATORS.implement("rloo")
 @ADV_ESTIMATORS.implement("opo")
 @ADV_ESTIMATORS.implement("reinforce_plus_plus_baseline")
+@ADV_ESTIMATORS.implement("qae")
+@ADV_ESTIMATORS.implement("grpo_passk")
 def _group(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     """Compares the sums of the shaped rewards of whole responses, so that a KL penalty in the reward counts."""
     assert inputs.prompt_ids is not None
     mask = inputs.response_mask
     scores = torch.where(mask, inputs.rewards, 0).sum(dim=1)
-    advantages = group_advantages(scores, inputs.prompt_ids, mask, estimator=args.adv_estimator)
+    advantages = group_advantages(
+        scores, inputs.prompt_ids, mask, estimator=args.adv_estimator, quantile=args.qae_quantile
+    )
+    return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))
+
+
+@ADV_ESTIMATORS.implement("gdpo")
+def _gdpo(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+    """Compares the scores of each source on their own, and what else the shaped rewards hold (a KL penalty,
+    penalty_reward_value, what a subclass adds) without dividing it by its std.
+    """
+    assert inputs.prompt_ids is not None and inputs.scores_by_source is not None
+    mask, by_source = inputs.response_mask, inputs.scores_by_source.to(inputs.rewards.dtype)
+    weights = torch.tensor(args.reward_weights or [1.0] * by_source.size(1), dtype=torch.float64)
+    shaped, weighted = torch.where(mask, inputs.rewards, 0).double(), weights * by_source.double().nan_to_num(nan=0.0)
+    penalties = shaped.sum(dim=1) - weighted.sum(dim=1)
+    # Scores and rewards are rounded to float32 one by one. Where no source tells responses apart, whitening would make
+    # advantages of the rounding.
+    rounding = rounding_error((shaped.abs().sum(dim=1) + weighted.abs().sum(dim=1)).to(inputs.scores_by_source.dtype))
+    penalties = torch.where(penalties.abs() <= rounding, 0.0, penalties).to(inputs.rewards.dtype)
+    advantages = gdpo_advantages(by_source, weights, inputs.prompt_ids, mask, penalties=penalties)
+    scores = shaped.sum(dim=1).to(inputs.rewards.dtype)
     return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))

@@ -201,6 +201,7 @@ class PPOTrainer(BaseTrainer):
             scores=rollouts["rewards"],
             prompt_ids=rollouts["prompt_ids"],
             baseline_scores=rollouts.get("baseline_scores"),
+            scores_by_source=rollouts["scores_by_source"],
         )
         hook_checks.add_to_rollouts(rollouts, "_estimate_advantage", estimated, hook_checks.ESTIMATED)
         return rollouts
@@ -351,8 +352,8 @@ class PPOTrainer(BaseTrainer):
     ) -> dict[str, Tensor]:
         """`advantages` and `returns` (B, R) of shaped rewards (B, R) and values (B, R; None without a critic).
 
-        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), and `baseline_scores`
-        (B,) or None, for estimators that need them.
+        `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), `baseline_scores` (B,) or
+        None, and `scores_by_source` (B, sources), for estimators that need them.
         """
         inputs = AdvantageInputs(
             rewards=rewards,
@@ -361,6 +362,7 @@ class PPOTrainer(BaseTrainer):
             scores=extra.get("scores"),
             prompt_ids=extra.get("prompt_ids"),
             baseline_scores=extra.get("baseline_scores"),
+            scores_by_source=extra.get("scores_by_source"),
         )
         return estimate_advantages(inputs, self.args, monte_carlo_returns=self.in_critic_pretraining)._asdict()
 

@@ -136,6 +136,15 @@ def test_null_by_flag_takes_the_files_value_away(tmp_path):
     assert script.eval_dataset_name is None
 
 
+@pytest.mark.parametrize(
+    ("given", "value"), [("0.9", 0.9), ("1", 1), ("9e-1", 0.9), ("adaptive", "adaptive"), ("null", None)]
+)
+def test_a_number_or_a_word_is_read_as_what_it_is(tmp_path, given, value):
+    # YAML takes 9e-1 for text, as it does 1e-5.
+    for args in (parse(tmp_path, f"lam_policy: {given}"), parse(tmp_path, "seed: 1", "--lam_policy", given)):
+        assert args.lam_policy == value and isinstance(args.lam_policy, str) == (given == "adaptive")
+
+
 def test_none_stays_a_word_where_it_is_one(tmp_path):
     assert parse(tmp_path, "seed: 1", "--report_to", "none").report_to == ["none"]
     assert parse(tmp_path, "report_to: none").report_to == ["none"]

@@ -123,6 +123,15 @@ from tests.registered import temporary_choices
             {"init_value_with_reward": True, "critic_layout": "shared"},
             "init_value_with_reward is True, but with critic_layout 'shared'",
         ),
+        ({"lam_policy": "adaptve"}, "lam_policy is 'adaptve'; it must be adaptive, a number from 0 to 1, or null"),
+        ({"lam_policy": 1.5}, "lam_policy is 1.5; it must be at least 0 and at most 1 or null"),
+        ({"lam_critic": -0.1}, "lam_critic is -0.1; it must be at least 0 and at most 1 or null"),
+        ({"lam_alpha": 0.0}, "lam_alpha is 0.0; it must be above 0"),
+        ({"qae_quantile": 0.0}, "qae_quantile is 0.0; it must be above 0 and at most 1"),
+        (
+            {"adv_estimator": "remax", "lam_policy": "adaptive"},
+            "lam_policy is 'adaptive', but adv_estimator 'remax' has no critic; set lam_policy back to None",
+        ),
         ({"adv_estimator": "remax", "gamma": 0.9}, "gamma is 0.9, but adv_estimator 'remax' weights whole responses"),
         (
             {"reference": "none", "use_kl_in_reward": False, "max_kl_to_ref": 5.0},
@@ -178,8 +187,10 @@ def test_loss_modes_are_those_of_the_functions():
 
 
 def test_the_group_estimators_are_the_built_in_ones_that_need_a_group():
-    names = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline")
-    assert names == functional.GROUP_ESTIMATORS == ADV_ESTIMATORS.names_with(needs_group=True)
+    names = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline", "qae", "grpo_passk")
+    # gdpo compares several scores of each response, in a function of its own.
+    assert functional.GROUP_ESTIMATORS == names
+    assert ADV_ESTIMATORS.names_with(needs_group=True) == (*names, "gdpo")
 
 
 def test_a_single_tracker_needs_no_list():

@@ -1,10 +1,12 @@
+import math
+
 import pytest
 import torch
 from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import gae, masked_whiten
+from alpaca_ppo.functional import decoupled_gae, gae, length_adaptive_lam, masked_whiten
 from tests.golden_cases import golden_cases
 
 
@@ -85,7 +87,7 @@ def test_gae_computes_half_precision_in_float32():
     assert all(tensor.dtype == torch.float32 for tensor in result)
 
 
-@pytest.mark.parametrize("name", ["gamma", "lam"])
+@pytest.mark.parametrize("name", ["gamma", "lam", "turn_gamma", "turn_lam"])
 def test_gae_refuses_a_rate_outside_zero_to_one(name):
     rates = {"gamma": 0.9, "lam": 0.9} | {name: 1.5}
     with pytest.raises(ValueError, match=rf"{name} is 1.5; it must be in \[0, 1\]"):
@@ -135,3 +137,79 @@ def test_gae_matches_golden(inputs, expected):
     assert_close(returns, expected["returns_inside_mask"], rtol=0, atol=1e-6)
     whitened = masked_whiten(advantages, inputs["response_mask"])
     assert_close(whitened, expected["whitened_advantages_inside_mask"], rtol=0, atol=1e-6)
+
+
+def test_gae_across_a_hole_takes_the_rates_of_turns():
+    # Tokens 0, 1 and, two columns on, 4: A4 = 4 - 2 = 2
+    # A1 = (0 + .5*2 - 1) + .5*.25*2 = .25, across the hole;  A0 = (0 + .8*1 - 3) + .8*.5*.25 = -2.1
+    rewards = tensor([[0.0, 0.0, nan, nan, 4.0, nan]])
+    values, mask = tensor([[3.0, 1.0, nan, nan, 2.0, nan]]), tensor([[True, True, False, False, True, False]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.8, lam=0.5, turn_gamma=0.5, turn_lam=0.25)
+    assert_close(advantages, tensor([[-2.1, 0.25, 0.0, 0.0, 2.0, 0.0]]))
+    assert_close(returns, tensor([[0.9, 1.25, 0.0, 0.0, 4.0, 0.0]]))
+
+
+def test_gae_without_rates_of_turns_crosses_a_hole_as_any_step():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(3, 5), torch.randn(3, 5)
+    mask = tensor([[True, False, True, True, False], [False, True, False, False, True], [True] * 5])
+    for lam in (0.7, tensor([0.7, 0.2, 1.0])):
+        plain = gae(rewards, values, mask, gamma=0.9, lam=lam)
+        stated = gae(rewards, values, mask, gamma=0.9, lam=lam, turn_gamma=0.9)
+        assert all(torch.equal(a, b) for a, b in zip(plain, stated, strict=True))
+    # One rate of turns alone: the other is that of tokens, also where it is one a row.
+    lam = tensor([0.7, 0.7, 0.7])
+    assert_close(
+        gae(rewards, values, mask, gamma=0.9, lam=lam, turn_gamma=0.5),
+        gae(rewards, values, mask, gamma=0.9, lam=0.7, turn_gamma=0.5, turn_lam=0.7),
+    )
+
+
+def test_gae_of_turns_ignores_nan_in_holes_and_its_gradients_match_finite_differences():
+    torch.manual_seed(0)
+    mask = tensor([[True, False, True, True], [True, True, False, True]])
+    rewards, values = (torch.randn(2, 4, dtype=torch.float64).where(mask, nan).requires_grad_() for _ in range(2))
+    rates = {"gamma": 0.9, "turn_gamma": 0.8, "turn_lam": 1.0}
+    lam = tensor([0.5, 0.9], dtype=torch.float64)
+    result = decoupled_gae(rewards, values, mask, lam_policy=lam, lam_critic=0.7, **rates)
+    for grad in torch.autograd.grad(sum(x.square().sum() for x in result), (rewards, values)):
+        assert grad.isfinite().all() and grad[~mask].eq(0).all()
+    clean = [x.detach().where(mask, 0.0).requires_grad_() for x in (rewards, values)]
+    assert gradcheck(lambda r, v: decoupled_gae(r, v, mask, lam_policy=lam, lam_critic=0.7, **rates), clean)
+
+
+def test_decoupled_gae_takes_advantages_and_returns_from_two_lambdas():
+    # lam 0: 0 + 2 - 1 = 1, 4 - 2 = 2. Returns of lam 1 without a discount: 4, 4, whatever the values.
+    rewards, values, mask = tensor([[0.0, 4.0, nan]]), tensor([[1.0, 2.0, nan]]), tensor([[True, True, False]])
+    advantages, returns = decoupled_gae(rewards, values, mask, gamma=1.0, lam_policy=0.0, lam_critic=1.0)
+    assert_close(advantages, tensor([[1.0, 2.0, 0.0]]))
+    assert_close(returns, tensor([[4.0, 4.0, 0.0]]))
+    same = decoupled_gae(rewards, values, mask, gamma=0.9, lam_policy=0.5, lam_critic=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(same, gae(rewards, values, mask, gamma=0.9, lam=0.5), strict=True))
+
+
+def test_length_adaptive_lam_by_hand():
+    # Lengths 3, 2, 1 and 0 of chosen tokens: 1 - 1 / 1.5, 1 - 1 / 1 and below 0.
+    mask = tensor([[True, False, True, True], [True, True, False, False], [False, True, False, False], [False] * 4])
+    assert_close(length_adaptive_lam(mask, alpha=0.5), tensor([1 / 3, 0.0, 0.0, 0.0], dtype=torch.float64))
+    # 1 - 1 / (0.05 * 1000)
+    assert_close(length_adaptive_lam(torch.ones(1, 1000).bool(), alpha=0.05), tensor([0.98], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, nan, math.inf])
+def test_length_adaptive_lam_refuses_an_alpha_that_is_not_above_zero(alpha):
+    with pytest.raises(ValueError, match=f"alpha is {alpha}; it must be a number above 0"):
+        length_adaptive_lam(torch.ones(1, 1).bool(), alpha=alpha)
+
+
+@pytest.mark.parametrize(("name", "function"), [("turn_gae", gae), ("decoupled_gae", decoupled_gae)])
+def test_gae_of_turns_and_of_two_lambdas_match_golden(name, function):
+    for inputs, expected in golden_cases(name):
+        advantages, returns = function(**inputs)
+        assert_close(advantages, expected["advantages"], rtol=0, atol=1e-6)
+        assert_close(returns, expected["returns"], rtol=0, atol=1e-6)
+
+
+def test_length_adaptive_lam_matches_golden():
+    for inputs, expected in golden_cases("length_adaptive_lam"):
+        assert_close(length_adaptive_lam(**inputs), expected["lam"], rtol=0, atol=1e-6)

@@ -8,7 +8,16 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import GROUP_ESTIMATORS, gae, group_advantages, masked_whiten, reinforce_plus_plus, remax
+from alpaca_ppo.functional import (
+    GROUP_ESTIMATORS,
+    gae,
+    gdpo_advantages,
+    group_advantages,
+    informative_rows,
+    masked_whiten,
+    reinforce_plus_plus,
+    remax,
+)
 from tests.golden_cases import golden_cases
 
 # One group of three, of lengths 1, 2 and 1.
@@ -41,6 +50,9 @@ def random_group_batch():
         # baseline (1*1 + 2*2 + 1*6) / (1 + 2 + 1) = 11 / 4
         ("opo", [-1.75, -0.75, 3.25]),
         # tokens -2, -1, -1, 3: mean -1/4, unbiased variance (3.0625 + 2 * 0.5625 + 10.5625) / 3 = 59 / 12
+        # shares 1/3, 2/3 and 1 reach 0.4 at the score 2
+        ("qae", [-1 / (math.sqrt(7) + 1e-6), 0.0, 4 / (math.sqrt(7) + 1e-6)]),
+        ("grpo_passk", [0.0, 0.0, (6 - 2) / (math.sqrt(7) + 1e-6)]),
         ("reinforce_plus_plus_baseline", [a / math.sqrt(59 / 12 + 1e-8) for a in (-1.75, -0.75, 3.25)]),
     ],
 )
@@ -69,9 +81,18 @@ def test_reinforce_plus_plus_baseline_whitens_over_the_tokens_of_all_groups():
 
 
 @pytest.mark.parametrize(
-    ("estimator", "expected"), [("grpo", 3 / (1 + 1e-6)), ("grpo_no_std", 3.0), ("rloo", 3.0), ("opo", 3.0)]
+    ("estimator", "expected"),
+    [
+        ("grpo", 3 / (1 + 1e-6)),
+        ("grpo_no_std", 3.0),
+        ("rloo", 3.0),
+        ("opo", 3.0),
+        # It is its own quantile, and leads nobody.
+        ("qae", 0.0),
+        ("grpo_passk", 0.0),
+    ],
 )
-def test_a_response_alone_in_its_group_has_its_score_as_advantage(estimator, expected):
+def test_a_response_alone_in_its_group_has_its_score_as_advantage_or_none(estimator, expected):
     advantages = per_response(tensor([3.0, 1.0, 1.0]).double(), tensor([0, 1, 1]), estimator)
     assert_close(advantages, tensor([expected, 0.0, 0.0], dtype=torch.float64), rtol=0, atol=1e-12)
 
@@ -102,7 +123,8 @@ def test_scores_that_differ_by_rounding_alone_count_as_equal(estimator):
     scores[2] = scores[2].nextafter(tensor(2000.0))
     advantages = per_response(scores, tensor([0, 1, 0, 1]), estimator)
     assert advantages[0] == advantages[2] == 0
-    assert advantages[1] == -advantages[3] and advantages[3] > 0.5
+    # These two let the worse of a pair alone.
+    assert advantages[1] == (0 if estimator in ("qae", "grpo_passk") else -advantages[3]) and advantages[3] > 0.5
 
 
 @pytest.mark.parametrize("scores", [[1000.0, 1000.125], [1e6, 1e6 + 1], [-1e30, 1e30], [0.0, 1e-3]])
@@ -200,6 +222,121 @@ def test_scores_and_ids_must_be_one_a_row(inputs, message):
 @pytest.mark.parametrize(("inputs", "expected"), golden_cases("group_advantages"))
 def test_group_advantages_match_golden(inputs, expected):
     assert_close(group_advantages(**inputs), expected["advantages"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qae", "grpo_passk"])
+def test_quantile_and_passk_match_golden(name):
+    for inputs, expected in golden_cases(name):
+        actual = group_advantages(**inputs, estimator=name)
+        assert_close(actual, expected["advantages"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("quantile", "baseline"),
+    # Of ten scores 0 to 9; shares of 3, 6 and 7 of 10 are not exact in binary.
+    [(0.01, 0), (0.1, 0), (0.11, 1), (0.3, 2), (0.6, 5), (0.7, 6), (0.95, 9), (1.0, 9)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_baseline_of_qae_is_the_smallest_score_that_the_share_does_not_exceed(quantile, baseline, dtype):
+    scores = torch.arange(10).flip(0).to(dtype)
+    advantages = group_advantages(
+        scores, torch.zeros(10).long(), torch.ones(10, 1).bool(), estimator="qae", quantile=quantile
+    )
+    # squares of the deviations from 4.5 sum to 82.5
+    assert_close(advantages[:, 0], (scores - baseline) / (math.sqrt(82.5 / 9) + 1e-6))
+
+
+def test_passk_of_a_tie_at_the_top_is_zero_for_all():
+    advantages = per_response(tensor([2.0, 1.0, 2.0, 0.0, 5.0]), tensor([0, 0, 0, 1, 1]), "grpo_passk")
+    # the other group: (5 - 0) / (5 / sqrt(2))
+    assert_close(advantages, tensor([0.0, 0.0, 0.0, 0.0, math.sqrt(2)]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantile", [0.0, 1.1, nan])
+def test_a_quantile_outside_zero_to_one_is_refused(quantile):
+    with pytest.raises(ValueError, match=rf"quantile is {quantile}; it must be above 0 and at most 1"):
+        group_advantages(SCORES, GROUP, MASK, estimator="qae", quantile=quantile)
+
+
+BY_SOURCE = tensor([[0.0, 3.0], [1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+"""Normalised: -1, 0, 1, and 2, -1, -1 over sqrt(3)."""
+
+
+def test_gdpo_by_hand():
+    # 1 * (-1, 0, 1) + 2 * (2, -1, -1) / sqrt(3), whitened over 1, 2 and 1 tokens.
+    weights = tensor([1.0, 2.0], dtype=torch.float64)
+    low, middle, high = -1 + 4 / math.sqrt(3), -2 / math.sqrt(3), 1 - 2 / math.sqrt(3)
+    mean = (low + 2 * middle + high) / 4
+    std = math.sqrt(((low - mean) ** 2 + 2 * (middle - mean) ** 2 + (high - mean) ** 2) / 3)
+    low, middle, high = ((number - mean) / std for number in (low, middle, high))
+    expected = tensor([[low, 0.0], [middle, middle], [0.0, high]], dtype=torch.float64)
+    assert_close(gdpo_advantages(BY_SOURCE, weights, GROUP, MASK), expected, rtol=0, atol=1e-5)
+
+
+def test_gdpo_adds_penalties_as_they_are_less_their_mean():
+    # -1, 0, 1 and penalties 0.5, 0, -2 of mean -0.5: 0, 0.5, -0.5; mean 0, unbiased variance 0.25
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    penalties = tensor([0.5, 0.0, -2.0], dtype=torch.float64)
+    advantages = gdpo_advantages(BY_SOURCE[:, :1], torch.ones(1), GROUP, mask, penalties=penalties)
+    assert_close(advantages[:, 0], tensor([0.0, 1.0, -1.0], dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_gdpo_leaves_a_response_out_of_the_comparison_of_a_source_that_did_not_score_it():
+    # The second source compares the first two: 3 and 0 give 1 and -1 over sqrt(2). Sums: a - 1, -a, 1.
+    scores = BY_SOURCE.clone()
+    scores[2, 1] = nan
+    scores.requires_grad_()
+    advantages = gdpo_advantages(scores, torch.ones(2), GROUP, torch.ones(3, 1, dtype=torch.bool))
+    a = math.sqrt(0.5)
+    std = math.sqrt(((a - 1) ** 2 + a**2 + 1) / 2)
+    assert_close(advantages[:, 0], tensor([a - 1, -a, 1.0]).double() / std, rtol=0, atol=1e-5)
+    (grad,) = torch.autograd.grad(advantages.square().mul(tensor([[1.0], [2], [3]])).sum(), scores)
+    assert grad.isfinite().all() and grad[2, 1] == 0 and grad[:, 0].abs().sum() > 0
+
+
+def test_gdpo_ignores_rows_without_tokens_and_its_gradients_match_finite_differences():
+    torch.manual_seed(0)
+    scores, penalties = torch.randn(7, 2, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    _, ids, mask = random_group_batch()
+    weights = tensor([1.0, -0.5])
+    rows = tensor([0, 1, 2, 4, 5, 6])
+    expected = gdpo_advantages(scores[rows], weights, ids[rows], mask[rows], penalties=penalties[rows])
+    scores[3] = penalties[3] = nan
+    advantages = gdpo_advantages(scores, weights, ids, mask, penalties=penalties)
+    assert_close(advantages[rows], expected)
+    assert advantages[3].eq(0).all() and advantages.dtype == torch.float64
+    leaves = scores[rows].requires_grad_(), penalties[rows].requires_grad_()
+    assert gradcheck(lambda s, p: gdpo_advantages(s, weights, ids[rows], mask[rows], penalties=p), leaves)
+
+
+def test_gdpo_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3, 2\) and weights \(3,\); pass"):
+        gdpo_advantages(BY_SOURCE, torch.ones(3), GROUP, MASK)
+    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\) and weights \(2,\)"):
+        gdpo_advantages(BY_SOURCE[:, 0], torch.ones(2), GROUP, MASK)
+    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\) but response_mask has \(2, 2\)"):
+        gdpo_advantages(BY_SOURCE, torch.ones(2), GROUP, MASK[:2])
+
+
+def test_gdpo_matches_golden():
+    for inputs, expected in golden_cases("gdpo_advantages"):
+        assert_close(gdpo_advantages(**inputs), expected["advantages"], rtol=0, atol=1e-6)
+
+
+def test_rows_are_informative_where_their_groups_scores_differ():
+    scores = tensor([1.0, 0.0, 1000.7, 0.0, 1000.7, 7.0])
+    # 1000.7 and the next float32 differ by rounding alone.
+    scores[4] = scores[4].nextafter(tensor(2000.0))
+    rows = informative_rows(scores, tensor([5, 5, -1, 0, -1, 9]))
+    assert rows.tolist() == [True, True, False, False, False, False]
+    for inputs, expected in golden_cases("informative_rows"):
+        assert torch.equal(informative_rows(**inputs), expected["rows"])
+
+
+@pytest.mark.parametrize(("scores", "ids"), [(torch.ones(2), torch.ones(3)), (torch.ones(2, 2), torch.ones(2, 2))])
+def test_informative_rows_need_one_score_and_id_a_row(scores, ids):
+    with pytest.raises(ValueError, match=r"scores has shape .* and group_ids .*; pass \(B,\) for both"):
+        informative_rows(scores, ids)
 
 
 def test_reinforce_plus_plus_by_hand():

@@ -4,7 +4,13 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import last_token_index, register_kl_estimator, response_lengths, shape_rewards
+from alpaca_ppo.functional import (
+    last_token_index,
+    overlong_penalty,
+    register_kl_estimator,
+    response_lengths,
+    shape_rewards,
+)
 from alpaca_ppo.registry import KL_ESTIMATORS
 from tests.golden_cases import golden_cases
 from tests.registered import temporary_choices
@@ -101,3 +107,27 @@ def test_shape_rewards_matches_golden(inputs, expected):
     assert_close(shaped.shaped_rewards, expected["shaped_rewards"], rtol=0, atol=1e-6)
     assert_close(shaped.non_score_rewards, expected["non_score_rewards"], rtol=0, atol=1e-6)
     assert_close(shaped.kl, expected["kl_inside_mask"], rtol=0, atol=1e-6)
+
+
+def test_the_overlong_penalty_grows_over_the_buffer():
+    # Nothing up to 8 of 10, then a half each.
+    lengths = tensor([0, 8, 9, 10, 11, 500])
+    expected = tensor([0.0, 0.0, -1.0, -2.0, -2.0, -2.0])
+    assert_close(overlong_penalty(lengths, max_len=10, buffer_len=2, factor=2.0), expected)
+    assert overlong_penalty(lengths.double(), max_len=10, buffer_len=10).tolist() == [0, -0.8, -0.9, -1, -1, -1]
+    for inputs, golden in golden_cases("overlong_penalty"):
+        assert_close(overlong_penalty(**inputs).double(), golden["penalty"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buffer_len": 0}, r"buffer_len is 0; it must be at least 1 and at most max_len \(10\)"),
+        ({"buffer_len": 11}, "buffer_len is 11"),
+        ({"buffer_len": 2, "factor": -1.0}, "factor is -1.0; it must be a number of at least 0"),
+        ({"buffer_len": 2, "factor": nan}, "factor is nan"),
+    ],
+)
+def test_an_overlong_penalty_that_is_none_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        overlong_penalty(tensor([3]), max_len=10, **options)

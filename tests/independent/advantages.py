@@ -52,17 +52,23 @@ def whitened(rows: Rows, *, keep_mean: bool = False) -> Rows:
 
 
 def _gae(rewards: Rows, config: Mapping[str, Any], values: Rows, **_: Any) -> tuple[Rows, Rows]:
-    advantages = []
+    lam_policy, lam_critic = (config["lam"] if config[k] is None else config[k] for k in ("lam_policy", "lam_critic"))
+    advantages, returns = [], []
     for r, v in zip(rewards, values, strict=True):
-        row, following_value, following_advantage = torch.zeros_like(r), 0.0, 0.0
-        for t in reversed(range(len(r))):
-            delta = float(r[t]) + config["gamma"] * following_value - float(v[t])
-            following_advantage = delta + config["gamma"] * config["lam"] * following_advantage
-            following_value = float(v[t])
-            row[t] = following_advantage
-        advantages.append(row)
-    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+        lam = max(0.0, 1 - 1 / (config["lam_alpha"] * len(r))) if lam_policy == "adaptive" else lam_policy
+        advantages.append(_gae_of_row(r, v, config["gamma"], lam))
+        returns.append(_gae_of_row(r, v, config["gamma"], lam_critic) + v)
     return (whitened(advantages) if config["whiten_advantages"] else advantages), returns
+
+
+def _gae_of_row(r: Tensor, v: Tensor, gamma: float, lam: float) -> Tensor:
+    row, following_value, following_advantage = torch.zeros_like(r), 0.0, 0.0
+    for t in reversed(range(len(r))):
+        delta = float(r[t]) + gamma * following_value - float(v[t])
+        following_advantage = delta + gamma * lam * following_advantage
+        following_value = float(v[t])
+        row[t] = following_advantage
+    return row
 
 
 def _returns_to_go(rewards: Rows, gamma: float) -> Rows:
@@ -114,6 +120,49 @@ def _reinforce_plus_plus_baseline(*args: Any, **inputs: Any) -> tuple[Rows, Rows
     return whitened(centred), returns
 
 
+def _qae(rewards: Rows, config: Mapping[str, Any], **inputs: Any) -> tuple[Rows, Rows]:
+    def of_sample(scores: Tensor, lengths: Tensor, i: int) -> Tensor:
+        shares = [(float((scores <= score).sum()) / len(scores), score) for score in scores]
+        baseline = min(score for share, score in shares if share >= config["qae_quantile"])
+        return (scores[i] - baseline) / (_group_deviation(scores) + 1e-6)
+
+    return _of_groups(of_sample)(rewards, config, **inputs)
+
+
+def _lead(scores: Tensor, lengths: Tensor, i: int) -> Tensor:
+    """Of the best over the second best, for the best."""
+    others = torch.cat([scores[:i], scores[i + 1 :]])
+    return (scores[i] - others.max()).clamp(min=0) / (_group_deviation(scores) + 1e-6)
+
+
+def _gdpo(
+    rewards: Rows,
+    config: Mapping[str, Any],
+    prompt_ids: list[int],
+    scores_by_source: list[list[float | list[float] | None]],
+    **_: Any,
+) -> tuple[Rows, Rows]:
+    """Each source normalised among the responses to a prompt that it scored, and the rest of the reward centred."""
+    weights = config["reward_weights"] or [1.0] * len(scores_by_source[0])
+    totals = [[sum(score) if isinstance(score, list) else score for score in row] for row in scores_by_source]
+    weighted = [sum(w * s for w, s in zip(weights, row, strict=True) if s is not None) for row in totals]
+    rest = [float(reward.sum()) - score for reward, score in zip(rewards, weighted, strict=True)]
+    advantages = []
+    for i, prompt in enumerate(prompt_ids):
+        group = [j for j, its in enumerate(prompt_ids) if its == prompt]
+        total = torch.tensor(rest[i] - sum(rest[j] for j in group) / len(group), dtype=torch.float64)
+        for source, weight in enumerate(weights):
+            if totals[i][source] is None:
+                continue
+            scored = [j for j in group if totals[j][source] is not None]
+            scores = torch.tensor([totals[j][source] for j in scored], dtype=torch.float64)
+            # A response that nothing is compared with: mean 0 and std 1.
+            mean, deviation = (scores.mean(), _group_deviation(scores)) if len(scored) > 1 else (0.0, 1.0)
+            total = total + weight * (scores[scored.index(i)] - mean) / (deviation + 1e-6)
+        advantages.append(total.expand(len(rewards[i])))
+    return whitened(advantages), [reward.sum().expand(len(reward)) for reward in rewards]
+
+
 ESTIMATORS: dict[str, Callable[..., tuple[Rows, Rows]]] = {
     "gae": _gae,
     "grpo": _of_groups(lambda s, lengths, i: (s[i] - s.mean()) / (_group_deviation(s) + 1e-6)),
@@ -121,6 +170,9 @@ ESTIMATORS: dict[str, Callable[..., tuple[Rows, Rows]]] = {
     "rloo": _of_groups(lambda s, lengths, i: s[i] - (s.sum() - s[i]) / (len(s) - 1)),
     "opo": _of_groups(lambda s, lengths, i: s[i] - (lengths * s).sum() / lengths.sum()),
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "qae": _qae,
+    "grpo_passk": _of_groups(_lead),
+    "gdpo": _gdpo,
     "reinforce_plus_plus": _reinforce_plus_plus,
     "remax": _remax,
 }

@@ -185,6 +185,18 @@ CASES: dict[str, Case] = {
     ),
     "remax": case(adv_estimator="remax", kl_coef=0.2, family="gpt2", penalty_reward_value=-1.5),
     "remax of pairs": case(adv_estimator="remax", **PAIRS, sources=("tokens",), penalty_reward_value=-0.5, holes=True),
+    "gae, decoupled and adaptive": case(lam_policy="adaptive", lam_alpha=0.7, lam_critic=1.0, gamma=0.95, holes=True),
+    "qae": case(adv_estimator="qae", qae_quantile=0.7, **TRIPLES, kl_coef=0.3, holes=True),
+    "grpo_passk": case(adv_estimator="grpo_passk", **TRIPLES, kl_coef=0.3, holes=True, sources=("tokens",)),
+    "gdpo": case(
+        adv_estimator="gdpo",
+        **TRIPLES,
+        kl_coef=0.3,
+        holes=True,
+        sources=("even", "short", "tokens"),
+        reward_weights=[1.0, -0.5, 2.0],
+        penalty_reward_value=-1.5,
+    ),
     "clip-higher": case(cliprange=0.02, cliprange_high=0.3, temperature=1.5, ppo_epochs=3),
     "dual clip": case(clip_ratio_c=1.05, cliprange=0.03, learning_rate=0.1, ppo_epochs=3),
     "gspo": case(

@@ -180,6 +180,7 @@ class IndependentPPO:
             values=values,
             prompt_ids=samples.prompt_ids,
             baseline_scores=baseline,
+            scores_by_source=samples.scores_by_source,
         )
         return Experience(
             old, reference, [row.entropies for row in current], values, kl, shaped, advantages, returns, weights

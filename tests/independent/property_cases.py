@@ -21,10 +21,13 @@ from alpaca_ppo.functional import (
     Loss,
     aggregate_loss,
     c51_loss,
+    decoupled_gae,
     gae,
+    gdpo_advantages,
     group_advantages,
     gspo_policy_loss,
     kl_penalty,
+    length_adaptive_lam,
     masked_whiten,
     policy_loss,
     quantile_huber_loss,
@@ -98,6 +101,16 @@ def _gae(gamma: float, lam: float | None, *, whiten: bool = False) -> Estimate:
     return estimate
 
 
+def _adaptive(b: Batch) -> dict[str, Tensor]:
+    lam = length_adaptive_lam(b["mask"], alpha=0.6)
+    return decoupled_gae(b["rewards"], b["values"], b["mask"], gamma=0.9, lam_policy=lam, lam_critic=1.0)._asdict()
+
+
+def _gdpo(b: Batch) -> dict[str, Tensor]:
+    sources, weights = torch.stack([b["scores"], b["baseline_scores"]], dim=1), torch.tensor([1.0, -0.5])
+    return {"advantages": gdpo_advantages(sources, weights, b["group_ids"], b["mask"], penalties=0.1 * b["scores"])}
+
+
 def _group(estimator: str) -> Estimate:
     return lambda b: {"advantages": group_advantages(b["scores"], b["group_ids"], b["mask"], estimator=estimator)}
 
@@ -120,6 +133,7 @@ BY_ROW: dict[str, Estimate] = {
     "gae": _gae(0.9, 0.8),
     "gae, undiscounted": _gae(1.0, 1.0),
     "gae, a lam for each row": _gae(0.97, None),
+    "gae, decoupled and adaptive": _adaptive,
     "remax": lambda b: remax(b["rewards"], b["baseline_scores"], b["mask"])._asdict(),
     "weights of tokens": _correction("token", normalize=False),
     "weights of sequences": _correction("sequence", normalize=False),
@@ -141,6 +155,7 @@ BY_BATCH: dict[str, Estimate] = {
     "gae, whitened": _gae(0.9, 0.8, whiten=True),
     "reinforce_plus_plus": lambda b: reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9)._asdict(),
     "reinforce_plus_plus_baseline": _group("reinforce_plus_plus_baseline"),
+    "gdpo": _gdpo,
     "whitening": lambda b: {"whitened": masked_whiten(b["rewards"], b["mask"])},
     "whitening, mean kept": lambda b: {"whitened": masked_whiten(b["rewards"], b["mask"], keep_mean=True)},
     "weights of tokens, normalized": _correction("token", normalize=True),

@@ -30,7 +30,16 @@ from tests.independent.property_cases import (
     rows_of,
 )
 
-LINEAR = ("gae", "gae, undiscounted", "gae, a lam for each row", "remax", "grpo_no_std", "rloo", "opo")
+LINEAR = (
+    "gae",
+    "gae, undiscounted",
+    "gae, a lam for each row",
+    "gae, decoupled and adaptive",
+    "remax",
+    "grpo_no_std",
+    "rloo",
+    "opo",
+)
 BASELINE = "reinforce_plus_plus_baseline"
 SCALE_FREE = ("grpo", "gae, whitened", BASELINE, "reinforce_plus_plus", "whitening")
 IN_REWARD_UNITS = ("rewards", "values", "scores", "baseline_scores")

@@ -1,8 +1,10 @@
 """How the configuration selects an estimator; the mathematics is tested in tests/functional."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import tensor
+from torch import nan, tensor
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.functional import AdvantageInputs, Advantages, register_adv_estimator
@@ -27,6 +29,64 @@ GROUPED = AdvantageInputs(REWARDS, None, MASK, prompt_ids=tensor([4, 4]))
 def test_what_an_estimator_lacks_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         estimate_advantages(INPUTS, PPOConfig(**settings))
+
+
+def test_the_sources_that_gdpo_compares_are_named_when_they_are_missing():
+    with pytest.raises(ValueError, match="adv_estimator is 'gdpo' but `scores_by_source` is missing; rollout"):
+        estimate_advantages(GROUPED, PPOConfig(adv_estimator="gdpo", num_return_sequences=2))
+
+
+def test_gae_takes_the_lambdas_of_policy_and_critic():
+    inputs = AdvantageInputs(REWARDS, tensor([[1.0, 2.0], [0.5, 0.0]]), MASK)
+
+    def estimate(**options):
+        return [x.tolist() for x in estimate_advantages(inputs, PPOConfig(whiten_advantages=False, **options))]
+
+    # The first row's deltas are 0 + 2 - 1 and 1 - 2, so A0 = 1 - lam and its return 2 - lam.
+    assert estimate(lam=0.5) == [[[0.5, -1.0], [2.5, 0.0]], [[1.5, 1.0], [3.0, 0.0]]]
+    assert estimate(lam=0.5, lam_policy=0.0) == [[[1.0, -1.0], [2.5, 0.0]], [[1.5, 1.0], [3.0, 0.0]]]
+    assert estimate(lam=0.5, lam_critic=1) == [[[0.5, -1.0], [2.5, 0.0]], [[1.0, 1.0], [3.0, 0.0]]]
+    # 1 - 1 / (2 * 2) = 0.75 for the row of two tokens.
+    adaptive = {"lam_policy": "adaptive", "lam_alpha": 2.0, "lam_critic": 0.0}
+    assert estimate(**adaptive) == [[[0.25, -1.0], [2.5, 0.0]], [[2.0, 1.0], [3.0, 0.0]]]
+
+
+def test_qae_takes_its_quantile():
+    inputs = replace(GROUPED, rewards=tensor([[0.0, 1.0], [4.0, 0.0]]))
+    settings = {"adv_estimator": "qae", "num_return_sequences": 2}
+    # 1 and 4 are 3 / sqrt(2) of std: the lower or the higher one is the baseline.
+    for quantile, expected in ((0.5, [0.0, 2**0.5]), (0.6, [-(2**0.5), 0.0])):
+        outcome = estimate_advantages(inputs, PPOConfig(**settings, qae_quantile=quantile))
+        assert outcome.advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def gdpo(rewards, by_source, **options):
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
+    inputs = AdvantageInputs(
+        tensor(rewards).unsqueeze(1), None, mask, prompt_ids=torch.zeros(len(rewards)), scores_by_source=by_source
+    )
+    return estimate_advantages(inputs, PPOConfig(adv_estimator="gdpo", num_return_sequences=3, **options))
+
+
+def test_gdpo_weighs_the_sources_and_adds_what_else_is_in_the_rewards():
+    by_source = tensor([[0.0, 30.0], [1.0, 0.0], [2.0, 0.0]])
+    # Weighted scores 60, 1 and 2; the rewards have 0.4, 0.1 and -0.5 more. Normalised sources: -1, 0, 1 and
+    # 2, -1, -1 over sqrt(3).
+    outcome = gdpo([60.4, 1.1, 1.5], by_source, reward_weights=[1.0, 2.0])
+    sums = [-1 + 4 / 3**0.5 + 0.4, -2 / 3**0.5 + 0.1, 1 - 2 / 3**0.5 - 0.5]
+    std = (sum(x * x for x in sums) / 2) ** 0.5
+    assert outcome.advantages[:, 0].tolist() == pytest.approx([x / std for x in sums], abs=1e-4)
+    assert outcome.returns[:, 0].tolist() == pytest.approx([60.4, 1.1, 1.5])
+
+
+def test_gdpo_of_responses_that_no_source_tells_apart_is_zero_whatever_the_rounding():
+    # In float32, 0.1 + 0.7 and its neighbours; NaN = no opinion.
+    rewards = tensor([0.8, 0.8, 0.8])
+    rewards[1] = rewards[1].nextafter(tensor(1.0))
+    by_source = tensor([[0.1, 0.7, nan]] * 3)
+    assert gdpo(rewards.tolist(), by_source).advantages.eq(0).all()
+    # A KL penalty is more than rounding, and the only difference.
+    assert gdpo([0.8, 0.79, 0.81], by_source).advantages[:, 0].tolist() == pytest.approx([0.0, -1.0, 1.0], abs=1e-3)
 
 
 def test_gae_whitens_rewards_and_advantages_where_it_is_asked_to_and_never_the_returns():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.functional import GROUP_ESTIMATORS
 from alpaca_ppo.models import C51Head, build_actor_critic
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
@@ -27,7 +26,11 @@ OPTIONS = {
     "no_value_clip": {"cliprange_value": None},
     "reinforce_plus_plus": {"adv_estimator": "reinforce_plus_plus"},
     "remax": {"adv_estimator": "remax"},
-    **{name: {"adv_estimator": name, "num_return_sequences": 2} for name in GROUP_ESTIMATORS},
+    # In pairs, qae and grpo_passk leave half of the responses without an advantage: tests/independent.
+    **{
+        name: {"adv_estimator": name, "num_return_sequences": 2}
+        for name in ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_plus_plus_baseline", "gdpo")
+    },
 }
 
 

@@ -1,0 +1,216 @@
+"""Advantages of responses that are compared with others to the same prompt, their group, and so need no critic.
+
+Two of the estimators whiten over all tokens and must see the whole rollout batch: `reinforce_plus_plus_baseline` and
+`gdpo_advantages`. Sampling the groups happens elsewhere.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional.masked import (
+    at_least_float32,
+    check_one_per_row,
+    masked_whiten,
+    rounding_error,
+    zero_outside,
+)
+from alpaca_ppo.registry import ADV_ESTIMATORS
+
+GROUP_ESTIMATORS: tuple[str, ...] = tuple(
+    name
+    for name in ADV_ESTIMATORS.built_in
+    if ADV_ESTIMATORS.trait(name, "needs_group") and not ADV_ESTIMATORS.trait(name, "needs_scores_by_source")
+)
+"""The estimators of `group_advantages`."""
+
+STD_EPSILON = 1e-6
+
+
+def group_advantages(
+    scores: Tensor, group_ids: Tensor, response_mask: Tensor, *, estimator: str, quantile: float = 0.4
+) -> Tensor:
+    """Advantages (B, R), equal on all masked tokens of a response and 0 elsewhere, from its score s and the scores of
+    the n responses in its group:
+
+    - `grpo`: (s - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300);
+    - `grpo_no_std`: s - mean (Dr. GRPO, arXiv:2503.20783);
+    - `rloo`: s - mean of the others = n / (n - 1) * (s - mean) (arXiv:2402.14740);
+    - `opo`: s - the group's mean weighted by response length (arXiv:2505.23585);
+    - `reinforce_plus_plus_baseline`: s - mean, then whitened over all tokens of the batch (arXiv:2501.03262);
+    - `qae`: (s - q) / (std + 1e-6), where q is the smallest score of the group that at least a share `quantile` of it
+      does not exceed (arXiv:2509.22611);
+    - `grpo_passk`: of the best response (best - second best) / (std + 1e-6), and 0 of all others, as of all in a tie
+      (arXiv:2503.19595).
+
+    A response that is alone in its group has baseline 0 and, for `grpo`, std 1; for `qae` and `grpo_passk` its
+    advantage is 0. A row with an empty mask does not count in its group. Scores of a group that are equal up to
+    rounding (`rounding_error`) count as equal.
+
+    Args:
+        scores: (B,), one for each response.
+        group_ids: (B,) int, equal within a group; any values in any order.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        estimator: one of the above.
+        quantile: of `qae`, above 0 and at most 1.
+
+    Raises:
+        ValueError: for an unknown estimator, when scores or group_ids do not have one entry for each row, and when the
+            quantile is out of range.
+    """
+    if estimator not in GROUP_ESTIMATORS:
+        raise ValueError(f"the group estimator is {estimator!r}; it must be one of {', '.join(GROUP_ESTIMATORS)}")
+    if not 0.0 < quantile <= 1.0:
+        raise ValueError(f"quantile is {quantile}; it must be above 0 and at most 1")
+    check_one_per_row("scores", scores, response_mask)
+    check_one_per_row("group_ids", group_ids, response_mask)
+    lengths = response_mask.sum(dim=1)
+    member = lengths > 0
+    scores = at_least_float32(scores)
+    _, group = torch.unique(group_ids, return_inverse=True)
+    size = _group_sum(member.to(scores.dtype), group)
+    alone = size < 2
+    # Relative to the group's lowest score, equal scores are exactly 0. The rounding error of their mean would become an
+    # advantage when it is divided by their std.
+    lowest, equal = _lowest_and_equal(scores, member, group)
+    relative = torch.where(alone, scores, torch.where(equal, 0.0, scores - lowest))
+    scores = zero_outside(relative, member)
+    weights = (lengths if estimator == "opo" else member).to(scores.dtype)
+    mean = _group_sum(weights * scores, group) / _group_sum(weights, group).clamp_min(1)
+    advantages = zero_outside(scores - torch.where(alone, 0.0, mean), member)
+    if estimator == "rloo":
+        advantages = advantages * size / (size - 1).clamp_min(1)
+    elif estimator in ("grpo", "qae", "grpo_passk"):
+        std = torch.where(alone, 1.0, _group_std(advantages, size, group))
+        if estimator == "qae":
+            advantages = zero_outside(scores - _group_quantile(scores, member, size, group, quantile), member)
+        elif estimator == "grpo_passk":
+            advantages = _lead_of_the_best(scores, member, size, group)
+        advantages = advantages / (std + STD_EPSILON)
+    per_token = advantages.unsqueeze(1).expand(response_mask.shape)
+    if estimator == "reinforce_plus_plus_baseline":
+        return masked_whiten(per_token, response_mask)
+    return zero_outside(per_token, response_mask)
+
+
+def gdpo_advantages(
+    scores_by_source: Tensor,
+    weights: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    penalties: Tensor | None = None,
+) -> Tensor:
+    """Advantages (B, R) of several reward sources: the `grpo` advantage of each source on its own, their weighted sum,
+    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). A source whose scores have a small range
+    counts as much as one with a large range.
+
+    Args:
+        scores_by_source: (B, S), of each response by each source. NaN = the source did not score it: it has no part in
+            that source's comparison.
+        weights: (S,), one for each source.
+        group_ids: (B,) int, equal within a group.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        penalties: (B,), what else a response is rewarded for, such as a KL penalty. Less its group's mean, it is added
+            to the weighted sum as it is: a division by its std would undo its coefficient. (Not in the paper.)
+
+    Raises:
+        ValueError: when shapes do not fit one another.
+    """
+    if scores_by_source.dim() != 2 or weights.shape != scores_by_source.shape[1:]:
+        raise ValueError(
+            f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}; pass "
+            "scores (B, S) of S sources and one weight for each of these"
+        )
+    total = at_least_float32(scores_by_source).new_zeros(response_mask.shape)
+    for scores, weight in zip(scores_by_source.unbind(dim=1), weights.to(total), strict=True):
+        check_one_per_row("scores_by_source", scores, response_mask)
+        scored = response_mask & ~scores.isnan().unsqueeze(1)
+        total = total + weight * group_advantages(scores, group_ids, scored, estimator="grpo")
+    if penalties is not None:
+        total = total + group_advantages(penalties, group_ids, response_mask, estimator="grpo_no_std")
+    return masked_whiten(total, response_mask)
+
+
+def informative_rows(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) bool: whether the scores of the row's group differ by more than rounding. The others teach a critic-free run
+    nothing (dynamic sampling of DAPO, arXiv:2503.14476).
+
+    Args:
+        scores: (B,), before any shaping: with a KL penalty, responses differ that all have failed.
+        group_ids: (B,) int, equal within a group.
+
+    Raises:
+        ValueError: when the two shapes differ.
+    """
+    if scores.dim() != 1 or group_ids.shape != scores.shape:
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)} and group_ids {tuple(group_ids.shape)}; pass (B,) for both"
+        )
+    _, group = torch.unique(group_ids, return_inverse=True)
+    _, equal = _lowest_and_equal(at_least_float32(scores), torch.ones_like(scores, dtype=torch.bool), group)
+    return ~equal
+
+
+def _lowest_and_equal(scores: Tensor, member: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) each: the lowest score of the row's group, without a gradient, and whether all its scores are equal up to
+    rounding.
+    """
+    lowest, highest = (_group_extreme(scores.detach(), member, group, kind) for kind in ("amin", "amax"))
+    return lowest, highest - lowest <= rounding_error(torch.maximum(lowest.abs(), highest.abs()))
+
+
+def _group_std(deviations: Tensor, size: Tensor, group: Tensor) -> Tensor:
+    """(B,): the unbiased std of the row's group, from the deviations from its mean."""
+    # In a unit of the group's own size, since the squares of scores above 1e19 overflow float32.
+    every = torch.ones_like(group, dtype=torch.bool)
+    unit = _group_extreme(deviations.detach().abs(), every, group, "amax").clamp_min(1)
+    variance = _group_sum((deviations / unit).square(), group) / (size - 1).clamp_min(1)
+    # The gradient of the square root at 0 is infinite.
+    return unit * variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+
+
+def _group_quantile(scores: Tensor, member: Tensor, size: Tensor, group: Tensor, quantile: float) -> Tensor:
+    """(B,): the smallest score of the row's group that at least a share `quantile` of the group does not exceed."""
+    ranks = _ranks(scores, member, group)
+
+    def reached(count: Tensor) -> Tensor:
+        share = count / size.clamp_min(1)
+        # 3 of 10 are a share of 0.3, in any precision.
+        return share + rounding_error(share) >= quantile
+
+    return _group_sum(torch.where(member & reached(ranks) & ~reached(ranks - 1), scores, 0.0), group)
+
+
+def _lead_of_the_best(scores: Tensor, member: Tensor, size: Tensor, group: Tensor) -> Tensor:
+    """(B,): best - second best of the group for its best row, 0 for all other rows and without a second."""
+    ranks = _ranks(scores, member, group)
+    best, second = (member & (ranks == size - behind) for behind in (0, 1))
+    lead = _group_sum(torch.where(best, scores, torch.where(second, -scores, 0.0)), group)
+    return torch.where(best & (size > 1), lead, 0.0)
+
+
+def _ranks(scores: Tensor, member: Tensor, group: Tensor) -> Tensor:
+    """(B,) in the dtype of `scores`: how many members of its group come up to a member in ascending order, itself
+    included; equal scores are in the order of rows. 0 for other rows.
+    """
+    rows = member.nonzero().flatten()
+    rows = rows[scores.detach()[rows].argsort(stable=True)]
+    rows = rows[group[rows].argsort(stable=True)]
+    groups = group[rows]
+    places = torch.arange(1, len(rows) + 1, device=rows.device) - torch.searchsorted(groups, groups)
+    return torch.zeros_like(scores.detach()).index_copy(0, rows, places.to(scores.dtype))
+
+
+def _group_sum(values: Tensor, group: Tensor) -> Tensor:
+    """(B,): for each row, the sum of `values` over its group."""
+    return torch.zeros_like(values).index_add(0, group, values)[group]
+
+
+def _group_extreme(values: Tensor, member: Tensor, group: Tensor, kind: Literal["amin", "amax"]) -> Tensor:
+    """(B,): for each row, the smallest or largest of `values` over the members of its group; an infinity if it has
+    none.
+    """
+    none = torch.full_like(values, torch.inf if kind == "amin" else -torch.inf)
+    return none.scatter_reduce(0, group, torch.where(member, values, none), kind)[group]
