@@ -21,6 +21,12 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 RolloutCorrectionLevel = Literal["token", "sequence"]
 """One importance weight per token or per sequence; see `functional.rollout_correction_weights`."""
 
+CVaRTail = Literal["lower", "upper"]
+"""The tail of a distribution of returns whose mean is taken; see `functional.cvar_from_quantiles`."""
+
+DppoDivergence = Literal["tv", "kl"]
+"""What bounds a token's change; see `functional.dppo_policy_loss`."""
+
 
 @dataclasses.dataclass
 class Registry(Generic[T]):
@@ -192,7 +198,14 @@ so the loss refuses it."""
 
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",
-    {"clip": {"dual_clip": True}, "gspo": {"loss_agg_mode": "seq-mean-token-mean"}},
+    {
+        "clip": {"dual_clip": True},
+        "gspo": {"loss_agg_mode": "seq-mean-token-mean"},
+        "cispo": {},
+        "sapo": {},
+        "gmpo": {"loss_agg_mode": "seq-mean-token-mean"},
+        "dppo": {"dual_clip": True},
+    },
     {"dual_clip": False, "loss_agg_mode": None},
 )
 """`dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss allows; None allows all."""
@@ -201,13 +214,15 @@ CRITIC_HEADS: Registry[Any] = Registry(
     "critic",
     {
         "scalar": {},
-        "c51": {"distributional": True},
+        "c51": {"distributional": True, "fixed_support": True},
+        "hl_gauss": {"distributional": True, "fixed_support": True},
         "quantile": {"distributional": True},
         "iqn": {"distributional": True},
     },
-    {"distributional": False},
+    {"distributional": False, "fixed_support": False},
 )
-"""`distributional`: predicts a distribution of returns, so that `risk_level` applies."""
+"""`distributional`: predicts a distribution of returns, so that `risk_level` applies. `fixed_support`: gives
+probabilities to returns between two ends, `PPOConfig.value_support`."""
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend",

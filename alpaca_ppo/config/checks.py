@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from alpaca_ppo.config.learning_options import ADAPTIVE
+from alpaca_ppo.config.risk_level import parse_risk_level
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
@@ -28,6 +29,9 @@ _CRITIC_ONLY = (
     "risk_level",
     "critic_pretraining_steps",
     "critic_pretraining_explained_variance",
+    "value_loss",
+    "value_min",
+    "value_max",
     "critic_learning_rate",
     "critic_weight_decay",
     "critic_adam_beta1",
@@ -120,28 +124,26 @@ def _check_critic(config: Any) -> None:
             "critic_pretraining_steps is 0, so there is no critic pretraining to end; set critic_pretraining_steps to "
             "the most steps that it may take, or critic_pretraining_explained_variance: null"
         )
-    if config.risk_level != "neutral":
-        if not _is_tail(config.risk_level):
-            raise ValueError(
-                f"risk_level is {config.risk_level!r}; it must be neutral, or a number above 0 and at most 1"
-            )
-        if not CRITIC_HEADS.trait(config.critic, "distributional"):
-            raise ValueError(
-                f"risk_level is {config.risk_level!r}, but critic {config.critic!r} predicts the mean only; set "
-                f"risk_level: neutral, or choose one of {', '.join(CRITIC_HEADS.names_with(distributional=True))}"
-            )
-    if config.c51_v_min >= config.c51_v_max:
+    parse_risk_level(config.risk_level)
+    distributional = CRITIC_HEADS.trait(config.critic, "distributional")
+    if config.risk_level != "neutral" and not distributional:
         raise ValueError(
-            f"c51_v_min ({config.c51_v_min}) must be below c51_v_max ({config.c51_v_max}); they are the ends of the "
-            "critic's support"
+            f"risk_level is {config.risk_level!r}, but critic {config.critic!r} predicts the mean only; set "
+            f"risk_level: neutral, or choose one of {', '.join(CRITIC_HEADS.names_with(distributional=True))}"
         )
-
-
-def _is_tail(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
+    if config.value_loss != "squared" and distributional:
+        raise ValueError(
+            f"value_loss is {config.value_loss!r}, but critic {config.critic!r} learns a distribution with a loss of "
+            "its own; set value_loss: squared, or critic: scalar"
+        )
+    low, high = config.value_min, config.value_max
+    if CRITIC_HEADS.trait(config.critic, "fixed_support"):
+        low, high = config.value_support
+    if low is not None and high is not None and low >= high:
+        raise ValueError(
+            f"value_min ({low}) must be below value_max ({high}); they are the ends of the critic's values, by default "
+            "-10 and 10 for c51 and hl_gauss"
+        )
 
 
 def _check_four_bit(config: Any) -> None:

@@ -14,7 +14,8 @@ class CriticOptions(LearningOptions):
 
     critic: str = argument(
         "scalar",
-        "Critic head: scalar predicts the mean return, the others a distribution of returns.",
+        "Critic head: scalar predicts the mean return, the others a distribution of returns: over fixed returns (c51), "
+        "over bins with smoothed targets (hl_gauss), by its quantiles (quantile, iqn).",
         registry=CRITIC_HEADS,
         group="Critic",
     )
@@ -24,8 +25,25 @@ class CriticOptions(LearningOptions):
         "adapter on the policy's base.",
     )
     vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0)
+    value_loss: Literal["squared", "huber"] = argument(
+        "squared",
+        "Loss of the scalar critic: the squared error, or the Huber loss, whose gradient is bounded by "
+        "value_huber_delta, so that single returns far from the others move the critic less.",
+    )
+    value_huber_delta: float = argument(
+        1.0, "Error from which on the Huber loss of the scalar critic is linear, in units of the return.", above=0
+    )
     cliprange_value: float | None = argument(
         0.2, "Clip range of the scalar critic's values; null = no clipping.", above=0
+    )
+    value_min: float | None = argument(
+        None,
+        "Lower end of the support of the c51 and hl_gauss critics, to which their returns are clamped (null = -10). Of "
+        "the other critics, the least value that GAE reads (null = no bound); their predictions, loss and returns are "
+        "not bounded.",
+    )
+    value_max: float | None = argument(
+        None, "The upper end, likewise (null = 10 for c51 and hl_gauss, no bound for the others)."
     )
     critic_learning_rate: float | None = argument(
         None, "Learning rate of the critic; null = learning_rate.", at_least=0
@@ -65,8 +83,8 @@ class CriticOptions(LearningOptions):
     )
     critic_pretraining_steps: int = argument(
         0,
-        "Most initial PPO steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam 1); the "
-        "policy's learning-rate schedule begins after them.",
+        "Most initial PPO steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1);"
+        " the policy's learning-rate schedule begins after them.",
         at_least=0,
     )
     critic_pretraining_explained_variance: float | None = argument(
@@ -84,12 +102,24 @@ class CriticOptions(LearningOptions):
     quantile_huber_kappa: float = argument(
         1.0, "Error at which the loss of the quantile and iqn critics turns from quadratic to linear.", above=0
     )
-    num_atoms: int = argument(51, "Atoms of the c51 critic.", at_least=2)
-    c51_v_min: float = argument(-10.0, "Lowest return in the c51 critic's support.")
-    c51_v_max: float = argument(10.0, "Highest return in the c51 critic's support.")
+    num_atoms: int = argument(51, "Atoms of the c51 critic, bins of the hl_gauss critic.", at_least=2)
+    hl_gauss_sigma: float = argument(
+        0.75,
+        "Standard deviation of the normal distribution that the hl_gauss critic's targets are smoothed with, in widths "
+        "of a bin.",
+        above=0,
+        at_most=100,
+    )
     iqn_embedding_dim: int = argument(64, "Cosine features of the iqn critic.", at_least=1)
     risk_level: str = argument(
         "neutral",
         "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "
-        "lower tail (CVaR).",
+        "lower tail (CVaR); upper:0.1 = of that upper tail; or a sum with weights that add up to 1, such as "
+        "0.5*neutral+0.5*upper:0.2.",
     )
+
+    @property
+    def value_support(self) -> tuple[float, float]:
+        """The ends of the support of a critic that has a fixed one: `value_min` and `value_max`, or -10 and 10."""
+        low, high = self.value_min, self.value_max
+        return (-10.0 if low is None else float(low), 10.0 if high is None else float(high))

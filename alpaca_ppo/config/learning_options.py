@@ -9,6 +9,7 @@ from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    DppoDivergence,
     LossAggMode,
     RolloutCorrectionLevel,
 )
@@ -57,19 +58,45 @@ class LearningOptions(RolloutOptions):
 
     policy_loss: str = argument(
         "clip",
-        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence.",
+        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence, gmpo those in a geometric mean; cispo "
+        "clips importance weights and keeps every gradient; sapo has a smooth gate; dppo bounds probabilities.",
         registry=POLICY_LOSSES,
         group="Policy loss",
     )
-    cliprange: float = argument(0.2, "Clip range of the policy ratio.", above=0, below=1)
+    cliprange: float = argument(
+        0.2, "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the divergence).", above=0, below=1
+    )
     cliprange_high: float | None = argument(
         None, "Upper clip range (clip-higher); null = cliprange on both sides.", above=0
     )
     clip_ratio_c: float | None = argument(
-        None, "Dual clip: bound of the ratio where the advantage is negative; null = none.", above=1
+        None,
+        "Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of the ratio "
+        "everywhere; null = 20.",
+        above=1,
+    )
+    sapo_tau_pos: float = argument(
+        1.0,
+        "Temperature of sapo's gate where the advantage is positive: the larger, the sooner gradients fade.",
+        above=0,
+    )
+    sapo_tau_neg: float = argument(1.05, "Temperature of sapo's gate elsewhere.", above=0)
+    dppo_divergence: DppoDivergence = argument(
+        "tv", "What dppo bounds: tv, the change of a token's probability; kl, the binary KL in nats."
     )
     loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
     entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
+    positive_nll_coef: float = argument(
+        0.0, "Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1).", at_least=0
+    )
+    positive_nll_threshold: float = argument(
+        0.0, "With positive_nll_coef: a response whose score, before any penalty, is above this succeeded."
+    )
+    mask_truncated: bool = argument(
+        False,
+        "Responses that end without a stop token give no gradient, neither to the policy nor to the critic; their "
+        "scores still count where responses are compared.",
+    )
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
         "auto",
         "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "

@@ -137,11 +137,6 @@ class PPOConfig(CriticOptions):
         return self.critic_step_batch_size or self.step_batch_size
 
     @property
-    def risk_alpha(self) -> float | None:
-        """The lower tail that `risk_level` names, as a probability; None for the mean."""
-        return None if self.risk_level == "neutral" else float(self.risk_level)
-
-    @property
     def uses_critic(self) -> bool:
         """Whether the advantage estimator needs a critic."""
         return bool(ADV_ESTIMATORS.trait(self.adv_estimator, "needs_critic"))

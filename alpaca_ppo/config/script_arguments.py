@@ -54,9 +54,11 @@ class ScriptArguments:
 
     def __post_init__(self) -> None:
         # YAML reads true, false and null as such, the command line and quotes as text.
-        resume = str(self.resume_from_checkpoint).lower()
-        if resume in ("true", "false", "no", "none", "null"):
-            object.__setattr__(self, "resume_from_checkpoint", resume if resume == "true" else None)
+        resume: Any = self.resume_from_checkpoint
+        # Other types are refused below. Python may refuse to write a number as text: it has 4300 digits at most.
+        word = str(resume).lower() if isinstance(resume, str | bool) else ""
+        if word in ("true", "false", "no", "none", "null"):
+            object.__setattr__(self, "resume_from_checkpoint", word if word == "true" else None)
         check_fields(self)
         for name in ("model_name_or_path", "dataset_name"):
             if not getattr(self, name):

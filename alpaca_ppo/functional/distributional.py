@@ -1,15 +1,19 @@
 """Losses of critics that learn the distribution of the return, and the values read from it: the mean, or the mean of a
-lower tail.
+lower or upper tail.
 
-A distribution is either categorical (probabilities of fixed atoms, C51) or a row of quantiles (QR-DQN, IQN). The
-networks, and the sampling of IQN's taus, are in `models.critic_heads`. These losses do not clip against old values as
-`value_loss` does: the gradients of the cross-entropy and of the Huber loss are bounded.
+A distribution is either categorical (probabilities of fixed atoms, C51, or of bins, HL-Gauss) or a row of quantiles
+(QR-DQN, IQN). The networks, and the sampling of IQN's taus, are in `models.critic_heads`. These losses do not clip
+against old values as `value_loss` does: the gradients of the cross-entropy and of the Huber loss are bounded.
 """
+
+import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.masked import Loss, aggregate_loss, at_least_float32, masked_mean, zero_outside
+from alpaca_ppo.registry import CVaRTail
 
 
 def c51_atoms(
@@ -30,8 +34,7 @@ def c51_atoms(
     """
     if num_atoms < 2:
         raise ValueError(f"num_atoms is {num_atoms}; it must be at least 2, one atom at v_min and one at v_max")
-    if not v_min < v_max:
-        raise ValueError(f"v_min ({v_min}) must be below v_max ({v_max}); the returns should lie between them")
+    _check_support(v_min, v_max)
     return torch.linspace(v_min, v_max, num_atoms, dtype=dtype, device=device)
 
 
@@ -106,16 +109,118 @@ def c51_loss(
     log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
     atoms = c51_atoms(logits.size(-1), v_min=v_min, v_max=v_max, dtype=log_probs.dtype, device=logits.device)
     losses = -(c51_project(returns, atoms) * log_probs).sum(dim=-1)
-    probs = log_probs.detach().exp()
-    vpreds = (probs * atoms).sum(dim=-1)
-    outside = (returns < v_min) | (returns > v_max)
-    stats = {
-        "edge_mass": masked_mean(probs[..., 0] + probs[..., -1], response_mask),
-        "outside_support": masked_mean(outside.to(probs.dtype), response_mask),
-        "error": masked_mean((vpreds - returns).square(), response_mask),
-        "vpred": masked_mean(vpreds, response_mask),
-    }
+    stats = _categorical_stats(log_probs, atoms, returns, response_mask, v_min=v_min, v_max=v_max)
     return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+
+
+def hl_gauss_centres(
+    num_bins: int,
+    *,
+    v_min: float,
+    v_max: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The centres of `num_bins` bins of equal width that cover [v_min, v_max].
+
+    Returns:
+        (num_bins,), ascending; the first is half a bin above v_min, the last half a bin below v_max.
+
+    Raises:
+        ValueError: for fewer than two bins, and when v_min is not below v_max.
+    """
+    edges = _bin_edges(num_bins, v_min=v_min, v_max=v_max, dtype=dtype, device=device)
+    return (edges[:-1] + edges[1:]) / 2
+
+
+def hl_gauss_project(returns: Tensor, *, v_min: float, v_max: float, num_bins: int, sigma: float) -> Tensor:
+    """The mass that a normal distribution around each return has in each bin (HL-Gauss, arXiv:1806.04613; here as in
+    arXiv:2403.03950):
+
+        p_i = (cdf(edge_(i+1)) - cdf(edge_i)) / (cdf(v_max) - cdf(v_min)),    cdf of N(clamp(R, v_min, v_max), sigma)
+
+    Where the support ends, the normal distribution is cut off and renormalised, so within about two sigma of an edge
+    the mean of the projection lies further inside than the return (0.8 sigma at the edge itself): choose a support that
+    is wider than the returns by that much.
+
+    Args:
+        returns: (...), any shape.
+        v_min: the lower edge of the first bin; returns below are clamped to it.
+        v_max: the upper edge of the last bin; returns above are clamped to it.
+        num_bins: bins of equal width.
+        sigma: the standard deviation, in units of the return; 0.75 bin widths in arXiv:2403.03950.
+
+    Returns:
+        (..., num_bins), rows that sum to 1.
+
+    Raises:
+        ValueError: for fewer than two bins, when v_min is not below v_max, and when sigma is not positive and finite.
+    """
+    if not (sigma > 0 and math.isfinite(sigma)):
+        raise ValueError(f"sigma is {sigma}; it must be positive and finite, such as 0.75 * (v_max - v_min) / num_bins")
+    returns = at_least_float32(returns)
+    edges = _bin_edges(num_bins, v_min=v_min, v_max=v_max, dtype=returns.dtype, device=returns.device)
+    below: Tensor = torch.special.ndtr((edges - returns.clamp(v_min, v_max).unsqueeze(-1)) / sigma)
+    return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+
+
+def hl_gauss_loss(
+    logits: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    v_min: float,
+    v_max: float,
+    sigma: float,
+    loss_agg_mode: str = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """The cross-entropy, in nats, between each smoothed return and the predicted probabilities of the bins
+    (HL-Gauss, arXiv:2403.03950):
+
+        loss = aggregate(-sum_i hl_gauss_project(R)_i * log softmax(logits)_i)
+
+    Args:
+        logits: (B, R, num_bins), over bins of equal width from v_min to v_max; they receive the gradient.
+        returns: (B, R), targets, not whitened.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        v_min: see `hl_gauss_project`, as for v_max and sigma.
+        v_max: the upper edge of the last bin.
+        sigma: in units of the return.
+        loss_agg_mode: see `aggregate_loss`.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss, and the stats of `c51_loss`, with the first and last bin in place of the first and last atom.
+
+    Raises:
+        ValueError: whatever `hl_gauss_project` raises, for an unknown mode, and for shapes that differ.
+    """
+    returns = zero_outside(returns, response_mask).detach()
+    log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
+    targets = hl_gauss_project(returns, v_min=v_min, v_max=v_max, num_bins=logits.size(-1), sigma=sigma)
+    losses = -(targets * log_probs).sum(dim=-1)
+    centres = hl_gauss_centres(logits.size(-1), v_min=v_min, v_max=v_max, dtype=log_probs.dtype, device=logits.device)
+    stats = _categorical_stats(log_probs, centres, returns, response_mask, v_min=v_min, v_max=v_max)
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+
+
+def hl_gauss_value(logits: Tensor, *, v_min: float, v_max: float) -> Tensor:
+    """The mean of the predicted distribution: the probabilities of the bins times their centres.
+
+    Args:
+        logits: (..., num_bins).
+        v_min: the lower edge of the first bin.
+        v_max: the upper edge of the last bin.
+
+    Returns:
+        (...), in units of the return.
+
+    Raises:
+        ValueError: for fewer than two bins, and when v_min is not below v_max.
+    """
+    probs = at_least_float32(logits).softmax(dim=-1)
+    return probs @ hl_gauss_centres(probs.size(-1), v_min=v_min, v_max=v_max, dtype=probs.dtype, device=probs.device)
 
 
 def quantile_midpoints(
@@ -198,14 +303,16 @@ def quantile_huber_loss(
     return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
-def cvar_from_quantiles(quantiles: Tensor, *, alpha: float) -> Tensor:
-    """The mean of the lower `alpha` tail (CVaR) of the distribution that K quantiles at `quantile_midpoints` represent;
-    for alpha = 1 the mean of the distribution.
+def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lower") -> Tensor:
+    """The mean of the lower or upper `alpha` tail (CVaR) of the distribution that K quantiles at `quantile_midpoints`
+    represent; for alpha = 1 the mean of the distribution.
 
     Each quantile has the mass 1/K. The one at the boundary of the tail is weighted by the part of its mass that
     lies inside the tail:
 
         cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
+
+    and for the upper tail with quantile_(0) >= ... >= quantile_(K-1).
 
     The quantiles are sorted first, because the loss does not keep learned quantiles in order. Sorting a quantile curve
     that crosses brings it closer to the true one (arXiv:0704.3649).
@@ -213,54 +320,93 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float) -> Tensor:
     Args:
         quantiles: (..., K), in any order.
         alpha: the probability of the tail, in (0, 1].
+        tail: `lower`, the mean of the worst `alpha` of the mass, or `upper`, of the best.
 
     Returns:
         (...), in units of the return.
 
     Raises:
-        ValueError: when alpha is not in (0, 1].
+        ValueError: when alpha is not in (0, 1], and for an unknown tail.
     """
-    _check_alpha(alpha)
-    ordered = at_least_float32(quantiles).sort(dim=-1).values
-    tail = alpha * ordered.size(-1)
+    _check_tail(alpha, tail)
+    ordered = at_least_float32(quantiles).sort(dim=-1, descending=tail == "upper").values
+    count = alpha * ordered.size(-1)
     # In units of quantiles rather than mass, so that alpha = 1 gives every quantile exactly the same weight.
-    counts = (tail - torch.arange(ordered.size(-1), dtype=ordered.dtype, device=ordered.device)).clamp(0, 1)
-    return (ordered * counts).sum(dim=-1) / tail
+    weights = (count - torch.arange(ordered.size(-1), dtype=ordered.dtype, device=ordered.device)).clamp(0, 1)
+    return (ordered * weights).sum(dim=-1) / count
 
 
-def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float) -> Tensor:
-    """The mean of the lower `alpha` tail (CVaR) of a categorical distribution; for alpha = 1 its mean.
+def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: CVaRTail = "lower") -> Tensor:
+    """The mean of the lower or upper `alpha` tail (CVaR) of a categorical distribution; for alpha = 1 its mean.
 
     The atom at the boundary of the tail counts with the part of its mass inside the tail, so the result is continuous
     in alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
 
         cvar = sum_i min(p_i, max(0, alpha - (p_0 + ... + p_(i-1)))) * atom_i / alpha
 
+    and for the upper tail counted from the last atom down. The centres of HL-Gauss's bins are atoms too.
+
     Args:
         probs: (..., num_atoms), rows that sum to 1.
         atoms: (num_atoms,), ascending.
         alpha: the probability of the tail, in (0, 1].
+        tail: `lower`, the mean of the worst `alpha` of the mass, or `upper`, of the best.
 
     Returns:
         (...), in units of the return.
 
     Raises:
-        ValueError: when alpha is not in (0, 1], and when there is not one atom for each probability.
+        ValueError: when alpha is not in (0, 1], for an unknown tail, and when there is not one atom for each
+            probability.
     """
-    _check_alpha(alpha)
+    _check_tail(alpha, tail)
     if atoms.shape != probs.shape[-1:]:
         raise ValueError(
             f"atoms has shape {tuple(atoms.shape)} but probs has {tuple(probs.shape)}; pass an atom for each entry"
         )
     probs = at_least_float32(probs)
-    below = torch.nn.functional.pad(probs[..., :-1].cumsum(dim=-1), (1, 0))
-    tail = torch.minimum(probs, (alpha - below).clamp_min(0))
-    return (tail * at_least_float32(atoms)).sum(dim=-1) / alpha
+    if tail == "upper":
+        probs, atoms = probs.flip(-1), atoms.flip(-1)
+    passed = torch.nn.functional.pad(probs[..., :-1].cumsum(dim=-1), (1, 0))
+    masses = torch.minimum(probs, (alpha - passed).clamp_min(0))
+    return (masses * at_least_float32(atoms)).sum(dim=-1) / alpha
 
 
-def _check_alpha(alpha: float) -> None:
+def _check_tail(alpha: float, tail: str) -> None:
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha is {alpha}; the tail's probability must be in (0, 1], where 1 gives the mean")
+    if tail not in get_args(CVaRTail):
+        raise ValueError(f"tail is {tail!r}; choose one of {', '.join(get_args(CVaRTail))}")
+
+
+def _bin_edges(
+    num_bins: int, *, v_min: float, v_max: float, dtype: torch.dtype, device: torch.device | str | None
+) -> Tensor:
+    """(num_bins + 1,): the edges of bins of equal width from v_min to v_max."""
+    if num_bins < 2:
+        raise ValueError(f"num_bins is {num_bins}; it must be at least 2, or there is nothing to predict")
+    _check_support(v_min, v_max)
+    return torch.linspace(v_min, v_max, num_bins + 1, dtype=dtype, device=device)
+
+
+def _check_support(v_min: float, v_max: float) -> None:
+    if not v_min < v_max:
+        raise ValueError(f"v_min ({v_min}) must be below v_max ({v_max}); the returns should lie between them")
+
+
+def _categorical_stats(
+    log_probs: Tensor, atoms: Tensor, returns: Tensor, response_mask: Tensor, *, v_min: float, v_max: float
+) -> dict[str, Tensor]:
+    """The statistics of `c51_loss`; `log_probs` (B, R, N) are those of `atoms` (N,), or of bins with these centres."""
+    probs = log_probs.detach().exp()
+    vpreds = (probs * atoms).sum(dim=-1)
+    outside = (returns < v_min) | (returns > v_max)
+    return {
+        "edge_mass": masked_mean(probs[..., 0] + probs[..., -1], response_mask),
+        "outside_support": masked_mean(outside.to(probs.dtype), response_mask),
+        "error": masked_mean((vpreds - returns).square(), response_mask),
+        "vpred": masked_mean(vpreds, response_mask),
+    }
 
 
 def _zero_rows_outside(values: Tensor, mask: Tensor, name: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""Clipped surrogate losses of the policy, and importance weights for a sampler whose probabilities differ slightly.
+"""Surrogate losses of the policy, the log-likelihood of its own successes, and importance weights for a sampler whose
+probabilities differ slightly.
 
 `register_policy_loss` adds a loss that a configuration can name. The caller adds the KL and entropy terms.
 """
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.masked import Loss, aggregate_loss, masked_mean, zero_outside
-from alpaca_ppo.registry import POLICY_LOSSES, RolloutCorrectionLevel
+from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence, RolloutCorrectionLevel
 
 ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
+DIVERGENCES: tuple[str, ...] = get_args(DppoDivergence)
+
+_KL_EPSILON = 1e-8
+"""Added to the probability of all other tokens, which may round to 0."""
 
 PolicyLoss = Callable[..., Loss]
 """A loss as `register_policy_loss` describes it."""
@@ -88,25 +93,27 @@ def policy_loss(
     """
     _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c)
     advantages = zero_outside(advantages, response_mask).detach()
-    log_ratio = zero_outside(logprobs, response_mask) - zero_outside(old_logprobs, response_mask).detach()
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
     losses = torch.maximum(unclipped, clipped)
-    bounded = torch.zeros_like(response_mask)
+    bounded = None
     if clip_ratio_c is not None:
         bound = -advantages * clip_ratio_c
         bounded = (advantages < 0) & (losses > bound)
         losses = torch.where(bounded, bound, losses)
-    if weights is not None:
-        losses = losses * zero_outside(weights, response_mask).detach()
-    stats = {
-        "clipfrac": masked_mean((clipped > unclipped).to(ratio.dtype), response_mask),
-        "clipfrac_lower": masked_mean(bounded.to(ratio.dtype), response_mask),
-        **_ratio_stats(log_ratio.detach(), ratio.detach(), response_mask),
-    }
-    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+    return _aggregated(
+        losses,
+        response_mask,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        clipped=clipped > unclipped,
+        bounded=bounded,
+        weights=weights,
+        loss_agg_mode=loss_agg_mode,
+        denominator=denominator,
+    )
 
 
 def gspo_policy_loss(
@@ -160,16 +167,305 @@ def gspo_policy_loss(
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
-    losses = torch.maximum(unclipped, clipped)
+    return _aggregated(
+        torch.maximum(unclipped, clipped),
+        response_mask,
+        log_ratio=token_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+        ratio=ratio,
+        clipped=clipped > unclipped,
+        weights=weights,
+        loss_agg_mode=loss_agg_mode,
+        denominator=denominator,
+    )
+
+
+def cispo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_low: float,
+    cliprange_high: float,
+    loss_agg_mode: str = "token-mean",
+    weights: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """REINFORCE with clipped importance weights (CISPO, arXiv:2506.13585).
+
+    Per token, with ratio = exp(clamp(logprobs - old_logprobs, -20, 20)) and A the advantage:
+
+        loss = -stop_gradient(clip(ratio, 1 - cliprange_low, 1 + cliprange_high)) * A * logprob
+
+    A token whose ratio is clipped keeps a gradient, unlike in `policy_loss`. The paper bounds the ratio from above
+    only: `cliprange_low` of 1 does that.
+
+    Args:
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        old_logprobs: (B, R), of the policy that the advantages were computed for.
+        advantages: (B, R).
+        response_mask: (B, R) bool, True = a token the policy chose.
+        cliprange_low: how far the importance weight may fall below 1.
+        cliprange_high: how far it may rise above 1.
+        loss_agg_mode: see `aggregate_loss`.
+        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss, whose gradient alone means something, and the stats of `policy_loss`. `clipfrac` is the fraction of
+        tokens whose ratio is clipped; `clipfrac_lower` is 0.
+
+    Raises:
+        ValueError: for a negative clip range, cliprange_low > 1, an unknown mode, and shapes that differ.
+    """
+    _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c=None)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask).detach()
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
+    return _aggregated(
+        -clipped * advantages * zero_outside(logprobs, response_mask),
+        response_mask,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        clipped=clipped != ratio,
+        weights=weights,
+        loss_agg_mode=loss_agg_mode,
+        denominator=denominator,
+    )
+
+
+def sapo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float,
+    tau_neg: float,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    weights: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """A smooth gate in place of the clip (SAPO, arXiv:2511.20347).
+
+    Per token, with ratio = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage, and tau = tau_pos where A > 0
+    and tau_neg elsewhere:
+
+        loss = -A * sigmoid(tau * (ratio - 1)) * 4 / tau
+
+    The gate's slope is 1 at ratio 1, and falls to both sides, the faster the larger tau is. The paper takes 1.0 for
+    tau_pos and 1.05 for tau_neg.
+
+    Args:
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        old_logprobs: (B, R), of the policy that the advantages were computed for.
+        advantages: (B, R).
+        response_mask: (B, R) bool, True = a token the policy chose.
+        tau_pos: the gate's temperature where the advantage is positive; positive.
+        tau_neg: the gate's temperature elsewhere; positive.
+        loss_agg_mode: see `aggregate_loss`.
+        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss and the stats of `policy_loss`; `clipfrac` and `clipfrac_lower` are 0, because nothing is clipped.
+
+    Raises:
+        ValueError: for a temperature that is not positive, an unknown mode, and shapes that differ.
+    """
+    for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+        if not tau > 0:
+            raise ValueError(f"{name} is {tau}; it must be positive, because the loss is divided by it")
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask)
+    ratio = log_ratio.exp()
+    # Tensors, because torch.where makes float32 of two Python numbers.
+    tau_of_token = torch.where(advantages > 0, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
+    return _aggregated(
+        -advantages * torch.sigmoid(tau_of_token * (ratio - 1)) * (4 / tau_of_token),
+        response_mask,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        clipped=torch.zeros_like(response_mask),
+        weights=weights,
+        loss_agg_mode=loss_agg_mode,
+        denominator=denominator,
+    )
+
+
+def gmpo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_low: float,
+    cliprange_high: float,
+    weights: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """The geometric mean of a row's ratios, each clipped on its own (GMPO, arXiv:2507.20673).
+
+    With log_ratio = clamp(logprobs - old_logprobs, -20, 20) of a token and A its advantage:
+
+        clipped = min(log_ratio, cliprange_high)     where A > 0
+                  max(log_ratio, -cliprange_low)     where A < 0
+                  0                                  where A = 0
+        loss of a row = -mean of A * exp(mean of clipped)     means over the row's masked tokens
+
+    and the loss is the mean over rows that have tokens. The ranges bound logarithms, and may be wider than those of
+    `policy_loss` (0.4 in the paper), because the mean evens out single tokens.
+
+    Args:
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        old_logprobs: (B, R), of the policy that the advantages were computed for.
+        advantages: (B, R); the paper's are equal in a row.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        cliprange_low: how far the log-ratio may fall below 0 where the advantage is negative, in nats.
+        cliprange_high: how far it may rise above 0 where the advantage is positive.
+        weights: (B, R), not negative: a row's loss is multiplied by the geometric mean of its tokens' weights; detached
+            here.
+        denominator: the number of rows with tokens in the whole optimizer step, as in `aggregate_loss`.
+
+    Returns:
+        The loss and the stats of `policy_loss`. `clipfrac` is the fraction of tokens whose log-ratio is clipped;
+        `clipfrac_lower` is 0; the ratios are those of tokens, before they are clipped.
+
+    Raises:
+        ValueError: for a negative clip range, and shapes that differ.
+    """
+    _check_not_negative(cliprange_low=cliprange_low, cliprange_high=cliprange_high)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask)
+    sign = advantages.sign()
+    free, clipped = sign * log_ratio, sign * log_ratio.clamp(-cliprange_low, cliprange_high)
+    log_ratio_of_row = masked_mean(sign * torch.minimum(free, clipped), response_mask, dim=1)
+    losses = -masked_mean(advantages, response_mask, dim=1) * log_ratio_of_row.exp()
     if weights is not None:
-        losses = losses * zero_outside(weights, response_mask).detach()
-    token_log_ratio = token_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    stats = {
-        "clipfrac": masked_mean((clipped > unclipped).to(ratio.dtype), response_mask),
-        "clipfrac_lower": ratio.new_zeros(()),
-        **_ratio_stats(token_log_ratio, ratio.detach(), response_mask),
-    }
-    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+        losses = losses * masked_mean(weights.detach().log(), response_mask, dim=1).exp()
+    return _aggregated(
+        losses.unsqueeze(1).expand(response_mask.shape),
+        response_mask,
+        log_ratio=log_ratio,
+        ratio=log_ratio.exp(),
+        clipped=clipped < free,
+        weights=None,
+        loss_agg_mode="seq-mean-token-mean",
+        denominator=denominator,
+    )
+
+
+def dppo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    divergence: str = "tv",
+    cliprange_low: float,
+    cliprange_high: float,
+    clip_ratio_c: float = 20.0,
+    loss_agg_mode: str = "token-mean",
+    weights: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> Loss:
+    """A trust region in probabilities instead of ratios (DPPO with the binary divergences, arXiv:2602.04879).
+
+    Per token, with p = exp(logprobs), q = exp(old_logprobs), ratio = exp(clamp(logprobs - old_logprobs, -20, 20)) and A
+    the advantage:
+
+        loss = -A * stop_gradient(min(ratio, clip_ratio_c)) * logprob     where the divergence is in range, else 0
+
+        tv in range:  p - q <= cliprange_high               where A > 0
+                      p - q >= -cliprange_low               elsewhere
+        kl in range:  kl <= cliprange_high  or  p <= q      where A > 0
+                      kl <= cliprange_low   or  p >= q      elsewhere
+        kl = q * (log q - log p) + (1 - q) * log((1 - q + 1e-8) / (1 - p + 1e-8))
+
+    The divergence is that of two coins, which show the token or another. A rare token may multiply its probability, and
+    a likely one may not move far.
+
+    Args:
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        old_logprobs: (B, R), of the policy that the advantages were computed for.
+        advantages: (B, R).
+        response_mask: (B, R) bool, True = a token the policy chose.
+        divergence: `tv` (a difference of probabilities) or `kl` (nats).
+        cliprange_low: the largest divergence of a token that has become less likely.
+        cliprange_high: the largest divergence of one that has become more likely.
+        clip_ratio_c: upper bound of the ratio, above 1.
+        loss_agg_mode: see `aggregate_loss`.
+        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
+        denominator: see `aggregate_loss`.
+
+    Returns:
+        The loss, whose gradient alone means something, and the stats of `policy_loss`. `clipfrac` is the fraction of
+        tokens out of range, which have no gradient; `clipfrac_lower` the fraction of tokens in range whose ratio
+        `clip_ratio_c` bounds.
+
+    Raises:
+        ValueError: for an unknown divergence, a negative range, clip_ratio_c <= 1, an unknown mode, and shapes that
+            differ.
+    """
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence is {divergence!r}; it must be one of {', '.join(DIVERGENCES)}")
+    if not clip_ratio_c > 1:
+        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; it must be above 1, because the ratio starts there")
+    _check_not_negative(cliprange_low=cliprange_low, cliprange_high=cliprange_high)
+    advantages = zero_outside(advantages, response_mask).detach()
+    new, old = zero_outside(logprobs, response_mask), zero_outside(old_logprobs, response_mask).detach()
+    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask).detach()
+    ratio = log_ratio.exp()
+    p, q = new.detach().exp(), old.exp()
+    if divergence == "tv":
+        in_range = torch.where(advantages > 0, p - q <= cliprange_high, p - q >= -cliprange_low)
+    else:
+        kl = q * (old - new.detach()) + (1 - q) * torch.log((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON))
+        in_range = torch.where(advantages > 0, (kl <= cliprange_high) | (p <= q), (kl <= cliprange_low) | (p >= q))
+    return _aggregated(
+        torch.where(in_range, -advantages * ratio.clamp_max(clip_ratio_c) * new, 0.0),
+        response_mask,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        clipped=~in_range,
+        bounded=in_range & (ratio > clip_ratio_c),
+        weights=weights,
+        loss_agg_mode=loss_agg_mode,
+        denominator=denominator,
+    )
+
+
+def positive_nll_loss(
+    logprobs: Tensor, positive: Tensor, response_mask: Tensor, *, denominator: Tensor | float | None = None
+) -> Loss:
+    """Minus the mean log-probability of the tokens of responses that succeeded (VAPO, arXiv:2504.05118, which adds it
+    to the policy loss with the weight 0.1).
+
+    Args:
+        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
+        positive: (B,) bool, True = a response that succeeded.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        denominator: the number of masked tokens of positive rows in the whole optimizer step, which replaces the count
+            of this call, so that parts of the batch add up.
+
+    Returns:
+        The loss, which is 0 and attached to the graph where no such token is (`denominator` may then be 0), and the
+        stat `positive_fraction`: the fraction of masked tokens that are of positive rows.
+
+    Raises:
+        ValueError: when the shapes do not fit.
+    """
+    if positive.shape != response_mask.shape[:1]:
+        raise ValueError(
+            f"positive has shape {tuple(positive.shape)} but response_mask has {tuple(response_mask.shape)}; pass one "
+            "entry for each row"
+        )
+    mask = response_mask & positive.unsqueeze(1)
+    if denominator is not None:
+        denominator = torch.as_tensor(denominator).clamp_min(1)
+    loss = aggregate_loss(-logprobs, mask, "token-mean", denominator=denominator)
+    return Loss(loss, {"positive_fraction": masked_mean(mask.to(loss.dtype), response_mask)})
 
 
 def rollout_correction_weights(
@@ -217,6 +513,36 @@ def rollout_correction_weights(
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 
 
+def _token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """(B, R) log-ratios of new and old probabilities within +-20, 0 outside the mask."""
+    log_ratio = zero_outside(logprobs, response_mask) - zero_outside(old_logprobs, response_mask).detach()
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _aggregated(
+    losses: Tensor,
+    response_mask: Tensor,
+    *,
+    log_ratio: Tensor,
+    ratio: Tensor,
+    clipped: Tensor,
+    bounded: Tensor | None = None,
+    weights: Tensor | None,
+    loss_agg_mode: str,
+    denominator: Tensor | float | None,
+) -> Loss:
+    """The loss of per-token losses (B, R), and the stats; `clipped` and `bounded` (B, R) are bool."""
+    if weights is not None:
+        losses = losses * zero_outside(weights, response_mask).detach()
+    lower = torch.zeros_like(response_mask) if bounded is None else bounded
+    stats = {
+        "clipfrac": masked_mean(clipped.to(ratio.dtype), response_mask),
+        "clipfrac_lower": masked_mean(lower.to(ratio.dtype), response_mask),
+        **_ratio_stats(log_ratio.detach(), ratio.detach(), response_mask),
+    }
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
+
+
 def _ratio_stats(log_ratio: Tensor, ratio: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     anywhere = response_mask.any()
     one, infinity = ratio.new_ones(()), ratio.new_full((1,), torch.inf)
@@ -235,7 +561,12 @@ def _ratio_stats(log_ratio: Tensor, ratio: Tensor, response_mask: Tensor) -> dic
 def _check_clip_ranges(cliprange_low: float, cliprange_high: float, clip_ratio_c: float | None) -> None:
     if not 0 <= cliprange_low <= 1:
         raise ValueError(f"cliprange_low is {cliprange_low}; it must be in [0, 1], because a ratio is never negative")
-    if not cliprange_high >= 0:
-        raise ValueError(f"cliprange_high is {cliprange_high}; it must not be negative")
+    _check_not_negative(cliprange_high=cliprange_high)
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c is {clip_ratio_c}; it must be above 1, or None for no dual clip")
+
+
+def _check_not_negative(**ranges: float) -> None:
+    for name, value in ranges.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must not be negative")

@@ -1,16 +1,8 @@
 """Policy, critic and reference: wrappers that compute log-probabilities and values of responses, and their loading."""
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs, Critic
-from alpaca_ppo.models.critic_heads import (
-    C51Head,
-    CriticHead,
-    HeadLinear,
-    HeadOutputs,
-    IQNHead,
-    QuantileHead,
-    ScalarHead,
-    register_critic_head,
-)
+from alpaca_ppo.models.critic_head import CriticHead, HeadLinear, HeadOutputs, register_critic_head
+from alpaca_ppo.models.critic_heads import C51Head, HLGaussHead, IQNHead, QuantileHead, ScalarHead
 from alpaca_ppo.models.critic_io import is_critic_folder, load_critic, write_critic, write_critic_adapter
 from alpaca_ppo.models.half_weights import mark_weights_changed
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
@@ -25,6 +17,7 @@ __all__ = [
     "CopiedReference",
     "Critic",
     "CriticHead",
+    "HLGaussHead",
     "HeadLinear",
     "HeadOutputs",
     "IQNHead",

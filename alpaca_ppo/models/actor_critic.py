@@ -1,6 +1,6 @@
 """Policy and critic in one module, so that a single wrapper (DDP, DeepSpeed) covers everything that is trained.
 
-Critic heads are in `critic_heads`; the losses are in `ppo.losses`.
+Critic heads are in `critic_head` and `critic_heads`; the losses are in `ppo.losses`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.activations import use_torch_activations
-from alpaca_ppo.models.critic_heads import CriticHead
+from alpaca_ppo.models.critic_head import CriticHead
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
 

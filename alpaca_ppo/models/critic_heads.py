@@ -1,15 +1,12 @@
-"""The heads of critics: a head computes values from hidden states, defines its own loss, and stores its settings in its
-folder. A new kind of critic is one class with `register_critic_head`.
+"""The critic heads of this package: scalar, c51, hl_gauss, quantile and iqn.
 
-Heads compute in float32 at least, whatever the dtype of the backbone and of their own weights (DeepSpeed makes those
-bfloat16 in a bfloat16 run). The built-in heads start at the value 0, so that the first advantages are the returns
-themselves. Their losses are functions of `functional`.
+They start at the value 0, so that the first advantages are the returns themselves. Their losses are functions of
+`functional`.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from abc import abstractmethod
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,222 +18,42 @@ from alpaca_ppo.functional import (
     c51_loss,
     cvar_from_categorical,
     cvar_from_quantiles,
+    hl_gauss_centres,
+    hl_gauss_loss,
     quantile_huber_loss,
     quantile_midpoints,
     value_loss,
 )
-from alpaca_ppo.registry import CRITIC_HEADS
-
-HeadClass = TypeVar("HeadClass", bound=type["CriticHead"])
-
-
-class HeadOutputs(NamedTuple):
-    """What a head reads from N hidden states."""
-
-    values: Tensor
-    """(N,), what GAE uses: the mean, or the CVaR at the head's `risk_level`."""
-    means: Tensor
-    """(N,), the mean of the return."""
-    predictions: Tensor
-    """(N,) or (N, M), what the head's loss takes: values, logits or quantiles."""
-
-
-class CriticHead(nn.Module, ABC):
-    """A map from hidden states (N, H) to `HeadOutputs`, and the loss of its predictions.
-
-    A subclass defines `read` and `loss`. One with options also defines `from_config` and `settings`, whose entries are
-    the keywords of its `__init__`. Layers should be `HeadLinear`s, or cast their weights to the dtype of the states.
-    The subclass is registered (`register_critic_head`) before an instance is made.
-
-    Attributes:
-        kind: the name it is registered under, the value of `critic` that selects it.
-        hidden_size: H.
-        risk_level: None reads the mean as the value; alpha in (0, 1] the mean of the lower alpha tail (CVaR). It is
-            not stored with the weights and may be changed between forward passes.
-    """
-
-    kind: str = ""
-
-    def __init__(self, hidden_size: int, *, risk_level: float | None = None) -> None:
-        super().__init__()
-        if not self.kind:
-            raise TypeError(f"{type(self).__name__} has no name yet; register the class with register_critic_head")
-        self.hidden_size = hidden_size
-        self.risk_level = risk_level
-
-    @classmethod
-    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """A new head with the options given in `args`. `configure` sets what is not stored in the head's folder."""
-        return cls(hidden_size)
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], hidden_size: int) -> Self:
-        """A head that takes the weights of one with these `settings`."""
-        return cls(hidden_size, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        """The options needed to rebuild the head for its saved weights; JSON values, stored in the head's folder."""
-        return {}
-
-    def configure(self, args: PPOConfig) -> None:
-        """Takes from `args` what is not among the settings: how values are read, and options of the loss. Called for a
-        new head, a loaded one, and one in an `ActorCritic` that the user built.
-        """
-        self.risk_level = args.risk_alpha
-
-    @abstractmethod
-    def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
-        """`HeadOutputs` of `states` (N, H), already in the dtype to compute in; `taus` as in `forward`."""
-
-    @abstractmethod
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        denominator: Tensor | float | None = None,
-    ) -> Loss:
-        """The loss of a micro-batch, and statistics that are logged as `ppo/val/<name>`.
-
-        It is computed outside of the model's forward pass, so it must not use parameters of the head.
-
-        Args:
-            predictions: (B, R) or (B, R, M), those of `read`, in the columns of the response.
-            returns: (B, R), targets, not whitened.
-            response_mask: (B, R) bool, True = a token the policy chose.
-            old_values: (B, R), the values at the time of the rollout.
-            taus: what `sample_taus` drew for this optimizer step.
-            loss_agg_mode: see `functional.aggregate_loss`, as for `denominator`.
-            denominator: tokens or sequences of the whole optimizer step.
-        """
-
-    def sample_taus(self, generator: torch.Generator) -> Tensor | None:
-        """The quantile levels (K,) of the predictions in one optimizer step, on the CPU; None for a head that needs
-        none.
-        """
-        return None
-
-    def score_weight(self) -> Tensor | None:
-        """(1, H): the weight of a sequence classifier's linear layer `score` whose logits are this head's values; None
-        if the values are not such a linear function. A critic that has it is saved as a sequence classifier.
-        """
-        return None
-
-    def load_score_weight(self, weight: Tensor) -> None:
-        """Starts from the `score` weight (1, H) of a reward model, if the head can; otherwise changes nothing."""
-
-    @property
-    def distributional(self) -> bool:
-        """Whether the head learns the distribution of the return, so that a risk level has a meaning."""
-        known: bool = CRITIC_HEADS.trait(self.kind, "distributional")
-        return known
-
-    def spec(self) -> dict[str, Any]:
-        """Kind and settings: heads with the same spec and hidden size can exchange their weights."""
-        return {"kind": self.kind, **self.settings()}
-
-    def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
-        """What the head reads from `states` (N, H), in any dtype.
-
-        Args:
-            states: hidden states.
-            taus: (K,) in (0, 1), the quantile levels of `predictions`, from `sample_taus`; given in training only.
-                Values do not depend on them.
-
-        Raises:
-            ValueError: when `read` returns something other than `HeadOutputs` of these shapes.
-        """
-        first = next(self.parameters(), None)
-        dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
-        with torch.autocast(states.device.type, enabled=False):
-            return _checked(self.kind, self.read(states.to(dtype), taus), states.shape[:-1])
-
-
-def _checked(kind: str, returned: Any, rows: torch.Size) -> HeadOutputs:
-    if not isinstance(returned, HeadOutputs):
-        raise ValueError(
-            f"read() of the critic {kind!r} returned a {type(returned).__name__}; it must return HeadOutputs"
-        )
-    for field, value in returned._asdict().items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"read() of the critic {kind!r} returned {field} of type {type(value).__name__}; it must be a tensor"
-            )
-        shape = value.shape[: len(rows)] if field == "predictions" and value.dim() == len(rows) + 1 else value.shape
-        if shape != rows:
-            sizes = ", ".join(map(str, rows))
-            wanted = f"({sizes},) or ({sizes}, M)" if field == "predictions" else f"({sizes},)"
-            raise ValueError(
-                f"read() of the critic {kind!r} returned {field} of shape {tuple(value.shape)}; it must be {wanted}: "
-                "one entry per hidden state"
-            )
-    return returned
-
-
-def register_critic_head(name: str, *, distributional: bool = False) -> Callable[[HeadClass], HeadClass]:
-    """A class decorator that adds the critic `name`, a subclass of `CriticHead`.
-
-    Args:
-        name: the value of `critic` that selects it; also stored in the folders of its weights.
-        distributional: it learns the distribution of the return and reads its `risk_level`.
-
-    Raises:
-        TypeError: when the class is not a `CriticHead`.
-        ValueError: when the name is taken, or holds a space, comma or colon.
-    """
-
-    def attach(head_class: HeadClass) -> HeadClass:
-        if not (isinstance(head_class, type) and issubclass(head_class, CriticHead)):
-            raise TypeError(f"the critic head {name!r} is {head_class!r}; register a subclass of CriticHead")
-        CRITIC_HEADS.register(name, distributional=distributional)(head_class)
-        head_class.kind = name
-        return head_class
-
-    return attach
-
-
-def build_head(make: Callable[[int], CriticHead], hidden_size: int, dtype: torch.dtype) -> CriticHead:
-    """`make(hidden_size)`, a head's class for instance, with weights in float32, or in float64 where `dtype` is."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(_at_least_float32(dtype))
-    try:
-        return make(hidden_size)
-    finally:
-        torch.set_default_dtype(before)
-
-
-class HeadLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, whatever the dtype of its weights."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(..., outputs) of `inputs` (..., inputs)."""
-        return nn.functional.linear(inputs, self.weight.to(inputs.dtype), self.bias.to(inputs.dtype))
+from alpaca_ppo.models.critic_head import CriticHead, HeadLinear, HeadOutputs
+from alpaca_ppo.registry import CRITIC_HEADS, CVaRTail
 
 
 @CRITIC_HEADS.implement("scalar")
 class ScalarHead(CriticHead):
-    """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error.
+    """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error or the Huber
+    loss.
 
     Args:
         hidden_size: H of the backbone.
         cliprange_value: how far a prediction can move from the old value before the clipped error stops changing;
             None = no clipping.
+        huber_delta: the error from which on the loss is linear; None = the squared error.
     """
 
     kind = "scalar"
 
-    def __init__(self, hidden_size: int, *, cliprange_value: float | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, *, cliprange_value: float | None = None, huber_delta: float | None = None
+    ) -> None:
         super().__init__(hidden_size)
-        self.cliprange_value = cliprange_value
+        self.cliprange_value, self.huber_delta = cliprange_value, huber_delta
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
 
     def configure(self, args: PPOConfig) -> None:
-        """Takes `cliprange_value`."""
+        """Takes the bounds of the values, `cliprange_value`, `value_loss` and `value_huber_delta`."""
+        super().configure(args)
         self.cliprange_value = args.cliprange_value
+        self.huber_delta = args.value_huber_delta if args.value_loss == "huber" else None
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """The same numbers as values, means and predictions."""
@@ -261,6 +78,7 @@ class ScalarHead(CriticHead):
             returns,
             response_mask,
             cliprange_value=self.cliprange_value,
+            huber_delta=self.huber_delta,
             loss_agg_mode=loss_agg_mode,
             denominator=denominator,
         )
@@ -274,13 +92,58 @@ class ScalarHead(CriticHead):
         self.weight.data.copy_(weight)
 
 
-@CRITIC_HEADS.implement("c51")
-class C51Head(CriticHead):
-    """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887).
+class _CategoricalCritic(CriticHead):
+    """What the c51 and the hl_gauss head share: the probabilities of fixed returns (`support`) between two ends.
 
     At the start every state has the same distribution: uniform where the support is symmetric about 0, otherwise tilted
-    until its mean is 0, or as near to 0 as the support allows. Each atom keeps a thousandth of the uniform probability,
-    because an atom that starts much lower would take too many updates to recover.
+    until its mean is 0, or as near to 0 as the support allows. Each return keeps a thousandth of the uniform
+    probability, because one that starts much lower would take too many updates to recover.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_atoms: int = 51,
+        v_min: float = -10.0,
+        v_max: float = 10.0,
+        risk_level: str | float = "neutral",
+    ) -> None:
+        super().__init__(hidden_size, risk_level=risk_level)
+        self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
+        self.linear = _zero_linear(hidden_size, num_atoms)
+        # On the CPU: the memory estimate builds heads on a device without numbers.
+        self.linear.bias.data.copy_(_initial_logits(self.support(torch.float64, torch.device("cpu"))))
+
+    @classmethod
+    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
+        """With the support that `args` names."""
+        v_min, v_max = args.value_support
+        return cls(hidden_size, num_atoms=args.num_atoms, v_min=v_min, v_max=v_max)
+
+    def settings(self) -> dict[str, Any]:
+        """The support."""
+        return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
+
+    @abstractmethod
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(num_atoms,): the returns that have the predicted probabilities, ascending."""
+
+    def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
+        """`predictions` (N, num_atoms) are logits."""
+        logits = self.linear(states)
+        support = self.support(logits.dtype, logits.device)
+        probabilities = logits.softmax(dim=-1)
+        means = probabilities @ support
+        values = self.value_of(
+            means, lambda alpha, tail: cvar_from_categorical(probabilities, support, alpha=alpha, tail=tail)
+        )
+        return HeadOutputs(values, means, logits)
+
+
+@CRITIC_HEADS.implement("c51")
+class C51Head(_CategoricalCritic):
+    """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887).
 
     Args:
         hidden_size: H of the backbone.
@@ -292,39 +155,9 @@ class C51Head(CriticHead):
 
     kind = "c51"
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_atoms: int = 51,
-        v_min: float = -10.0,
-        v_max: float = 10.0,
-        risk_level: float | None = None,
-    ) -> None:
-        super().__init__(hidden_size, risk_level=risk_level)
-        self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
-        self.linear = _zero_linear(hidden_size, num_atoms)
-        atoms = c51_atoms(num_atoms, v_min=v_min, v_max=v_max, dtype=torch.float64)
-        self.linear.bias.data.copy_(_initial_logits(atoms))
-
-    @classmethod
-    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With the support that `args` names."""
-        return cls(hidden_size, num_atoms=args.num_atoms, v_min=float(args.c51_v_min), v_max=float(args.c51_v_max))
-
-    def settings(self) -> dict[str, Any]:
-        """The support."""
-        return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
-
-    def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
-        """`predictions` (N, num_atoms) are logits."""
-        logits = self.linear(states)
-        atoms = c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=logits.dtype, device=logits.device)
-        probabilities = logits.softmax(dim=-1)
-        means = probabilities @ atoms
-        if self.risk_level is None:
-            return HeadOutputs(means, means, logits)
-        return HeadOutputs(cvar_from_categorical(probabilities, atoms, alpha=self.risk_level), means, logits)
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The atoms."""
+        return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
     def loss(
         self,
@@ -349,15 +182,77 @@ class C51Head(CriticHead):
         )
 
 
+@CRITIC_HEADS.implement("hl_gauss")
+class HLGaussHead(_CategoricalCritic):
+    """Probabilities of `num_atoms` bins of equal width over [v_min, v_max], learned from returns that are smoothed by a
+    normal distribution (HL-Gauss, arXiv:2403.03950). A bin stands for the return at its centre.
+
+    Args:
+        hidden_size: H of the backbone.
+        num_atoms: the number of bins.
+        v_min: the lower edge of the first bin; smaller returns are clamped to it.
+        v_max: the upper edge of the last bin; greater returns are clamped to it.
+        sigma: the standard deviation of the smoothing, in widths of a bin.
+        risk_level: see `CriticHead`. A tail is one of the smoothed distribution.
+    """
+
+    kind = "hl_gauss"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_atoms: int = 51,
+        v_min: float = -10.0,
+        v_max: float = 10.0,
+        sigma: float = 0.75,
+        risk_level: str | float = "neutral",
+    ) -> None:
+        super().__init__(hidden_size, num_atoms=num_atoms, v_min=v_min, v_max=v_max, risk_level=risk_level)
+        self.sigma = sigma
+
+    def configure(self, args: PPOConfig) -> None:
+        """Takes the risk level, the bounds of the values and `hl_gauss_sigma`."""
+        super().configure(args)
+        self.sigma = args.hl_gauss_sigma
+
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The centres of the bins."""
+        return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
+
+    def loss(
+        self,
+        predictions: Tensor,
+        returns: Tensor,
+        response_mask: Tensor,
+        *,
+        old_values: Tensor,
+        taus: Tensor | None = None,
+        loss_agg_mode: str = "token-mean",
+        denominator: Tensor | float | None = None,
+    ) -> Loss:
+        """`functional.hl_gauss_loss`."""
+        return hl_gauss_loss(
+            predictions,
+            returns,
+            response_mask,
+            v_min=self.v_min,
+            v_max=self.v_max,
+            sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms,
+            loss_agg_mode=loss_agg_mode,
+            denominator=denominator,
+        )
+
+
 class _QuantileCritic(CriticHead):
     """What the quantile and the iqn head share: the quantile Huber loss of `num_quantiles` predictions."""
 
-    def __init__(self, hidden_size: int, *, num_quantiles: int, kappa: float, risk_level: float | None) -> None:
+    def __init__(self, hidden_size: int, *, num_quantiles: int, kappa: float, risk_level: str | float) -> None:
         super().__init__(hidden_size, risk_level=risk_level)
         self.num_quantiles, self.kappa = num_quantiles, kappa
 
     def configure(self, args: PPOConfig) -> None:
-        """Takes the risk level and `quantile_huber_kappa`."""
+        """Takes the risk level, the bounds of the values and `quantile_huber_kappa`."""
         super().configure(args)
         self.kappa = args.quantile_huber_kappa
 
@@ -400,7 +295,7 @@ class QuantileHead(_QuantileCritic):
     kind = "quantile"
 
     def __init__(
-        self, hidden_size: int, *, num_quantiles: int = 32, kappa: float = 1.0, risk_level: float | None = None
+        self, hidden_size: int, *, num_quantiles: int = 32, kappa: float = 1.0, risk_level: str | float = "neutral"
     ) -> None:
         super().__init__(hidden_size, num_quantiles=num_quantiles, kappa=kappa, risk_level=risk_level)
         self.linear = _zero_linear(hidden_size, num_quantiles)
@@ -418,9 +313,8 @@ class QuantileHead(_QuantileCritic):
         """`predictions` (N, K) are the quantiles."""
         quantiles = self.linear(states)
         means = quantiles.mean(dim=-1)
-        if self.risk_level is None:
-            return HeadOutputs(means, means, quantiles)
-        return HeadOutputs(cvar_from_quantiles(quantiles, alpha=self.risk_level), means, quantiles)
+        values = self.value_of(means, lambda alpha, tail: cvar_from_quantiles(quantiles, alpha=alpha, tail=tail))
+        return HeadOutputs(values, means, quantiles)
 
 
 @CRITIC_HEADS.implement("iqn")
@@ -448,7 +342,7 @@ class IQNHead(_QuantileCritic):
         num_quantiles: int = 32,
         embedding_dim: int = 64,
         kappa: float = 1.0,
-        risk_level: float | None = None,
+        risk_level: str | float = "neutral",
     ) -> None:
         super().__init__(hidden_size, num_quantiles=num_quantiles, kappa=kappa, risk_level=risk_level)
         self.embedding_dim = embedding_dim
@@ -482,15 +376,16 @@ class IQNHead(_QuantileCritic):
         midpoints = quantile_midpoints(self.num_quantiles, dtype=states.dtype, device=states.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and taus is None):
             fixed = self.quantiles(states, midpoints)
-            # The CVaR is the mean of Z(s, tau) over tau in (0, alpha), so K levels inside the tail itself are read.
-            values = means = fixed.mean(dim=-1)
-            if self.risk_level is not None:
-                values = self.quantiles(states, self.risk_level * midpoints).mean(dim=-1)
+            means = fixed.mean(dim=-1)
+
+            def tail_mean(alpha: float, tail: CVaRTail) -> Tensor:
+                # The CVaR is the mean of Z(s, tau) over tau in (0, alpha), or (1 - alpha, 1), so K levels inside the
+                # tail itself are read.
+                levels = alpha * midpoints if tail == "lower" else 1 - alpha * midpoints
+                return self.quantiles(states, levels).mean(dim=-1)
+
+            values = self.value_of(means, tail_mean)
         return HeadOutputs(values, means, fixed if taus is None else self.quantiles(states, taus))
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _zero_linear(inputs: int, outputs: int) -> HeadLinear:

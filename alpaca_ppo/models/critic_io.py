@@ -18,7 +18,7 @@ from alpaca_ppo.adapters.adapter_set import AdapterSet, adapter_tensors, load_pe
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, lora_config, read_adapter
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import Critic
-from alpaca_ppo.models.critic_heads import CriticHead, build_head
+from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.registry import CRITIC_HEADS
@@ -68,19 +68,21 @@ def _write_head(folder: Path, head: CriticHead) -> None:
     (folder / HEAD_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_code: bool = False) -> Critic:
+def load_critic(folder: str, *, risk_level: str | float = "neutral", trust_remote_code: bool = False) -> Critic:
     """The critic that a run saved in `folder` (`final/value`), in float32, dropout off.
 
     `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
 
     Args:
         folder: of the critic.
-        risk_level: what the head reads as the value: None the mean, alpha in (0, 1] the mean of the lower alpha tail.
+        risk_level: what the head reads as the value; see `CriticHead`. The run's own level is not stored, nor are the
+            `value_min` and `value_max` of a critic without a fixed support: set them as attributes of the head.
         trust_remote_code: run code that comes with the model.
 
     Raises:
         ValueError: when `folder` does not hold a critic of this form or is damaged, when its kind is not registered,
-            when it comes with code that it may not run, and for a risk level of a critic that has none.
+            when it comes with code that it may not run, for a text that is no risk level, and for a risk level of a
+            critic that has none.
     """
     if not is_critic_folder(folder):
         raise ValueError(
@@ -88,9 +90,9 @@ def load_critic(folder: str, *, risk_level: float | None = None, trust_remote_co
             "AutoModelForSequenceClassification, or give it as value_model"
         )
     head = load_head(folder)
-    if risk_level is not None and not head.distributional:
+    if risk_level != "neutral" and not head.distributional:
         raise ValueError(
-            f"risk_level is {risk_level}, but the {head.kind!r} critic of {folder} has no distribution to read it "
+            f"risk_level is {risk_level!r}, but the {head.kind!r} critic of {folder} has no distribution to read it "
             "from; leave it out"
         )
     head.risk_level = risk_level

@@ -21,7 +21,8 @@ from transformers import (
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
-from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
+from alpaca_ppo.models.critic_head import CriticHead, build_head
+from alpaca_ppo.models.critic_heads import ScalarHead
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.remote_code import remote_code

@@ -1,8 +1,9 @@
 """Responses that are left out of a step because their reward failed (`failed_rewards: drop`), or because that left
-them without another response to compare with.
+them without another response to compare with; and responses that give no gradient (`mask_truncated`).
 
-A rank scores and evaluates them like all others, so that ranks stay in lockstep. They are taken out of the global
-rollouts, on every rank alike.
+A rank scores and evaluates the first like all others, so that ranks stay in lockstep. They are taken out of the global
+rollouts, on every rank alike. The second stay in the rollouts, where others are compared with them, and are taken out
+of optimizer steps.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import gather_list, gather_rows
 from alpaca_ppo.rewards.batch import RowFailure
+from alpaca_ppo.types import Rollouts
 
 _MAX_SHOWN = 8
 
@@ -40,6 +43,19 @@ class DroppedRows(NamedTuple):
                 "prompt was left to compare them with"
             )
         return f"{self.num_dropped} of {self.num_sampled} responses dropped, {why}:\n{shown}{rest}"
+
+
+def trained_mask(rollouts: Rollouts, args: PPOConfig) -> Tensor:
+    """(B, R) bool, True = a token that gives a gradient: the `response_mask`, with `mask_truncated` without the rows
+    that did not stop.
+    """
+    mask = rollouts["response_mask"]
+    return mask & rollouts["stopped"].unsqueeze(1) if args.mask_truncated else mask
+
+
+def trained_rows(rollouts: Rollouts, rows: Tensor, args: PPOConfig) -> Tensor:
+    """Those of `rows` (int64 indices) that give a gradient; none, perhaps."""
+    return rows[rollouts["stopped"][rows]] if args.mask_truncated else rows
 
 
 def add_baseline(rows: dict[str, Tensor], greedy: dict[str, Tensor], baseline_scores: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The terms of a micro-batch's loss: policy, critic, KL to the reference and entropy, as configured.
+"""The terms of a micro-batch's loss: policy, successes, critic, KL to the reference and entropy, as configured.
 
 The mathematics is in `functional`, the critic's loss in its head. Every term is a part of the optimizer step's loss
 (see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
@@ -14,16 +14,16 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import (
     Loss,
     aggregate_loss,
-    gspo_policy_loss,
     kl_penalty,
     masked_mean,
-    policy_loss,
+    positive_nll_loss,
     rollout_correction_weights,
 )
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCriticOutputs, CriticHead
+from alpaca_ppo.ppo.dropped_rows import trained_mask
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.registry import POLICY_LOSSES
+from alpaca_ppo.ppo.policy_losses import configured_policy_loss
 from alpaca_ppo.types import Rollouts
 
 Terms = tuple[Tensor, dict[str, Tensor]]
@@ -36,12 +36,31 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
     weights = rollout_correction_weights(
         rollouts["logprobs"],
         rollouts["rollout_logprobs"],
-        rollouts["response_mask"],
+        trained_mask(rollouts, args),
         level=args.rollout_correction_level,
         threshold=args.rollout_correction_threshold,
         normalize=args.rollout_correction_normalize,
     )
     return {"loss_weights": weights}
+
+
+def step_denominators(rollouts: Rollouts, rows: Tensor, args: PPOConfig) -> dict[str, Tensor]:
+    """What the losses of the optimizer step on `rows` are divided by, scalars of 1 or more: `denominator`, and with
+    `positive_nll_coef`, `positive_tokens` (see `types.Rollouts`).
+    """
+    mask = rollouts["response_mask"][rows]
+    count = mask.sum() if args.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
+    # An optimizer step may have no row that is trained: its losses are 0 then.
+    denominators = {"denominator": count.clamp_min(1)}
+    if args.positive_nll_coef:
+        positive = _succeeded(rollouts["scores"][rows], args)
+        denominators["positive_tokens"] = mask[positive].sum().clamp_min(1)
+    return denominators
+
+
+def _succeeded(scores: Tensor, args: PPOConfig) -> Tensor:
+    """(B,) bool, from the scores (B,) before any penalty."""
+    return scores > args.positive_nll_threshold
 
 
 def sample_value_taus(head: CriticHead | None, *key: int) -> Tensor | None:
@@ -58,6 +77,7 @@ def loss_terms(
     *,
     head: CriticHead | None,
     with_policy: bool,
+    with_critic: bool,
     critic_backward_first: Callable[[], AbstractContextManager[Callable[[Terms], Terms]]] | None,
 ) -> list[Terms]:
     """The terms of a micro-batch's loss and their statistics.
@@ -69,9 +89,11 @@ def loss_terms(
         args: the run's configuration.
         head: the critic's; None without a critic.
         with_policy: False leaves the policy's terms out.
+        with_critic: False leaves the critic's out.
         critic_backward_first: `Updater.critic_backward_first`, which runs the critic's forward and backward pass
             before the policy's forward pass; None for one backward pass through both.
     """
+    head = head if with_critic else None
     if head is not None and with_policy and critic_backward_first is not None:
         with critic_backward_first() as backward:
             critic = backward(critic_terms(forward(with_policy=False, with_critic=True), batch, head, args))
@@ -82,26 +104,22 @@ def loss_terms(
 
 
 def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
-    """Policy loss, KL loss and entropy bonus, added up, and their statistics."""
+    """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
-    policy = _checked(
-        f"policy_loss {args.policy_loss!r}",
-        POLICY_LOSSES.get(args.policy_loss)(
-            outputs.logprobs,
-            batch["logprobs"],
-            batch["advantages"],
-            mask,
-            args=args,
-            weights=weights,
-            denominator=denominator,
-        ),
-    )
+    policy = _checked(f"policy_loss {args.policy_loss!r}", configured_policy_loss(outputs.logprobs, batch, args))
     stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
     if outputs.entropies is not None:
         stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
     stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
     loss = policy.loss
+    if args.positive_nll_coef:
+        # Without importance weights: it imitates these responses, and estimates no expectation over the sampler's.
+        nll = positive_nll_loss(
+            outputs.logprobs, _succeeded(batch["scores"], args), mask, denominator=batch["positive_tokens"]
+        )
+        stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
+        loss = loss + args.positive_nll_coef * nll.loss
     if args.use_kl_loss:
         penalty = kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type)
         stats["loss/kl"] = aggregate_loss(
@@ -136,55 +154,6 @@ def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, head: CriticHead,
     )
     stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
     return args.vf_coef * value.loss, stats
-
-
-@POLICY_LOSSES.implement("clip")
-def _clip(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    args: PPOConfig,
-    weights: Tensor | None,
-    denominator: Tensor,
-) -> Loss:
-    return policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        response_mask,
-        cliprange_low=args.cliprange,
-        cliprange_high=args.cliprange_high or args.cliprange,
-        clip_ratio_c=args.clip_ratio_c,
-        loss_agg_mode=args.loss_agg_mode,
-        weights=weights,
-        denominator=denominator,
-    )
-
-
-@POLICY_LOSSES.implement("gspo")
-def _gspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    args: PPOConfig,
-    weights: Tensor | None,
-    denominator: Tensor,
-) -> Loss:
-    return gspo_policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        response_mask,
-        cliprange_low=args.cliprange,
-        cliprange_high=args.cliprange_high or args.cliprange,
-        loss_agg_mode=args.loss_agg_mode,
-        weights=weights,
-        denominator=denominator,
-    )
 
 
 def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
+from alpaca_ppo.ppo.dropped_rows import trained_mask
 from alpaca_ppo.types import Rollouts
 
 
@@ -226,14 +227,16 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     return stats | {name: float(value) for name, value in mismatch.items()}
 
 
-def advantage_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns `ppo/returns/*`, `ppo/advantages/*` and, with a critic, `ppo/val/*` of a step, over masked tokens."""
-    mask, returns = rollouts["response_mask"], rollouts["returns"]
+def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
+    """Returns `ppo/returns/*`, `ppo/advantages/*` and, with a critic, `ppo/val/*` of a step, over the tokens that give
+    a gradient.
+    """
+    mask, returns = trained_mask(rollouts, args), rollouts["returns"]
     stats = {
         "ppo/returns/mean": float(masked_mean(returns, mask)),
         "ppo/returns/var": float(masked_var(returns, mask, unbiased=False)),
         "ppo/advantages/mean": float(masked_mean(rollouts["advantages"], mask)),
-        "ppo/advantages/abs_max": float(rollouts["advantages"].abs().max()),
+        "ppo/advantages/abs_max": float(torch.where(mask, rollouts["advantages"], 0).abs().max()),
     }
     if "values" in rollouts:
         values = rollouts["values"]

@@ -34,8 +34,9 @@ from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
+from alpaca_ppo.ppo.dropped_rows import trained_rows
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
-from alpaca_ppo.ppo.losses import Terms
+from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import StatsAccumulator
 from alpaca_ppo.ppo.minibatches import step_counts
 from alpaca_ppo.ppo.mismatch import in_half_precision
@@ -52,12 +53,12 @@ class Updater:
         engine: computes and applies gradients; `engine.model` is the wrapped policy and critic.
         schedules: of the learning rates, stepped once per optimizer step of what they are for.
         budget: decides on the micro-batches, whose number may differ from step to step, but not between ranks.
-        loss_agg_mode: decides whether tokens or sequences are the denominator.
+        args: of the run.
     """
 
-    def __init__(self, engine: Engine, schedules: Schedules, *, budget: TokenBudget, loss_agg_mode: str) -> None:
+    def __init__(self, engine: Engine, schedules: Schedules, *, budget: TokenBudget, args: PPOConfig) -> None:
         self.engine, self.accelerator, self.schedules = engine, engine.accelerator, schedules
-        self.budget, self.loss_agg_mode = budget, loss_agg_mode
+        self.budget, self.args = budget, args
         self.learning_rates: LearningRates = engine.learning_rates
         """The learning rates of the last optimizer step of the policy, and of that of the critic."""
         self.part: Part = "both"
@@ -104,7 +105,8 @@ class Updater:
 
         Args:
             rollouts: the global rollouts.
-            rows: (step batch,) int64, the rows of this optimizer step, the same on every rank.
+            rows: (step batch,) int64, the rows of this optimizer step, the same on every rank. Those that give no
+                gradient (`trained_rows`) are left out; without any other, the gradient is 0.
             compute_loss: the trainer's hook.
             policy_unchanged: True if the policy has not been updated since the rollout: the deviation of the ratio from
                 1 and the sampler/trainer mismatch are then recorded.
@@ -123,7 +125,8 @@ class Updater:
                 does not and the step cannot be made again, on its rank.
         """
         self.moved_policy = False
-        shared = {"denominator": self._denominator(rollouts["response_mask"][rows])}
+        rows = trained_rows(rollouts, rows, self.args)
+        shared = step_denominators(rollouts, rows, self.args)
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         before = random_states()
         while True:
@@ -144,9 +147,10 @@ class Updater:
             set_random_states(before)
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
-        if policy_unchanged and part != "critic" and check_first is not None:
+        if policy_unchanged and part != "critic" and check_first is not None and len(rows):
             check_first(self.merge_over_ranks(stats).compute(1))
-        stepped = target_kl_stop is None or part == "critic" or self._approx_kl(stats, target_kl_stop) <= target_kl_stop
+        limit = None if part == "critic" or not len(rows) else target_kl_stop
+        stepped = limit is None or self._approx_kl(stats, limit) <= limit
         if stepped:
             norms = self._apply_gradients(prompt_ids, part)
             of_parts = {} if part == "critic" else {"policy/grad_norm": norms.policy}
@@ -154,10 +158,6 @@ class Updater:
                 of_parts["val/grad_norm"] = norms.critic
             stats.add({name: torch.tensor(n, dtype=torch.float64) for name, n in of_parts.items()}, tokens=1)
         return stats, stepped
-
-    def _denominator(self, mask: Tensor) -> Tensor:
-        """Tokens or sequences under the mask (B, R) of a whole optimizer step."""
-        return mask.sum() if self.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
 
     def _add_gradients(
         self,
@@ -328,19 +328,19 @@ class Updater:
         return measured["policy/approx_kl_k3"]
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
-        """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the support of a
-        c51 critic.
+        """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the critic's
+        support.
         """
         self._warn_of_ratio(train_stats)
         outside = train_stats.get("val/outside_support", 0.0)
-        # Probability mass on the edge atoms is no problem in itself: returns may be 0 or 1 with the support [0, 1].
+        # Probability mass at the edges is no problem in itself: returns may be 0 or 1 with the support [0, 1].
         if outside > 0.01 and not self._edges_warned:
             self._edges_warned = True
             edge_mass = train_stats.get("val/edge_mass")
-            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is on the edge atoms"
+            edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is at the edges"
             warnings.warn(
-                f"{outside:.1%} of the returns lie outside the c51 critic's support{edges}, so the values are clipped. "
-                "Widen c51_v_min and c51_v_max, or scale the reward down with reward_weights",
+                f"{outside:.1%} of the returns lie outside the critic's support{edges}, so the values are clipped. "
+                "Widen value_min and value_max, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 
@@ -448,7 +448,7 @@ def make_updater(
         num_ranks=accelerator.num_processes,
         padding=padding if args.padding_free == "auto" else "",
     )
-    return Updater(engine, schedules, budget=budget, loss_agg_mode=args.loss_agg_mode)
+    return Updater(engine, schedules, budget=budget, args=args)
 
 
 def planned_steps(schedule: PromptSchedule, args: PPOConfig, *, pretraining_steps: int) -> StepCounts:

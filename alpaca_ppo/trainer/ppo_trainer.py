@@ -436,8 +436,9 @@ class PPOTrainer(BaseTrainer):
             partial(self._forward, rollouts_batch, with_entropies=entropies),
             rollouts_batch,
             self.args,
-            head=self.critic_head if self.updater.part != "policy" else None,
+            head=self.critic_head,
             with_policy=self.updater.part != "critic",
+            with_critic=self.updater.part != "policy",
             critic_backward_first=self.updater.critic_backward_first if separate else None,
         )
         loss = torch.stack([term for term, _ in terms]).sum()
@@ -465,7 +466,7 @@ class PPOTrainer(BaseTrainer):
             "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
             **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
-            **metrics.advantage_stats(rollouts),
+            **metrics.advantage_stats(rollouts, self.args),
             **self.old_policy.stats(rollouts),
             **self._pop_dropped("objective"),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},

@@ -1,4 +1,4 @@
-"""Trains each kind of critic with PPOTrainer on known return distributions, and compares what it learned.
+"""Trains scalar, c51, quantile and iqn critics on known return distributions, and compares what they learned.
 
     python -m examples.critics.return_distributions        (a minute and a half on one core)
 
@@ -103,8 +103,8 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         kl_coef=0.0,
         critic=kind,
         num_quantiles=64,
-        c51_v_min=-8.0,
-        c51_v_max=8.0,
+        value_min=-8.0 if kind == "c51" else None,
+        value_max=8.0 if kind == "c51" else None,
         num_atoms=129,
         # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean: the
         # quartiles of `steady` by 2.4 % of its deviation.
@@ -141,7 +141,8 @@ def predict(critic: Critic, name: str) -> Prediction:
     assert critic.backbone is not None
     head, ids = critic.head, tiny_tokenizer()(f"play {name}", return_tensors="pt").input_ids
     state = critic.backbone(input_ids=ids).last_hidden_state[:, -1]
-    head.risk_level = None if head.kind == "scalar" else TAIL
+    if head.distributional:
+        head.risk_level = TAIL
     tail_means, means, predictions = (part[0] for part in head(state))
     if head.kind == "scalar":
         return Prediction(float(means))

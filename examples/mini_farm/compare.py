@@ -23,7 +23,7 @@ GROUP = 4
 BASELINE = "scalar critic (GAE)"
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
-    "c51 critic": {"critic": "c51", "c51_v_min": -4.0, "c51_v_max": 4.0},
+    "c51 critic": {"critic": "c51", "value_min": -4.0, "value_max": 4.0},
     "quantile critic": {"critic": "quantile", "quantile_huber_kappa": 0.1},
     "iqn critic": {"critic": "iqn", "quantile_huber_kappa": 0.1},
     "k3 KL in the loss": {

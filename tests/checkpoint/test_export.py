@@ -30,7 +30,15 @@ from alpaca_ppo.checkpoint.export import (
     save_value_model,
 )
 from alpaca_ppo.checkpoint.model_card import write_model_card
-from alpaca_ppo.models import C51Head, IQNHead, QuantileHead, ScalarHead, build_actor_critic, load_critic
+from alpaca_ppo.models import (
+    C51Head,
+    HLGaussHead,
+    IQNHead,
+    QuantileHead,
+    ScalarHead,
+    build_actor_critic,
+    load_critic,
+)
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
 METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
@@ -118,6 +126,7 @@ def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(t
     ("head", "settings"),
     [
         (C51Head, {"num_atoms": 5, "v_min": -2.0, "v_max": 3.0}),
+        (HLGaussHead, {"num_atoms": 5, "v_min": -2.0, "v_max": 3.0}),
         (QuantileHead, {"num_quantiles": 4}),
         (IQNHead, {"num_quantiles": 4, "embedding_dim": 8}),
     ],
@@ -127,9 +136,9 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, se
     for parameter in actor_critic.critic.head.parameters():
         torch.nn.init.normal_(parameter)
     save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
-    critic = load_critic(str(tmp_path / "value"), risk_level=0.25)
+    critic = load_critic(str(tmp_path / "value"), risk_level="0.5*neutral+0.5*upper:0.25")
     states = torch.randn(6, 32)
-    actor_critic.critic.head.risk_level = 0.25
+    actor_critic.critic.head.risk_level = "0.5*neutral+0.5*upper:0.25"
     for loaded, own in zip(critic.head(states), actor_critic.critic.head(states), strict=True):
         assert torch.equal(loaded, own)
     assert type(critic.head) is head and critic.head.settings() == settings

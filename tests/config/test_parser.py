@@ -392,7 +392,7 @@ def test_a_path_that_no_file_can_have_is_no_file(tmp_path):
 
 @pytest.mark.parametrize(("text", "number"), [("-1e1", -10.0), ("-.5E+1", -5.0), ("-2", -2.0), ("-1_0.", -10.0)])
 def test_a_negative_number_may_have_an_exponent(tmp_path, text, number):
-    args = parse(tmp_path, "seed: 1", "--penalty_reward_value", text, "--c51_v_min", "-1e2")
-    assert (args.penalty_reward_value, args.c51_v_min) == (number, -100.0)
-    with pytest.raises(ValueError, match="c51_v_min is -inf; it must be finite"):
-        parse(tmp_path, "seed: 1", "--c51_v_min", "-inf")
+    args = parse(tmp_path, "seed: 1", "--penalty_reward_value", text, "--value_min", "-1e2")
+    assert (args.penalty_reward_value, args.value_min) == (number, -100.0)
+    with pytest.raises(ValueError, match="value_min is -inf; it must be finite"):
+        parse(tmp_path, "seed: 1", "--value_min", "-inf")

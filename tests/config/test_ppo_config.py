@@ -8,6 +8,7 @@ import torch
 
 from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.config.script_arguments import ScriptArguments
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
 from tests.registered import temporary_choices
 
@@ -80,7 +81,7 @@ from tests.registered import temporary_choices
         ({"push_to_hub": True}, "hub_model_id is not set"),
         ({"eval_top_p": 0.9}, r"eval_top_p \(0.9\) and eval_top_k \(None\) apply to sampled responses only"),
         ({"truncate_after": 3}, "truncate_tokens is not set"),
-        ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, quantile, iqn"),
+        ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, hl_gauss, quantile, iqn"),
         ({"num_atoms": 1}, "num_atoms is 1; it must be at least 2"),
         ({"num_quantiles": 0}, "num_quantiles is 0; it must be at least 1"),
         (
@@ -88,14 +89,19 @@ from tests.registered import temporary_choices
             "critic_pretraining_explained_variance is 0.5, but critic_pretraining_steps is 0, .* set "
             "critic_pretraining_steps to the most steps",
         ),
-        ({"c51_v_min": 2.0, "c51_v_max": 2.0}, r"c51_v_min \(2.0\) must be below c51_v_max \(2.0\)"),
-        ({"c51_v_max": float("inf")}, "c51_v_max is inf; it must be finite"),
+        ({"value_min": 2.0, "value_max": 2.0}, r"value_min \(2.0\) must be below value_max \(2.0\)"),
+        ({"critic": "c51", "value_min": 10}, r"value_min \(10.0\) must be below value_max \(10.0\); .* for c51"),
+        ({"critic": "hl_gauss", "value_max": -10}, r"value_min \(-10.0\) must be below value_max \(-10.0\)"),
+        ({"value_max": float("inf")}, "value_max is inf; it must be finite"),
+        ({"critic": "c51", "value_loss": "huber"}, "value_loss is 'huber', but critic 'c51' learns a distribution"),
+        ({"value_huber_delta": 0}, "value_huber_delta is 0; it must be above 0"),
+        ({"hl_gauss_sigma": 101}, "hl_gauss_sigma is 101; it must be above 0 and at most 100"),
         ({"quantile_huber_kappa": 0.0}, "quantile_huber_kappa is 0.0; it must be above 0"),
-        ({"critic": "iqn", "risk_level": 1.5}, "risk_level is '1.5'; it must be neutral, or a number above 0"),
+        ({"critic": "iqn", "risk_level": 1.5}, "risk_level is '1.5'; it must be neutral, a number above 0"),
         ({"critic": "iqn", "risk_level": "bold"}, "risk_level is 'bold'; it must be neutral"),
         (
             {"risk_level": 0.1},
-            "risk_level is '0.1', but critic 'scalar' predicts the mean only; .* choose one of c51, quantile, iqn",
+            "risk_level is '0.1', but critic 'scalar' predicts the mean only; .* one of c51, hl_gauss, quantile, iqn",
         ),
         ({"adv_estimator": "a2c"}, "adv_estimator is 'a2c'; choose one of gae, grpo"),
         (
@@ -114,6 +120,11 @@ from tests.registered import temporary_choices
             {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
             "clip_ratio_c is 3.0, but policy_loss 'gspo' has no dual clip",
         ),
+        ({"policy_loss": "gmpo"}, "loss_agg_mode is 'token-mean', but policy_loss 'gmpo' is defined for 'seq-mean"),
+        ({"policy_loss": "cispo", "clip_ratio_c": 3.0}, "policy_loss 'cispo' has no dual clip"),
+        ({"dppo_divergence": "js"}, "dppo_divergence is 'js'"),
+        ({"sapo_tau_neg": 0.0}, "sapo_tau_neg is 0.0"),
+        ({"positive_nll_coef": -0.1}, "positive_nll_coef is -0.1"),
         (
             {"use_kl_in_reward": False, "kl_controller": "proportional"},
             "kl_controller is 'proportional', but use_kl_in_reward is False",
@@ -177,8 +188,14 @@ def test_the_configuration_is_frozen():
 
 
 def test_a_risk_level_may_be_a_number():
-    assert PPOConfig(critic="c51", risk_level=0.25).risk_alpha == 0.25
-    assert PPOConfig(critic="c51").risk_alpha is None
+    assert PPOConfig(critic="c51", risk_level=0.25).risk_level == "0.25"
+
+
+def test_a_support_is_minus_ten_to_ten_unless_its_ends_are_set():
+    assert PPOConfig(critic="c51").value_support == (-10.0, 10.0)
+    assert PPOConfig(critic="hl_gauss", value_max=3).value_support == (-10.0, 3.0)
+    # Without a fixed support they are bounds, of which one may be above the other's default.
+    assert PPOConfig(value_min=20).value_min == 20
 
 
 def test_loss_modes_are_those_of_the_functions():
@@ -239,7 +256,10 @@ def test_registered_names_are_as_valid_as_built_in_ones(registered, settings):
             {"policy_loss": "sums", "loss_agg_mode": "seq-mean-token-sum", "clip_ratio_c": 3.0},
             "clip_ratio_c is 3.0, but policy_loss 'sums' has no dual clip; set clip_ratio_c: null",
         ),
-        ({"critic": "laplace"}, "critic is 'laplace'; choose one of scalar, c51, quantile, iqn, gaussian, or register"),
+        (
+            {"critic": "laplace"},
+            "critic is 'laplace'; choose one of scalar, c51, hl_gauss, quantile, iqn, gaussian, or register",
+        ),
     ],
 )
 def test_registered_traits_are_checked(registered, settings, message):
@@ -271,5 +291,11 @@ def test_without_a_reference_nothing_may_need_its_kl():
 
 
 def test_a_risk_level_of_many_digits_is_refused_in_words():
-    with pytest.raises(ValueError, match="risk_level is 'a number of 20001 bits'; it must be neutral, or a number"):
+    with pytest.raises(ValueError, match="risk_level is 'a number of 20001 bits'; it must be neutral, a number"):
         PPOConfig(risk_level=2**20000)
+
+
+def test_a_checkpoint_of_many_digits_is_refused_by_its_name():
+    needed = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a:b"]}
+    with pytest.raises(ValueError, match="resume_from_checkpoint is a number of 20001 bits .int.; it must be str"):
+        ScriptArguments(**needed, resume_from_checkpoint=2**20000)

@@ -91,18 +91,20 @@ def test_the_estimators_lambda_grows_with_the_length():
     assert_close(outcome.returns[0, -3:], torch.tensor([0.4, 2.0, 10.0]))
 
 
-def test_the_policy_loss_weighs_log_probs_with_the_clipped_ratio():
-    cispo = names_of_registered("A policy loss")["cispo"]
-    args = SimpleNamespace(cliprange=0.2, cliprange_high=None, loss_agg_mode="token-mean")
+def test_the_policy_loss_penalises_the_distance_to_the_old_policy():
+    loss_of = names_of_registered("A policy loss")["kl_penalised"]
+    args = SimpleNamespace(loss_agg_mode="token-mean")
     logprobs = torch.tensor([[math.log(0.5), math.log(0.3)]], requires_grad=True)
     old = torch.tensor([[math.log(0.25), math.log(0.3)]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    loss, stats = cispo(logprobs, old, torch.tensor([[1.0, 2.0]]), mask, args=args, weights=None, denominator=None)
-    # Ratios 2, clipped to 1.2, and 1: -(1.2 * 1 * log 0.5 + 1 * 2 * log 0.3) / 2
-    assert_close(loss, torch.tensor(-(1.2 * math.log(0.5) + 2 * math.log(0.3)) / 2))
-    assert float(stats["clipfrac"]) == 0.5
+    loss, stats = loss_of(logprobs, old, torch.tensor([[1.0, 2.0]]), mask, args=args, weights=None, denominator=None)
+    # Ratios 2 and 1: k3 = 2 - 1 - log 2 and 0; (-2 + 3 * k3 - 2) / 2
+    k3 = 1 - math.log(2)
+    assert_close(loss, torch.tensor((-2 + 3 * k3 - 2) / 2))
+    assert float(stats["kl_to_old"]) == pytest.approx(k3 / 2) and not stats["kl_to_old"].requires_grad
     loss.backward()
-    assert_close(logprobs.grad, torch.tensor([[-0.6, -1.0]]))
+    # d ratio = ratio, d k3 = ratio - 1: (-2 + 3 * 1) / 2 and -2 / 2
+    assert_close(logprobs.grad, torch.tensor([[0.5, -1.0]]))
 
 
 def test_the_critic_head_learns_a_mean_and_a_deviation():

@@ -16,14 +16,15 @@ RUNS = {
     "everything in the loss, critic pretraining and an evaluation": {
         "use_kl_loss": True,
         "entropy_coef": 0.01,
+        "positive_nll_coef": 0.1,
         "critic_pretraining_steps": 1,
         "failed_rewards": "drop",
         "trainer_arguments": {"eval_dataset": prompts(4), "reward_funcs": [count_even, distinct]},
     },
     "a distributional critic on the sampler's log-probs": {
         "critic": "c51",
-        "c51_v_min": -1.0,
-        "c51_v_max": 6.0,
+        "value_min": -1.0,
+        "value_max": 6.0,
         "risk_level": "0.5",
         "old_policy": "rollout",
     },

@@ -277,6 +277,16 @@ def test_weights_are_counted_to_the_byte():
     assert found["reference/weights"] == found["policy/weights"] == 4 * weights + 2 * 16 * 4
 
 
+@pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
+def test_a_critic_of_bins_has_logits_and_a_bias_for_each(kind):
+    scalar, bins = (
+        measure(Models(llama()), chosen, sizes_of(chosen, 1))
+        for chosen in (settings(), settings(critic=kind, num_atoms=101, value_min=-1.0))
+    )
+    # 128 weights and a bias for each of 101 atoms or bins, in place of 128 weights.
+    assert bins["critic/gradients"] - scalar["critic/gradients"] == 4 * (101 * 129 - 128)
+
+
 def test_the_cache_holds_keys_and_values_of_every_layer():
     decoded, in_slots, on_device = (
         measure(Models(llama()), chosen, sizes_of(chosen, 1))

@@ -13,6 +13,10 @@ from alpaca_ppo.functional import (
     c51_project,
     cvar_from_categorical,
     cvar_from_quantiles,
+    hl_gauss_centres,
+    hl_gauss_loss,
+    hl_gauss_project,
+    hl_gauss_value,
     quantile_huber_loss,
     quantile_midpoints,
 )
@@ -29,7 +33,11 @@ def fixed_quantiles(quantiles, returns, mask, **settings):
     return quantile_huber_loss(quantiles, returns, quantile_midpoints(quantiles.size(-1)), mask, **settings)
 
 
-LOSSES = pytest.mark.parametrize("loss_of", [categorical, fixed_quantiles])
+def smoothed(logits, returns, mask, **settings):
+    return hl_gauss_loss(logits, returns, mask, **SUPPORT, sigma=0.5, **settings)
+
+
+LOSSES = pytest.mark.parametrize("loss_of", [categorical, fixed_quantiles, smoothed])
 
 
 def random_batch():
@@ -96,6 +104,88 @@ def test_the_gradient_of_the_c51_loss_is_prediction_less_target():
     assert_close(torch.autograd.grad(loss, logits)[0], tensor([[[0.25, -0.5, 0.0, 0.25]]]))
 
 
+# The standard normal's distribution function: cdf(1) = 0.841345, cdf(2) = 0.977250, cdf(3) = 0.998650.
+def test_a_normal_distribution_is_split_at_the_edges_of_the_bins_and_renormalised():
+    # Edges -2, -1, 0, 1, 2 and sigma 1.  Return 0: masses cdf(2) - cdf(1) = 0.135905, cdf(1) - 1/2 = 0.341345 and the
+    # same again, of 0.954500 in all: 0.142384, 0.357616.
+    settings = {"v_min": -2.0, "v_max": 2.0, "num_bins": 4, "sigma": 1.0}
+    outer, inner = 0.135905 / 0.954500, 0.341345 / 0.954500
+    assert_close(hl_gauss_project(tensor(0.0), **settings), tensor([outer, inner, inner, outer]), rtol=0, atol=2e-6)
+    # Return 1: cdf(-2) - cdf(-3) = 0.0214, cdf(-1) - cdf(-2) = 0.135905 and twice 0.341345; in all 0.839995.
+    masses = [0.0214, 0.135905, 0.341345, 0.341345]
+    expected = tensor([mass / 0.839995 for mass in masses])
+    assert_close(hl_gauss_project(tensor([1.0]), **settings), expected.unsqueeze(0), rtol=0, atol=2e-6)
+
+
+def test_smoothed_returns_outside_the_support_count_as_its_ends():
+    settings = {"v_min": -2.0, "v_max": 2.0, "num_bins": 4, "sigma": 1.0}
+    ends = hl_gauss_project(tensor([-2.0, 2.0]), **settings)
+    assert_close(hl_gauss_project(tensor([-9.0, math.inf]), **settings), ends, rtol=0, atol=0)
+    # Half a normal distribution of deviation 1, on bins at the distances 1/2, 3/2 (cdf(4) is 1 but for 3e-5):
+    # 2 * (0.341345, 0.135905, 0.0214, 0.0013).
+    assert_close(ends[0], tensor([0.68269, 0.27181, 0.0428, 0.0026]), rtol=0, atol=1e-4)
+
+
+def test_a_narrow_smoothing_puts_all_mass_into_the_bin_of_the_return():
+    settings = {"v_min": -2.0, "v_max": 2.0, "num_bins": 4, "sigma": 1e-6}
+    # On an edge, half to each side.
+    expected = tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    assert_close(hl_gauss_project(tensor([0.3, 0.0, 2.0]), **settings), expected)
+
+
+def test_smoothed_projections_of_any_shape_sum_to_one_and_keep_a_mean_away_from_the_edges():
+    torch.manual_seed(0)
+    returns = 2 * torch.rand(3, 2, 5, dtype=torch.float64) - 1
+    settings = {"v_min": -6.0, "v_max": 6.0}
+    probs = hl_gauss_project(returns.transpose(0, 2), num_bins=120, sigma=0.2, **settings)
+    assert probs.shape == (5, 2, 3, 120) and (probs >= 0).all()
+    assert_close(probs.sum(-1), torch.ones(5, 2, 3, dtype=torch.float64))
+    # Bins of half a sigma: the sum over their centres is the mean up to exp(-2 (pi sigma / width)^2) = 1e-34.
+    assert_close((probs * hl_gauss_centres(120, **settings, dtype=torch.float64)).sum(-1), returns.transpose(0, 2))
+    # At the edge, the mean is that of half a normal distribution: sigma * sqrt(2 / pi) inside, to the width's square.
+    edge = hl_gauss_project(tensor(6.0).double(), num_bins=1200, sigma=0.2, **settings)
+    mean = (edge * hl_gauss_centres(1200, **settings, dtype=torch.float64)).sum()
+    assert mean.item() == pytest.approx(6.0 - 0.2 * math.sqrt(2 / math.pi), abs=1e-4)
+
+
+def test_bins_have_their_value_at_their_centres():
+    assert_close(hl_gauss_centres(4, v_min=-1, v_max=3), tensor([-0.5, 0.5, 1.5, 2.5]))
+    assert hl_gauss_centres(2, v_min=0, v_max=1, dtype=torch.float64).dtype == torch.float64
+    # 0.1 * -0.5 + 0.2 * 0.5 + 0.3 * 1.5 + 0.4 * 2.5 = 1.5
+    logits = tensor([[0.1, 0.2, 0.3, 0.4]]).log() + 7.0
+    assert_close(hl_gauss_value(logits, v_min=-1, v_max=3), tensor([1.5]))
+    assert hl_gauss_value(logits.bfloat16(), v_min=-1, v_max=3).dtype == torch.float32
+
+
+def test_hl_gauss_loss_by_hand():
+    # Bins [-2, 0] and [0, 2], sigma 1.  Token 1: p = (1/4, 3/4), return 0 -> target (1/2, 1/2): (ln 4 + ln 4/3) / 2,
+    # mean 1/2, error 1/4.  Token 2: p = (1/2, 1/2), return 5 -> clamped to 2: whatever the target, ln 2; mean 0,
+    # error 25.  Both bins are edges.
+    logits, mask = tensor([[[0.25, 0.75], [0.5, 0.5], [nan, nan]]]).log(), tensor([[True, True, False]])
+    loss, stats = hl_gauss_loss(logits, tensor([[0.0, 5.0, nan]]), mask, **SUPPORT, sigma=1.0)
+    assert_close(loss, tensor(0.5 * (math.log(4) - 0.5 * math.log(3) + math.log(2))))
+    assert {name: pytest.approx(value.item()) for name, value in stats.items()} == {
+        "edge_mass": 1.0,
+        "outside_support": 0.5,
+        "error": 12.625,
+        "vpred": 0.25,
+    }
+
+
+def test_the_gradient_of_the_hl_gauss_loss_is_prediction_less_target():
+    logits = torch.zeros(1, 1, 2, requires_grad=True)
+    loss = hl_gauss_loss(logits, tensor([[1.0]]), tensor([[True]]), **SUPPORT, sigma=1.0).loss
+    # target: (cdf(-1) - cdf(-3), cdf(1) - cdf(-1)) = (0.157305, 0.682690) of 0.839995
+    target = 0.157305 / 0.839995
+    assert_close(torch.autograd.grad(loss, logits)[0], tensor([[[0.5 - target, target - 0.5]]]), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, nan, math.inf])
+def test_a_smoothing_that_is_not_positive_and_finite_is_refused(sigma):
+    with pytest.raises(ValueError, match=f"sigma is {sigma}; it must be positive and finite, such as 0.75"):
+        hl_gauss_loss(*random_batch(), **SUPPORT, sigma=sigma)
+
+
 def test_quantile_huber_loss_by_hand():
     # kappa 1, return 2, taus (1/4, 3/4).  Quantile 1.5: d = 0.5, 0.5 * 0.25 * 1/4 = 0.03125.
     # Quantile 5: d = -3, (3 - 0.5) * |3/4 - 1| = 0.625.  Mean 0.328125; mean quantile 3.25, error 1.25^2 = 1.5625.
@@ -143,6 +233,30 @@ def test_cvar_of_quantiles_takes_a_part_of_the_boundary_quantile():
         assert_close(cvar_from_quantiles(quantiles, alpha=alpha), tensor(expected))
 
 
+def test_the_upper_tail_takes_the_highest_quantiles_and_atoms():
+    quantiles = tensor([3.0, 1.0, 10.0, 2.0])
+    # alpha 0.6: masses 0.25, 0.25, 0.1 of 10, 3, 2 -> (2.5 + 0.75 + 0.2) / 0.6 = 5.75
+    for alpha, expected in ((0.6, 5.75), (0.5, 6.5), (0.25, 10.0), (0.01, 10.0), (1.0, 4.0)):
+        assert_close(cvar_from_quantiles(quantiles, alpha=alpha, tail="upper"), tensor(expected))
+    probs, atoms = tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]]), tensor([-1.0, 2.0, 4.0])
+    # alpha 0.4: 0.3 and 0.1 -> (1.2 + 0.2) / 0.4 = 3.5;  alpha 0.9: 0.3, 0.5, 0.1 -> (1.2 + 1 - 0.1) / 0.9 = 7 / 3
+    for alpha, expected in ((0.4, 3.5), (0.9, 7 / 3), (0.3, 4.0), (0.05, 4.0), (1.0, 2.0)):
+        assert_close(cvar_from_categorical(probs, atoms, alpha=alpha, tail="upper"), tensor([expected, -1.0]))
+
+
+def test_both_tails_of_a_distribution_have_its_mean_between_them():
+    predictions, _, _ = random_batch()
+    probs, atoms = predictions.softmax(-1), c51_atoms(6, **SUPPORT, dtype=torch.float64)
+    for alpha in (0.1, 0.37, 0.5):
+        # The mean is alpha of the upper tail and 1 - alpha of the rest, the lower tail of that probability.
+        for mean, tail_mean in (
+            (predictions.mean(-1), lambda a, t: cvar_from_quantiles(predictions, alpha=a, tail=t)),
+            ((probs * atoms).sum(-1), lambda a, t: cvar_from_categorical(probs, atoms, alpha=a, tail=t)),
+        ):
+            parts = alpha * tail_mean(alpha, "upper") + (1 - alpha) * tail_mean(1 - alpha, "lower")
+            assert_close(parts, mean)
+
+
 def test_cvar_of_crossing_quantiles_takes_the_lowest():
     # sorted 1, 2, 3, 10; the first two as they stand would give (10 + 1) / 2
     assert_close(cvar_from_quantiles(tensor([[10.0, 1.0, 3.0, 2.0]]), alpha=0.5), tensor([1.5]))
@@ -177,12 +291,17 @@ def test_cvar_at_one_is_the_mean_and_grows_with_alpha():
         assert (torch.stack(values).diff(dim=0) >= -1e-12).all()
 
 
+@pytest.mark.parametrize("tail", ["lower", "upper"])
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_gradients_of_cvar_match_finite_differences(alpha):
+def test_gradients_of_cvar_match_finite_differences(alpha, tail):
     predictions = random_batch()[0].requires_grad_()
     atoms = c51_atoms(6, **SUPPORT, dtype=torch.float64)
-    assert gradcheck(lambda x: cvar_from_quantiles(x, alpha=alpha), predictions)
-    assert gradcheck(lambda x: cvar_from_categorical(x.softmax(-1), atoms, alpha=alpha), predictions)
+    assert gradcheck(lambda x: cvar_from_quantiles(x, alpha=alpha, tail=tail), predictions)
+    assert gradcheck(lambda x: cvar_from_categorical(x.softmax(-1), atoms, alpha=alpha, tail=tail), predictions)
+
+
+def test_the_gradient_of_an_hl_gauss_value_matches_finite_differences():
+    assert gradcheck(lambda x: hl_gauss_value(x, **SUPPORT), random_batch()[0].requires_grad_())
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -283,6 +402,11 @@ def test_a_tail_without_mass_or_beyond_the_distribution_is_refused(alpha):
         cvar_from_categorical(torch.ones(1), torch.ones(1), alpha=alpha)
 
 
+def test_a_third_tail_is_refused():
+    with pytest.raises(ValueError, match="tail is 'middle'; choose one of lower, upper"):
+        cvar_from_quantiles(torch.ones(3), alpha=0.5, tail="middle")
+
+
 @pytest.mark.parametrize("kappa", [0, -1.0, nan])
 def test_a_kappa_that_is_not_positive_is_refused(kappa):
     with pytest.raises(ValueError, match=f"kappa is {kappa}; it must be positive"):
@@ -292,6 +416,10 @@ def test_a_kappa_that_is_not_positive_is_refused(kappa):
 def test_a_support_without_width_and_a_distribution_without_parts_are_refused():
     with pytest.raises(ValueError, match=r"v_min \(2.0\) must be below v_max \(2.0\)"):
         c51_loss(*random_batch(), v_min=2.0, v_max=2.0)
+    with pytest.raises(ValueError, match=r"v_min \(3.0\) must be below v_max \(2.0\)"):
+        hl_gauss_value(torch.ones(3), v_min=3.0, v_max=2.0)
+    with pytest.raises(ValueError, match="num_bins is 1; it must be at least 2"):
+        hl_gauss_project(torch.ones(3), v_min=0, v_max=1, num_bins=1, sigma=1.0)
     with pytest.raises(ValueError, match="num_atoms is 1; it must be at least 2"):
         c51_atoms(1, v_min=0, v_max=1)
     with pytest.raises(ValueError, match=r"atoms has shape \(1,\); pass a vector of at least two"):
@@ -322,6 +450,22 @@ def test_c51_matches_golden(inputs, expected):
     assert c51_loss(**inputs).loss.item() == pytest.approx(expected["loss_token_mean"], abs=1e-6)
 
 
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("hl_gauss"))
+def test_hl_gauss_matches_golden(inputs, expected):
+    support = {"v_min": inputs["v_min"], "v_max": inputs["v_max"]}
+    bins = {"num_bins": inputs["logits"].size(-1), "sigma": inputs["sigma"]}
+    assert_close(hl_gauss_project(inputs["returns"], **support, **bins), expected["target_probs"], rtol=0, atol=1e-6)
+    assert_close(hl_gauss_value(inputs["logits"], **support), expected["values"], rtol=0, atol=1e-6)
+    assert hl_gauss_loss(**inputs).loss.item() == pytest.approx(expected["loss_token_mean"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["quantiles", "categorical"])
+def test_upper_tails_match_golden(name):
+    tail_mean = {"quantiles": cvar_from_quantiles, "categorical": cvar_from_categorical}[name]
+    for inputs, expected in golden_cases(f"cvar_upper_{name}"):
+        assert_close(tail_mean(**inputs, tail="upper"), expected["cvar"], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("inputs", "expected"), golden_cases("quantile_huber"))
 def test_quantile_huber_loss_matches_golden(inputs, expected):
     values = cvar_from_quantiles(inputs["quantiles"], alpha=1.0)
@@ -338,9 +482,8 @@ def test_quantile_huber_loss_matches_golden(inputs, expected):
 MEAN, CVAR, QUARTILES = 2.8, 0.746, tensor([1.064, 3.613, 4.084])
 
 
-def learn(table, loss_of):
+def learn(table, loss_of, shape=(32, 128)):
     torch.manual_seed(0)
-    shape = (32, 128)
     mask = torch.ones(shape, dtype=torch.bool)
     optimizer = torch.optim.Adam([table], lr=0.05)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, 300)
@@ -372,3 +515,16 @@ def test_learned_categorical_distribution_recovers_a_bimodal_one():
     assert cvar_from_categorical(probs, atoms, alpha=0.1).item() == pytest.approx(CVAR, rel=0.1)
     # the first atom with a quarter, a half, three quarters of the mass at or below it; atoms are 0.1 apart
     assert_close(atoms[torch.searchsorted(probs.cumsum(0), tensor([0.25, 0.5, 0.75]))], QUARTILES, rtol=0, atol=0.1)
+
+
+def test_learned_hl_gauss_distribution_recovers_a_bimodal_one():
+    # Smoothed by 0.075, a fraction of the deviations 0.2 and 0.4.
+    support = {"v_min": -1.0, "v_max": 6.0}
+    start = torch.zeros(70, requires_grad=True)
+    logits = learn(start, lambda *batch: hl_gauss_loss(*batch, **support, sigma=0.075), (8, 128))
+    assert hl_gauss_value(logits, **support).item() == pytest.approx(MEAN, rel=0.05)
+    centres = hl_gauss_centres(70, **support)
+    assert cvar_from_categorical(logits.softmax(-1), centres, alpha=0.1).item() == pytest.approx(CVAR, rel=0.1)
+    # The upper 10 %: the upper sixth of N(4, 0.4), 4 + 0.4 * density(0.9674) / (1/6) = 4 + 0.4 * 0.24987 * 6 = 4.600
+    upper = cvar_from_categorical(logits.softmax(-1), centres, alpha=0.1, tail="upper")
+    assert upper.item() == pytest.approx(4.6, rel=0.05)

@@ -1,9 +1,11 @@
 """The critic heads of the independent PPO: predictions, the value that GAE reads, and the loss of each token.
 
-From arXiv:1707.06887 (c51), arXiv:1710.10044 (quantile) and arXiv:1806.06923 (iqn). All of one row's C chosen tokens.
+From arXiv:1707.06887 (c51), arXiv:2403.03950 (hl_gauss), arXiv:1710.10044 (quantile) and arXiv:1806.06923 (iqn). All
+of one row's C chosen tokens.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +19,20 @@ def midpoints(count: int) -> Tensor:
     return torch.tensor([(i + 0.5) / count for i in range(count)], dtype=torch.float64)
 
 
+def ends(config: Mapping[str, Any]) -> tuple[float, float]:
+    """The support's: value_min and value_max, or -10 and 10."""
+    low, high = config["value_min"], config["value_max"]
+    return (-10.0 if low is None else low), (10.0 if high is None else high)
+
+
 def atoms(config: Mapping[str, Any]) -> Tensor:
-    """(atoms,): evenly spaced from c51_v_min to c51_v_max, both included."""
-    low, high, count = config["c51_v_min"], config["c51_v_max"], config["num_atoms"]
-    return torch.tensor([low + (high - low) * i / (count - 1) for i in range(count)], dtype=torch.float64)
+    """(atoms,): evenly spaced over the support; for c51 with both ends, for hl_gauss the middles of equal parts."""
+    (low, high), count = ends(config), config["num_atoms"]
+    if config["critic"] == "hl_gauss":
+        places = [(i + 0.5) / count for i in range(count)]
+    else:
+        places = [i / (count - 1) for i in range(count)]
+    return torch.tensor([low + (high - low) * place for place in places], dtype=torch.float64)
 
 
 def lower_tail_mean(outcomes: Tensor, masses: Tensor, alpha: float) -> Tensor:
@@ -30,6 +42,21 @@ def lower_tail_mean(outcomes: Tensor, masses: Tensor, alpha: float) -> Tensor:
     below = masses.cumsum(dim=-1) - masses
     taken = torch.minimum((alpha - below).clamp(min=0), masses)
     return (taken * outcomes).sum(dim=-1) / alpha
+
+
+def at_risk(level: str, mean: Tensor, lower: Callable[[float], Tensor], upper: Callable[[float], Tensor]) -> Tensor:
+    """(C,): the weighted sum that `level` names of the mean and of the means of lower and upper tails."""
+    total = torch.zeros_like(mean)
+    for term in level.split("+"):
+        weight, part = term.split("*") if "*" in term else ("1", term)
+        if part == "neutral":
+            found = mean
+        elif part.startswith("upper:"):
+            found = upper(float(part[len("upper:") :]))
+        else:
+            found = lower(float(part))
+        total = total + float(weight) * found
+    return total
 
 
 def _iqn(head: Weights, states: Tensor, taus: Tensor) -> Tensor:
@@ -45,20 +72,44 @@ def predictions(
     head: Weights, states: Tensor, config: Mapping[str, Any], training_taus: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the loss reads, (C,) or (C, N), and the value (C,) that GAE reads."""
+    predicted, values = _unbounded(head, states, config, training_taus)
+    if config["critic"] in ("scalar", "quantile", "iqn"):
+        low, high = config["value_min"], config["value_max"]
+        values = values if low is None else torch.where(values < low, torch.full_like(values, low), values)
+        values = values if high is None else torch.where(values > high, torch.full_like(values, high), values)
+    return predicted, values
+
+
+def _unbounded(
+    head: Weights, states: Tensor, config: Mapping[str, Any], training_taus: Tensor | None
+) -> tuple[Tensor, Tensor]:
     kind, risk = config["critic"], config["risk_level"]
-    alpha = 1.0 if risk == "neutral" else float(risk)
     if kind == "scalar":
         values = (states * head["weight"]).sum(dim=-1)
         return values, values
     if kind == "iqn":
         levels = midpoints(config["num_quantiles"])
-        values = _iqn(head, states, alpha * levels).mean(dim=-1)
+        values = at_risk(
+            risk,
+            _iqn(head, states, levels).mean(dim=-1),
+            lambda alpha: _iqn(head, states, alpha * levels).mean(dim=-1),
+            lambda alpha: _iqn(head, states, 1 - alpha + alpha * levels).mean(dim=-1),
+        )
         return _iqn(head, states, levels if training_taus is None else training_taus), values
     outputs = states @ head["linear.weight"].T + head["linear.bias"]
     if kind == "quantile":
-        return outputs, lower_tail_mean(outputs, torch.full_like(outputs, 1 / outputs.size(1)), alpha)
-    assert kind == "c51", f"no independent computation of critic {kind!r}"
-    return outputs, lower_tail_mean(atoms(config).expand_as(outputs), outputs.softmax(dim=-1), alpha)
+        outcomes, masses = outputs, torch.full_like(outputs, 1 / outputs.size(1))
+    else:
+        assert kind in ("c51", "hl_gauss"), f"no independent computation of critic {kind!r}"
+        outcomes, masses = atoms(config).expand_as(outputs), outputs.softmax(dim=-1)
+    values = at_risk(
+        risk,
+        (outcomes * masses).sum(dim=-1),
+        lambda alpha: lower_tail_mean(outcomes, masses, alpha),
+        # The best outcomes are the worst of the opposite ones.
+        lambda alpha: -lower_tail_mean(-outcomes, masses, alpha),
+    )
+    return outputs, values
 
 
 def token_losses(
@@ -67,15 +118,37 @@ def token_losses(
     """(C,): the critic's loss of each token, before it is averaged and weighted by vf_coef."""
     kind = config["critic"]
     if kind == "scalar":
-        errors = (predicted - returns) ** 2
+        errors = _regression(predicted - returns, config)
         if (width := config["cliprange_value"]) is not None:
             clipped = torch.minimum(torch.maximum(predicted, old_values - width), old_values + width)
-            errors = torch.maximum(errors, (clipped - returns) ** 2)
-        return errors / 2
+            errors = torch.maximum(errors, _regression(clipped - returns, config))
+        return errors
+    if kind == "hl_gauss":
+        return -(_smoothed(returns, config) * predicted.log_softmax(dim=-1)).sum(dim=-1)
     if kind == "c51":
         return -(_projected(returns, atoms(config)) * predicted.log_softmax(dim=-1)).sum(dim=-1)
     taus = midpoints(config["num_quantiles"]) if training_taus is None else training_taus.double()
     return _quantile_huber(predicted, returns, taus, config["quantile_huber_kappa"])
+
+
+def _regression(errors: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """(C,): half the square of each error, or its Huber loss."""
+    if config["value_loss"] == "squared":
+        return errors**2 / 2
+    delta = config["value_huber_delta"]
+    return torch.where(errors.abs() <= delta, errors**2 / 2, delta * errors.abs() - delta**2 / 2)
+
+
+def _smoothed(returns: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """(C, bins): the share of a normal distribution around each return that falls into each bin of the support."""
+    (low, high), count = ends(config), config["num_atoms"]
+    width = (high - low) / count
+    rows = []
+    for value in returns.clamp(min=low, max=high).tolist():
+        scaled = [(low + width * i - value) / (config["hl_gauss_sigma"] * width) for i in range(count + 1)]
+        cdf = [0.5 * math.erfc(-place / math.sqrt(2)) for place in scaled]
+        rows.append([(right - left) / (cdf[-1] - cdf[0]) for left, right in zip(cdf, cdf[1:], strict=False)])
+    return torch.tensor(rows, dtype=torch.float64).view(len(returns), count)
 
 
 def _projected(returns: Tensor, support: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Sequences are lists of tensors: entry i is (C_i,), the chosen tokens of row i.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.independent.advantages import Rows, kl_values
 def averaged(losses: Rows, config: Mapping[str, Any]) -> Tensor:
     """The losses of all tokens as one number, by loss_agg_mode."""
     mode = config["loss_agg_mode"]
+    if not losses:
+        # Every response of the optimizer step was cut off.
+        return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
         return torch.cat(losses).sum() / sum(len(row) for row in losses)
     if mode == "seq-mean-token-mean":
@@ -26,37 +30,87 @@ def averaged(losses: Rows, config: Mapping[str, Any]) -> Tensor:
     return sums / config["response_len"]
 
 
-def correction_weights(old: Rows, sampled: Rows, config: Mapping[str, Any]) -> Rows:
-    """Truncated importance weights old / sampled of all rollouts of a step, one a token."""
+def correction_weights(old: Rows, sampled: Rows, config: Mapping[str, Any], *, trained: list[bool]) -> Rows:
+    """Truncated importance weights old / sampled of all rollouts of a step, one a token; 0 in rows that give no
+    gradient.
+    """
     log_ratios = [a - b for a, b in zip(old, sampled, strict=True)]
     of_sequences = config["rollout_correction_level"] == "sequence"
     if of_sequences:
         log_ratios = [row.sum().reshape(1) for row in log_ratios]
     weights = [torch.exp(row).clamp(max=config["rollout_correction_threshold"]) for row in log_ratios]
     if config["rollout_correction_normalize"]:
-        mean = torch.cat(weights).mean()
+        mean = torch.cat([row for row, counts in zip(weights, trained, strict=True) if counts]).mean()
         weights = [row / mean for row in weights]
-    return [row.expand(len(like)) for row, like in zip(weights, old, strict=True)]
+    return [row.expand(len(like)) * counts for row, like, counts in zip(weights, old, trained, strict=True)]
 
 
 def policy_loss(new: Rows, old: Rows, advantages: Rows, config: Mapping[str, Any]) -> Rows:
-    """Of each token: PPO's clipped loss (arXiv:1707.06347) or GSPO's (arXiv:2507.18071)."""
+    """Of each token, by the papers that docs/algorithms.md names."""
     low = config["cliprange"]
     high = low if config["cliprange_high"] is None else config["cliprange_high"]
-    rows = []
-    for n, o, a in zip(new, old, advantages, strict=True):
-        if config["policy_loss"] == "gspo":
-            ratio = torch.exp((n - o).detach().mean()) * torch.exp(n - n.detach())
+    name = config["policy_loss"]
+    assert name in ROWS, f"no independent computation of policy_loss {name!r}"
+    return [ROWS[name](n, o, a, low, high, config) for n, o, a in zip(new, old, advantages, strict=True)]
+
+
+def _clip(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapping[str, Any]) -> Tensor:
+    ratio = torch.exp(n - o)
+    if config["policy_loss"] == "gspo":
+        ratio = torch.exp((n - o).detach().mean()) * torch.exp(n - n.detach())
+    row = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+    if (c := config["clip_ratio_c"]) is not None:
+        row = torch.where(a < 0, torch.minimum(row, -c * a), row)
+    return row
+
+
+def _cispo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapping[str, Any]) -> Tensor:
+    weights = [min(max(float(torch.exp(x)), 1 - low), 1 + high) for x in (n - o).detach()]
+    return -torch.tensor(weights, dtype=torch.float64) * a * n
+
+
+def _sapo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapping[str, Any]) -> Tensor:
+    tokens = []
+    for ratio, advantage in zip(torch.exp(n - o), a, strict=True):
+        tau = config["sapo_tau_pos"] if advantage > 0 else config["sapo_tau_neg"]
+        tokens.append(-advantage * 4 / (tau * (1 + torch.exp(-tau * (ratio - 1)))))
+    return torch.stack(tokens)
+
+
+def _gmpo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapping[str, Any]) -> Tensor:
+    bounded = []
+    for d, advantage in zip(n - o, a, strict=True):
+        if advantage > 0:
+            bounded.append(d.clamp(max=high))
         else:
-            assert config["policy_loss"] == "clip", (
-                f"no independent computation of policy_loss {config['policy_loss']!r}"
-            )
-            ratio = torch.exp(n - o)
-        row = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
-        if (c := config["clip_ratio_c"]) is not None:
-            row = torch.where(a < 0, torch.minimum(row, -c * a), row)
-        rows.append(row)
-    return rows
+            bounded.append(d.clamp(min=-low) if advantage < 0 else 0 * d)
+    row = -a.mean() * torch.exp(torch.stack(bounded).sum() / len(n))
+    return row.expand(len(n))
+
+
+def _dppo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapping[str, Any]) -> Tensor:
+    bound, tokens = config["clip_ratio_c"] or 20.0, []
+    for new, old, advantage in zip(n, o, a, strict=True):
+        p, q = math.exp(new.item()), math.exp(old.item())
+        moved = p - q if advantage > 0 else q - p
+        limit = high if advantage > 0 else low
+        if config["dppo_divergence"] == "kl":
+            kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            kept = moved <= 0 or kl <= limit
+        else:
+            kept = moved <= limit
+        tokens.append(-advantage * min(p / q, bound) * new * kept)
+    return torch.stack(tokens)
+
+
+ROWS = {"clip": _clip, "gspo": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo": _dppo}
+"""The policy losses of one row's tokens by name."""
+
+
+def success_loss(new: Rows, scores: list[float], config: Mapping[str, Any]) -> Tensor:
+    """Minus the mean log-prob of the tokens of responses that score above the threshold (arXiv:2504.05118)."""
+    chosen = [row for row, score in zip(new, scores, strict=True) if score > config["positive_nll_threshold"]]
+    return -torch.cat(chosen).mean() if chosen else torch.zeros((), dtype=torch.float64)
 
 
 def kl_loss(new: Rows, reference: Rows, config: Mapping[str, Any]) -> Rows:

@@ -176,7 +176,8 @@ class IndependentPPO:
         reference = [self.networks.reference_row(row, temperature=temperature).logprobs for row in samples.rows]
         weights = None
         if config["old_policy"] == "correct":
-            weights = losses.correction_weights(old, samples.rollout_logprobs, config)
+            trained = [stopped or not config["mask_truncated"] for stopped in samples.stopped]
+            weights = losses.correction_weights(old, samples.rollout_logprobs, config, trained=trained)
         elif config["old_policy"] == "rollout":
             old = samples.rollout_logprobs
         else:
@@ -225,6 +226,12 @@ class IndependentPPO:
             rows.append(reward)
         return rows
 
+    def _raw_score(self, by_source: list[float | list[float] | None]) -> float:
+        """Of a response, before any penalty."""
+        weights = self.config["reward_weights"] or [1.0] * len(by_source)
+        sums = [sum(score) if isinstance(score, list) else score or 0.0 for score in by_source]
+        return sum(weight * score for weight, score in zip(weights, sums, strict=True))
+
     def _gradients(
         self, samples: Samples, experience: Experience, rows: list[int], taus: Tensor | None, learner: str
     ) -> dict[str, Tensor] | None:
@@ -232,18 +239,24 @@ class IndependentPPO:
         updates.
         """
         weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
+        if self.config["mask_truncated"]:
+            rows = [i for i in rows if samples.stopped[i]]
         loss = torch.zeros((), dtype=torch.float64)
         if learner != "critic":
             current = [self._policy(weights, samples.rows[i]) for i in rows]
             new, old = [row.logprobs for row in current], [experience.old[i] for i in rows]
             stop = self.config["target_kl_stop"]
-            if stop is not None and losses.approximate_kl(new, old) > stop:
+            if stop is not None and rows and losses.approximate_kl(new, old) > stop:
                 return None
             loss = loss + self._policy_terms(current, experience, rows)
+            scores = [self._raw_score(samples.scores_by_source[i]) for i in rows]
+            loss = loss + self.config["positive_nll_coef"] * losses.success_loss(new, scores, self.config)
         if learner != "policy" and experience.values is not None:
             loss = loss + self.config["vf_coef"] * self._value_loss(weights, samples, experience, rows, taus)
         other = {"both": None, "policy": True, "critic": False}[learner]
         trained = {n: w for n, w in weights.items() if n.startswith(("critic.", "head.")) != other}
+        if not rows:
+            return {name: torch.zeros_like(w) for name, w in trained.items()}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
 

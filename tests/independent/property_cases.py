@@ -21,20 +21,26 @@ from alpaca_ppo.functional import (
     Loss,
     aggregate_loss,
     c51_loss,
+    cispo_policy_loss,
     decoupled_gae,
+    dppo_policy_loss,
     gae,
     gdpo_advantages,
+    gmpo_policy_loss,
     group_advantages,
     gspo_policy_loss,
+    hl_gauss_loss,
     kl_penalty,
     length_adaptive_lam,
     masked_whiten,
     policy_loss,
+    positive_nll_loss,
     quantile_huber_loss,
     quantile_midpoints,
     reinforce_plus_plus,
     remax,
     rollout_correction_weights,
+    sapo_policy_loss,
     shape_rewards,
     value_loss,
     zero_outside,
@@ -169,10 +175,29 @@ LossOf = Callable[..., Loss]
 """loss(batch, loss_agg_mode=..., denominator=None)"""
 
 
-def _clip(**options: Any) -> LossOf:
-    return lambda b, **how: policy_loss(
+def _policy(loss: LossOf, **options: Any) -> LossOf:
+    return lambda b, **how: loss(
         b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **options, weights=b["weights"], **how
     )
+
+
+def _probable(loss: LossOf) -> LossOf:
+    """`loss` of log-probs below 0, as those of the batch need not be."""
+
+    def of(b: Batch, **how: Any) -> Loss:
+        return loss({**b, "logprobs": b["logprobs"] - 4, "old_logprobs": b["old_logprobs"] - 4}, **how)
+
+    return of
+
+
+def _gmpo(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> Loss:
+    assert loss_agg_mode == "seq-mean-token-mean", "its only one"
+    return _policy(gmpo_policy_loss, cliprange_low=0.3, cliprange_high=0.4)(b, denominator=denominator)
+
+
+def _positive_nll(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> Loss:
+    assert loss_agg_mode == "token-mean", "its only one"
+    return positive_nll_loss(b["logprobs"], b["scores"] > 0, b["mask"], denominator=denominator)
 
 
 def _gspo(b: Batch, **how: Any) -> Loss:
@@ -180,10 +205,8 @@ def _gspo(b: Batch, **how: Any) -> Loss:
     return gspo_policy_loss(b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **ranges, **how)
 
 
-def _value(cliprange: float | None) -> LossOf:
-    return lambda b, **how: value_loss(
-        b["vpreds"], b["old_values"], b["returns"], b["mask"], cliprange_value=cliprange, **how
-    )
+def _value(**options: Any) -> LossOf:
+    return lambda b, **how: value_loss(b["vpreds"], b["old_values"], b["returns"], b["mask"], **options, **how)
 
 
 def _kl(estimator: str) -> LossOf:
@@ -196,12 +219,29 @@ def _kl(estimator: str) -> LossOf:
 
 
 LOSSES: dict[str, tuple[LossOf, str]] = {
-    "clip": (_clip(cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
-    "dual clip": (_clip(cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=1.5), "logprobs"),
+    "clip": (_policy(policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
+    "dual clip": (_policy(policy_loss, cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=1.5), "logprobs"),
     "gspo": (_gspo, "logprobs"),
-    "value": (_value(None), "vpreds"),
-    "clipped value": (_value(0.2), "vpreds"),
+    "cispo": (_policy(cispo_policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
+    "sapo": (_policy(sapo_policy_loss, tau_pos=0.8, tau_neg=1.2), "logprobs"),
+    "gmpo": (_gmpo, "logprobs"),
+    "dppo": (
+        _probable(_policy(dppo_policy_loss, cliprange_low=0.02, cliprange_high=0.03, clip_ratio_c=1.5)),
+        "logprobs",
+    ),
+    "dppo, kl": (
+        _probable(_policy(dppo_policy_loss, divergence="kl", cliprange_low=0.005, cliprange_high=0.01)),
+        "logprobs",
+    ),
+    "positive nll": (_positive_nll, "logprobs"),
+    "value": (_value(), "vpreds"),
+    "clipped value": (_value(cliprange_value=0.2), "vpreds"),
+    "clipped value, huber": (_value(cliprange_value=0.2, huber_delta=0.5), "vpreds"),
     "c51": (lambda b, **how: c51_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, **how), "logits"),
+    "hl_gauss": (
+        lambda b, **how: hl_gauss_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, sigma=0.7, **how),
+        "logits",
+    ),
     "quantile": (
         lambda b, **how: quantile_huber_loss(
             b["quantiles"], b["returns"], quantile_midpoints(WIDTH, dtype=torch.float64), b["mask"], **how
@@ -212,6 +252,9 @@ LOSSES: dict[str, tuple[LossOf, str]] = {
 }
 """Each loss, and the input that receives its gradient."""
 
+ONLY_MODE = {"gmpo": "seq-mean-token-mean", "positive nll": "token-mean"}
+"""How losses average that cannot do it in another way."""
+
 modes = st.sampled_from(LOSS_AGG_MODES)
 
 
@@ -219,6 +262,14 @@ def sequences_or_tokens(batch: Batch, mode: str) -> int:
     """What `mode` divides the loss of the whole optimizer step by."""
     mask = batch["mask"]
     return int(mask.sum() if mode == "token-mean" else mask.any(dim=1).sum())
+
+
+def denominator_of(name: str, batch: Batch, mode: str) -> int:
+    """What the loss `name` of the whole optimizer step is divided by."""
+    counted = batch
+    if name == "positive nll":
+        counted = {"mask": batch["mask"] & (batch["scores"] > 0).unsqueeze(1)}
+    return sequences_or_tokens(counted, ONLY_MODE.get(name, mode))
 
 
 def rows_of(batch: Batch, index: Tensor) -> Batch:

@@ -10,9 +10,11 @@ from alpaca_ppo.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from tests.independent.property_cases import (
     ESTIMATES,
     LOSSES,
+    ONLY_MODE,
     assert_same,
     batches,
     columns_of,
+    denominator_of,
     examples,
     modes,
     poisoned,
@@ -24,6 +26,7 @@ from tests.independent.property_cases import (
 def outcome(name, batch, mode, denominator=None):
     """The loss, its gradient and its statistics by name."""
     loss, leaf = LOSSES[name]
+    mode = ONLY_MODE.get(name, mode)
     trained = batch[leaf].clone().requires_grad_()
     result = loss({**batch, leaf: trained}, loss_agg_mode=mode, denominator=denominator)
     (grad,) = torch.autograd.grad(result.loss, trained)
@@ -41,8 +44,9 @@ def test_columns_without_a_token_change_no_loss(batch, mode, left, right):
     index = torch.tensor([-1] * left + [*range(columns)] + [-1] * right)
     wider = {key: columns_of(value, index) for key, value in batch.items()}
     # This mode alone divides by the padded length.
-    factor = columns / len(index) if mode == "seq-mean-token-sum-norm" else 1.0
+    by_length = columns / len(index) if mode == "seq-mean-token-sum-norm" else 1.0
     for name in LOSSES:
+        factor = 1.0 if name in ONLY_MODE else by_length
         expected = outcome(name, batch, mode)
         expected["loss"] = factor * expected["loss"]
         expected["gradient"] = factor * columns_of(expected["gradient"], index)
@@ -86,11 +90,11 @@ def test_parts_with_the_count_of_the_whole_add_up_to_the_whole(data):
     batch, mode = data.draw(batches()), data.draw(modes)
     rows = len(batch["mask"])
     part_of = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)))
-    count = sequences_or_tokens(batch, mode)
     # A part without rows is one of the cases: a rank may have none.
     parts = [part_of == part for part in range(3)]
     for name in LOSSES:
         expected = outcome(name, batch, mode)
+        count = denominator_of(name, batch, mode)
         outcomes = [outcome(name, rows_of(batch, part), mode, denominator=count) for part in parts]
         gradient = torch.zeros_like(expected["gradient"])
         for part, of_part in zip(parts, outcomes, strict=True):
@@ -114,7 +118,7 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(batch, m
 @given(batch=batches(), mode=modes, factor=st.sampled_from([0.01, 5.0, 1e6]))
 def test_policy_losses_scale_with_the_advantages(batch, mode, factor):
     scaled = {**batch, "advantages": factor * batch["advantages"]}
-    for name in ("clip", "dual clip", "gspo"):
+    for name in ("clip", "dual clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "dppo, kl"):
         expected, result = outcome(name, batch, mode), outcome(name, scaled, mode)
         for key in ("loss", "gradient"):
             assert_same(name, {key: result[key]}, {key: factor * expected[key]})
@@ -143,15 +147,15 @@ def test_before_an_update_the_policys_gradient_is_minus_its_advantages(batch, mo
     # Ratio 1: no clip range matters, and the derivative of the ratio is 1.
     same = {**batch, "old_logprobs": batch["logprobs"], "weights": torch.ones_like(batch["weights"])}
     count = sequences_or_tokens(batch, mode)
-    result = outcome("dual clip", same, mode)
-    grad = result["gradient"]
-    share = torch.ones_like(grad)
+    share = torch.ones_like(same["logprobs"])
     if mode == "seq-mean-token-mean":
         share = share / batch["mask"].sum(dim=1, keepdim=True).clamp_min(1)
     elif mode == "seq-mean-token-sum-norm":
-        share = share / grad.size(1)
-    assert_close(grad, torch.where(batch["mask"], -batch["advantages"] * share / count, 0.0))
-    assert result["clipfrac"] == 0 and result["ratio_max"] == 1 and result["approx_kl_k3"] == 0
+        share = share / share.size(1)
+    for name in ("dual clip", "cispo", "sapo", "dppo", "dppo, kl"):
+        result = outcome(name, same, mode)
+        assert_close(result["gradient"], torch.where(batch["mask"], -batch["advantages"] * share / count, 0.0))
+        assert result["clipfrac"] == 0 and result["ratio_max"] == 1 and result["approx_kl_k3"] == 0, name
 
 
 @examples(30)

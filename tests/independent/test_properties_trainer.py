@@ -77,7 +77,7 @@ class Laboratory:
         trainer = self.trainer
         mode = mode or trainer.args.loss_agg_mode
         trainer.args = replace(trainer.args, loss_agg_mode=mode)
-        trainer.updater.loss_agg_mode, trainer.updater.budget.max_tokens = mode, max_tokens
+        trainer.updater.args, trainer.updater.budget.max_tokens = trainer.args, max_tokens
         rows = torch.arange(len(rollouts["responses"]))
         stats, stepped = trainer.updater.step(rollouts, rows, trainer.compute_loss, policy_unchanged=True)
         assert stepped

@@ -55,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "response_len": 12,
     },
     # The policy whole on every rank while it samples, and one rank without a prompt, in a step that takes the sampler's
-    # log-probs. Without a reference, agreement in the critic's warm-up would count.
+    # log-probs. Without a reference, agreement in critic pretraining would count.
     "ragged": {
         "rollout_batch_size": 4,
         "total_episodes": 13,

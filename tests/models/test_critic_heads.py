@@ -15,6 +15,7 @@ from alpaca_ppo.models import (
     Critic,
     CriticHead,
     HeadOutputs,
+    HLGaussHead,
     IQNHead,
     Policy,
     QuantileHead,
@@ -24,13 +25,14 @@ from alpaca_ppo.models import (
     load_sequence_classifier,
     register_critic_head,
 )
-from alpaca_ppo.models.critic_heads import build_head
+from alpaca_ppo.models.critic_head import build_head
 from tests.models.test_policy import padded_batch
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
 
 HIDDEN = 32
-HEADS = {"scalar": ScalarHead, "c51": C51Head, "quantile": QuantileHead, "iqn": IQNHead}
+HEADS = {"scalar": ScalarHead, "c51": C51Head, "hl_gauss": HLGaussHead, "quantile": QuantileHead, "iqn": IQNHead}
+CATEGORICAL = ("c51", "hl_gauss")
 DISTRIBUTIONAL = [kind for kind in HEADS if kind != "scalar"]
 EACH_KIND = pytest.mark.parametrize("kind", HEADS)
 EACH_LAYOUT = pytest.mark.parametrize("layout", ["separate", "shared"])
@@ -58,11 +60,11 @@ def run(actor_critic, **settings):
 def test_a_new_head_values_every_state_at_zero(kind):
     head = HEADS[kind](HIDDEN)
     outputs = head(some_states())
-    # c51: symmetric atoms of equal probability add up to 0 but for rounding.
-    tolerance = {"rtol": 0, "atol": 1e-6 if kind == "c51" else 0}
+    # Symmetric atoms or bins of equal probability add up to 0 but for rounding.
+    tolerance = {"rtol": 0, "atol": 1e-6 if kind in CATEGORICAL else 0}
     assert_close(outputs.values, torch.zeros(5), **tolerance)
     assert_close(outputs.means, torch.zeros(5), **tolerance)
-    if kind != "c51":
+    if kind not in CATEGORICAL:
         assert bool((outputs.predictions == 0).all())
 
 
@@ -108,9 +110,17 @@ def test_a_half_precision_head_is_raised_to_float32_and_a_double_one_kept(kind):
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("support", [(-1.0, 3.0), (-5.0, 0.5), (-1.0, 100.0)])
-def test_a_c51_head_of_an_uneven_support_starts_at_the_value_zero(support):
-    head = C51Head(HIDDEN, v_min=support[0], v_max=support[1])
+@pytest.mark.parametrize(
+    ("kind", "support"),
+    [
+        *((kind, support) for kind in CATEGORICAL for support in ((-1.0, 3.0), (-5.0, 0.5))),
+        ("c51", (-1.0, 100.0)),
+        # The first of the bins is 52 / 51 wide, and its centre near -1.5.
+        ("hl_gauss", (-2.0, 50.0)),
+    ],
+)
+def test_a_head_of_an_uneven_support_starts_at_the_value_zero(kind, support):
+    head = HEADS[kind](HIDDEN, v_min=support[0], v_max=support[1])
     assert_close(head(some_states()).values, torch.zeros(5), rtol=0, atol=1e-6 * max(1.0, support[1] / 10))
 
 
@@ -167,7 +177,64 @@ def test_the_whole_tail_has_the_mean_and_a_quarter_of_it_less(kind):
 def test_a_scalar_head_has_no_risk_level():
     with pytest.raises(TypeError, match="risk_level"):
         ScalarHead(HIDDEN, risk_level=0.25)
-    assert ScalarHead(HIDDEN).risk_level is None
+    assert ScalarHead(HIDDEN).risk_level == "neutral"
+
+
+def test_a_head_takes_no_risk_level_that_it_could_not_read():
+    head = QuantileHead(HIDDEN, risk_level=0.25)
+    assert head.risk_level == "0.25"
+    with pytest.raises(ValueError, match="risk_level is 'None'; it must be neutral"):
+        head.risk_level = None
+    assert head.risk_level == "0.25"
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONAL)
+def test_a_mixed_risk_level_is_the_weighted_sum_of_its_parts(kind):
+    head = random_head(kind)
+    values = {}
+    for level in ("neutral", "upper:0.2", "0.3", "0.5*neutral+0.5*upper:0.2", "0.25*0.3+0.75*upper:0.2"):
+        head.risk_level = level
+        values[level] = head(some_states()).values
+    assert_close(values["0.5*neutral+0.5*upper:0.2"], 0.5 * values["neutral"] + 0.5 * values["upper:0.2"])
+    assert_close(values["0.25*0.3+0.75*upper:0.2"], 0.25 * values["0.3"] + 0.75 * values["upper:0.2"])
+    if kind != "iqn":
+        # A random iqn head's quantiles need not rise with the level.
+        assert bool((values["upper:0.2"] > values["neutral"]).all())
+
+
+@EACH_KIND
+def test_bounds_hold_for_values_and_means_and_for_nothing_else(kind):
+    head = random_head(kind)
+    free = head(some_states())
+    middle, high = sorted(free.values.tolist())[2:4]
+    for low, up in ((middle, None), (None, middle), (middle, high)):
+        head.value_min, head.value_max = low, up
+        bounded = head(some_states())
+        expected = torch.tensor([min(max(v, low or -math.inf), up or math.inf) for v in free.values.tolist()])
+        assert_close(bounded.values, expected, rtol=0, atol=0)
+        assert_close(bounded.means, expected, rtol=0, atol=0)
+        assert torch.equal(bounded.predictions, free.predictions)
+    head(some_states()).predictions.sum().backward()
+    assert all(parameter.grad is not None for parameter in head.parameters())
+    head.value_min = head.value_max = None
+    assert torch.equal(head(some_states()).values, free.values)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONAL)
+def test_bounds_hold_for_the_value_at_a_risk_level(kind):
+    head = random_head(kind, risk_level="0.5*0.1+0.5*upper:0.9")
+    head.value_max = head(some_states()).values.median().item()
+    assert float(head(some_states()).values.detach().max()) == head.value_max
+
+
+@EACH_KIND
+def test_a_head_is_configured_with_bounds_and_a_value_that_is_not_finite_passes_them(kind):
+    head = random_head(kind)
+    head.configure(PPOConfig(critic=kind, value_min=-0.25, value_max=0.5))
+    assert (head.value_min, head.value_max) == (-0.25, 0.5)
+    assert bool(head(torch.full((1, HIDDEN), math.nan)).values.isnan().all())
+    head.configure(PPOConfig(critic=kind))
+    assert head.value_min is None and head.value_max is None
 
 
 def test_quantiles_and_atoms_are_read_as_the_literal_law():
@@ -185,6 +252,14 @@ def test_quantiles_and_atoms_are_read_as_the_literal_law():
     assert_close(head(state).values, torch.tensor([0.3]))
     head.risk_level = 0.4
     assert_close(head(state).values, torch.tensor([-0.5]))
+    # Upper 0.6: (0.5 * 1 + 0.1 * 0) / 0.6 = 0.8333; half of it and half of the mean: 0.5667.
+    head.risk_level = "0.5*neutral + 0.5*upper:0.6"
+    assert_close(head(state).values, torch.tensor([0.15 + 0.25 / 0.6]))
+    # Three bins of width 1 over [-1.5, 1.5] have the same three returns at their centres.
+    head = HLGaussHead(1, num_atoms=3, v_min=-1.5, v_max=1.5, risk_level="upper:0.6")
+    head.linear.bias.data.copy_(torch.tensor([0.2, 0.3, 0.5]).log())
+    assert_close(head(state).means, torch.tensor([0.3]))
+    assert_close(head(state).values, torch.tensor([0.5 / 0.6]))
 
 
 def test_iqn_quantiles_follow_the_written_out_formula():
@@ -209,6 +284,9 @@ def test_iqn_quantiles_follow_the_written_out_formula():
     assert_close(head(states).predictions, table(0.25, 0.75))
     head.risk_level = 0.5
     assert_close(head(states).values, table(0.125, 0.375).mean(dim=1))
+    # The upper tenth, from 0.9 to 1: the middles of its halves.
+    head.risk_level = "upper:0.1"
+    assert_close(head(states).values, table(0.925, 0.975).mean(dim=1))
 
 
 @EACH_KIND
@@ -224,7 +302,9 @@ def test_the_first_gradient_of_a_new_head_waits_only_at_the_cosine_embedding(kin
     head, target = HEADS[kind](HIDDEN), torch.arange(5.0).unsqueeze(1)
     predictions = head(some_states(), TAUS.float()).predictions.reshape(5, -1)
     # The cross-entropy to one atom of each state, or the squared distance to a value.
-    loss = -predictions.log_softmax(-1).diagonal().sum() if kind == "c51" else (predictions - target).square().sum()
+    loss = (
+        -predictions.log_softmax(-1).diagonal().sum() if kind in CATEGORICAL else (predictions - target).square().sum()
+    )
     loss.backward()
     still = {name for name, parameter in head.named_parameters() if not bool(parameter.grad.abs().sum() > 0)}
     # d Z / d phi = w * h, and w starts at 0.
@@ -240,6 +320,7 @@ def test_values_of_an_iqn_head_in_training_keep_no_graph():
 @EACH_KIND
 def test_a_head_is_built_again_from_its_settings(kind):
     own = {"c51": {"num_atoms": 7, "v_min": -2.0}, "quantile": {"num_quantiles": 3}, "iqn": {"embedding_dim": 5}}
+    own["hl_gauss"] = {"num_atoms": 9, "v_max": 3.0}
     head = random_head(kind, **own.get(kind, {}))
     again = HEADS[kind].from_settings(head.settings(), HIDDEN)
     again.load_state_dict(head.state_dict())
@@ -259,6 +340,11 @@ def test_the_loss_of_a_scalar_head_clips_to_the_old_values_and_adds_up_by_the_de
     head.configure(PPOConfig(cliprange_value=None))
     # Without clipping: 0.5 * (1 + 1) / 2.
     assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.5
+    head.configure(PPOConfig(cliprange_value=None, value_loss="huber", value_huber_delta=0.25))
+    # Linear from 1/4 on: 1/4 * (1 - 1/8), twice.
+    assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.25 * 0.875
+    head.configure(PPOConfig(cliprange_value=None, value_huber_delta=0.25))
+    assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.5
 
 
 def test_the_loss_of_a_c51_head_is_the_cross_entropy_on_its_own_support():
@@ -267,6 +353,24 @@ def test_the_loss_of_a_c51_head_is_the_cross_entropy_on_its_own_support():
     predictions = torch.tensor([[[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]]).log()
     loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES)
     assert_close(loss.loss, torch.tensor(1.5 * math.log(2)))
+
+
+def test_the_loss_of_an_hl_gauss_head_is_smoothed_in_widths_of_its_bins():
+    # Two bins of width 2 over [0, 4], sigma half a bin: 1. Probabilities 1/4 and 3/4 for the returns 1 and 3.
+    head = HLGaussHead(HIDDEN, num_atoms=2, v_min=0.0, v_max=4.0, sigma=0.5)
+    predictions = torch.tensor([[[0.25, 0.75], [0.25, 0.75]]]).log()
+    # cdf(1) - cdf(-1) = 0.682690 in the bin of the return, cdf(3) - cdf(1) = 0.157305 in the other, of 0.839995.
+    near, far = 0.682690 / 0.839995, 0.157305 / 0.839995
+    expected = -0.5 * ((near + far) * math.log(0.25) + (far + near) * math.log(0.75))
+    assert_close(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss, torch.tensor(expected))
+    one_token = torch.tensor([[True, False]])
+    expected = -(near * math.log(0.25) + far * math.log(0.75))
+    first = head.loss(predictions, RETURNS, one_token, old_values=OLD_VALUES).loss
+    assert_close(first, torch.tensor(expected), rtol=0, atol=1e-5)
+    head.configure(PPOConfig(critic="hl_gauss", hl_gauss_sigma=1e-3))
+    # Hardly smoothed: all mass in the return's own bin.
+    first = head.loss(predictions, RETURNS, one_token, old_values=OLD_VALUES).loss
+    assert_close(first, torch.tensor(math.log(4.0)))
 
 
 def test_the_loss_of_a_quantile_head_is_at_its_midpoints_and_takes_kappa_from_the_configuration():
@@ -280,7 +384,7 @@ def test_the_loss_of_a_quantile_head_is_at_its_midpoints_and_takes_kappa_from_th
     # kappa 10, all quadratic: second (1/4 * 9/2 + 3/4 * 1/2) / 2 = 3/4.
     loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, loss_agg_mode="seq-mean-token-sum")
     assert_close(loss.loss, torch.tensor(1 / 8 + 3 / 4))
-    assert head.risk_level == 0.5
+    assert head.risk_level == "0.5"
 
 
 def test_the_loss_of_an_iqn_head_is_at_the_levels_that_it_sampled():
@@ -304,10 +408,11 @@ def test_only_an_iqn_head_samples_levels_and_as_its_generator_gives_them(kind):
 
 @EACH_KIND
 def test_a_head_from_the_configuration_has_the_options_named_there(kind):
-    args = PPOConfig(critic=kind, num_atoms=7, c51_v_min=-2, c51_v_max=5, num_quantiles=9, iqn_embedding_dim=3)
+    args = PPOConfig(critic=kind, num_atoms=7, value_min=-2, value_max=5, num_quantiles=9, iqn_embedding_dim=3)
     expected = {
         "scalar": {},
         "c51": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},
+        "hl_gauss": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},
         "quantile": {"num_quantiles": 9},
         "iqn": {"num_quantiles": 9, "embedding_dim": 3},
     }
@@ -332,6 +437,14 @@ def test_only_a_head_can_be_registered_as_a_critic():
         register_critic_head("mine")(torch.nn.Linear)
 
 
+def test_a_registered_head_may_have_a_fixed_support():
+    with temporary_choices():
+        register_critic_head("bins", distributional=True, fixed_support=True)(type("Bins", (C51Head,), {}))
+        assert HEADS["c51"].from_config(PPOConfig(critic="bins", value_min=-3), HIDDEN).v_min == -3.0
+        with pytest.raises(ValueError, match="value_min .10.0. must be below value_max .10.0."):
+            PPOConfig(critic="bins", value_min=10)
+
+
 def trained_critic(kind, **settings):
     return Critic(random_head(kind, **settings), tiny_causal_lm("llama", seed=3).base_model)
 
@@ -340,7 +453,7 @@ def test_a_critic_is_taken_with_all_its_weights_and_reads_the_risk_level_asked_f
     critic = trained_critic("quantile", num_quantiles=4)
     head = partial(QuantileHead, num_quantiles=4, risk_level=0.5)
     built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate", value_model=critic, head=head)
-    assert built.critic is critic and critic.head.risk_level == 0.5
+    assert built.critic is critic and critic.head.risk_level == "0.5"
 
 
 @pytest.mark.parametrize(
@@ -433,7 +546,7 @@ def test_a_shared_critic_trains_the_policys_backbone_where_the_policy_learns_too
 def test_values_are_zero_outside_the_mask_and_predictions_have_the_head_s_shape(kind):
     mask = padded_batch()["response_mask"]
     outputs = run(actor_critic_of("separate", kind), value_taus=quantile_midpoints(4) if kind == "iqn" else None)
-    last = {"scalar": (), "c51": (51,), "quantile": (32,), "iqn": (4,)}[kind]
+    last = {"scalar": (), "c51": (51,), "hl_gauss": (51,), "quantile": (32,), "iqn": (4,)}[kind]
     assert outputs.predictions.shape == (*mask.shape, *last)
     assert bool((outputs.values[~mask] == 0).all()) and bool((outputs.values[mask] != 0).all())
     assert (outputs.value_means is None) == (kind == "scalar")

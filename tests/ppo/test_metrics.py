@@ -137,12 +137,24 @@ def test_mismatch_stats_compare_the_log_probs_of_sampler_and_trainer():
 
 
 def test_advantage_and_critic_stats_are_over_masked_tokens():
-    stats = metrics.advantage_stats(rollouts())
+    stats = metrics.advantage_stats(rollouts(), PPOConfig())
     # returns 1 2 3 1: mean 7/4, variance (1 + 4 + 9 + 1)/4 - 49/16 = 11/16
     assert stats["ppo/returns/mean"] == pytest.approx(1.75)
     assert stats["ppo/returns/var"] == pytest.approx(11 / 16)
     assert stats["ppo/val/var"] == 0.0
     assert stats["ppo/advantages/abs_max"] == 3.0
+
+
+def test_advantage_and_critic_stats_leave_out_responses_that_give_no_gradient():
+    given = rollouts()
+    given["stopped"] = torch.tensor([False, True])
+    given["advantages"][1, 0] = -2.0
+    stats = metrics.advantage_stats(given, PPOConfig(mask_truncated=True))
+    # One token: its return is 1, its value 1.
+    assert stats["ppo/returns/mean"] == 1.0 and stats["ppo/returns/var"] == 0.0 and stats["ppo/val/mean"] == 1.0
+    assert stats["ppo/advantages/mean"] == -2.0 and stats["ppo/advantages/abs_max"] == 2.0
+    given["stopped"] = torch.tensor([False, False])
+    assert not any(metrics.advantage_stats(given, PPOConfig(mask_truncated=True)).values())
 
 
 def test_evaluation_stats_sum_the_kl_over_a_response():

@@ -189,6 +189,14 @@ def test_separate_steps_on_the_same_batches_are_joint_steps_to_the_last_bit(layo
         assert separate_line["ppo/loss/total"] == pytest.approx(total)
 
 
+class GradientForAll(PPOTrainer):
+    """Gives every parameter a gradient, as DDP needs it, and a loss of the user's own may."""
+
+    def compute_loss(self, rollouts_batch):
+        loss, stats = super().compute_loss(rollouts_batch)
+        return loss + 1e-3 * sum(parameter.sum() for parameter in self.actor_critic.parameters()), stats
+
+
 def optimizer_state(trainer):
     """Copies of weight, moments and number of steps of each parameter, by its name."""
     state = trainer.updater.optimizer.state
@@ -199,7 +207,7 @@ def optimizer_state(trainer):
 def test_neither_moves_while_the_other_steps_and_both_are_counted(tmp_path):
     rates = {"lr_scheduler_type": "linear", "critic_lr_scheduler_type": "constant_with_warmup"}
     settings = {"critic_step_batch_size": 5, "weight_decay": 0.1, "critic_lr_warmup_steps": 3, **rates}
-    trainer = tiny_trainer(tmp_path, **settings)
+    trainer = tiny_trainer(tmp_path, trainer_class=GradientForAll, **settings)
     trainer.step(trainer.prompt_batches(0))
     parts, take = [], trainer.updater.step
 

@@ -12,13 +12,20 @@ from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
 OPTIONS = {
-    "c51": {"critic": "c51", "c51_v_min": -4.0, "c51_v_max": 8.0},
-    "quantile": {"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25},
+    "c51": {"critic": "c51", "value_min": -4.0, "value_max": 8.0},
+    "hl_gauss": {"critic": "hl_gauss", "value_min": -4.0, "risk_level": "0.5*neutral+0.5*upper:0.2"},
+    "quantile": {"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25, "value_max": 0.5},
     "iqn": {"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"},
     "kl_loss": {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_kl_in_reward": False},
     "both_kl": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"},
     "entropy": {"entropy_coef": 0.1, "loss_agg_mode": "seq-mean-token-sum"},
     "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.01},
+    "masked": {
+        "mask_truncated": True,
+        "truncate_tokens": [*range(10, 30)],
+        "positive_nll_coef": 0.2,
+        "policy_loss": "dppo",
+    },
     "rollout": {"old_policy": "rollout"},
     "correct": {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_normalize": True},
     "warmup": {"critic_pretraining_steps": 1, "weight_decay": 0.1, "critic_learning_rate": 5e-3},
@@ -181,7 +188,7 @@ def test_a_support_that_holds_every_return_is_not_warned_of(tmp_path):
         return [float(len(text) % 2) for text in completions]
 
     arguments = {"reward_funcs": zero_or_one}
-    settings = {"critic": "c51", "c51_v_min": 0.0, "c51_v_max": 1.0, "kl_coef": 0.0}
+    settings = {"critic": "c51", "value_min": 0.0, "value_max": 1.0, "kl_coef": 0.0}
     trainer = tiny_trainer(tmp_path, trainer_arguments=arguments, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -195,8 +202,8 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
     settings = {"model": built, "critic_layout": "shared", "critic": "c51"}
     with pytest.raises(ValueError, match="with the head .*-1.0.*, but the configuration asks for .*-10.0"):
         tiny_trainer(tmp_path, **settings)
-    tiny_trainer(tmp_path, c51_v_min=-1.0, c51_v_max=1.0, risk_level=0.5, **settings)
-    assert built.critic.head.risk_level == 0.5
+    tiny_trainer(tmp_path, value_min=-1.0, value_max=1.0, risk_level=0.5, **settings)
+    assert built.critic.head.risk_level == "0.5"
 
 
 def test_an_optimizer_of_the_users_own_has_its_own_rates(tmp_path):
@@ -224,9 +231,10 @@ def test_a_risk_level_lowers_the_values_that_gae_reads(tmp_path):
     assert stats["ppo/val/mean"] < stats["ppo/val/distribution_mean"]
 
 
-def test_returns_beyond_the_support_are_warned_of_once(tmp_path):
-    trainer = tiny_trainer(tmp_path, critic="c51", c51_v_min=-0.1, c51_v_max=0.1)
-    with pytest.warns(UserWarning, match="Widen c51_v_min and c51_v_max"):
+@pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
+def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
+    trainer = tiny_trainer(tmp_path, critic=kind, value_min=-0.1, value_max=0.1)
+    with pytest.warns(UserWarning, match="Widen value_min and value_max"):
         stats = trainer.step(trainer.prompt_batches(0))
     assert stats["ppo/val/outside_support"] > 0.5 and "ppo/val/edge_mass" in stats
     with warnings.catch_warnings():
@@ -236,11 +244,11 @@ def test_returns_beyond_the_support_are_warned_of_once(tmp_path):
 
 def test_the_warning_does_not_need_the_probability_at_the_edges(tmp_path):
     trainer = tiny_trainer(tmp_path, critic="c51")
-    with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the c51 critic's support, so the values"):
+    with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the critic's support, so the values"):
         trainer.updater.warn({"val/outside_support": 0.25})
 
 
-@pytest.mark.parametrize("name", ["c51", "iqn", "remax", "rloo", "warmup", "correct"])
+@pytest.mark.parametrize("name", ["c51", "iqn", "remax", "rloo", "warmup", "correct", "masked"])
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -250,7 +258,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     assert metric_lines(tmp_path / "part") == metric_lines(tmp_path / "whole")[2:]
 
 
-@pytest.mark.parametrize("kind", ["c51", "quantile", "iqn"])
+@pytest.mark.parametrize("kind", ["c51", "hl_gauss", "quantile", "iqn"])
 def test_a_run_starts_from_the_critic_that_another_left(kind, tmp_path):
     settings = {"critic": kind, "total_episodes": 10, "learning_rate": 1e-2}
     first = tiny_trainer(tmp_path / "first", **settings)

@@ -250,9 +250,10 @@ def test_the_mean_over_each_responses_tokens_favours_tokens_of_short_ones(tmp_pa
     assert misalignment(update, objective_gradient(trainer, problem)) > 0.01
 
 
-def test_gspo_at_ratio_one_is_the_gradient_per_token(tmp_path):
+@pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "dppo"])
+def test_at_ratio_one_the_other_policy_losses_have_the_gradient_per_token(name, tmp_path):
     problem = PROBLEMS["three tokens"]
-    settings = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "kl_coef": BETA}
+    settings = {"policy_loss": name, "loss_agg_mode": "seq-mean-token-mean", "kl_coef": BETA}
     trainer, update = expected_update(tmp_path, problem, **settings)
     assert relative_error(3 * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
 

@@ -26,7 +26,7 @@ class GaussianHead(CriticHead):
 
     @classmethod
     def from_config(cls, args: Any, hidden_size: int) -> "GaussianHead":
-        return cls(hidden_size, min_log_variance=float(args.c51_v_min))
+        return cls(hidden_size, min_log_variance=-float(args.iqn_embedding_dim))
 
     def settings(self) -> dict[str, Any]:
         return {"min_log_variance": self.min_log_variance}
@@ -56,7 +56,7 @@ class GaussianHead(CriticHead):
 def test_a_new_critic_is_one_class_that_trains_is_saved_and_loads_again(layout, tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = {"peft_config": lora} if layout == "adapter" else {}
-    settings = {"critic": "gaussian", "c51_v_min": -3.0, "critic_layout": layout, "learning_rate": 1e-2}
+    settings = {"critic": "gaussian", "iqn_embedding_dim": 3, "critic_layout": layout, "learning_rate": 1e-2}
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     folder = str(tmp_path / "run" / "final" / "value")
     with temporary_choices():
@@ -80,8 +80,10 @@ def test_a_new_critic_is_one_class_that_trains_is_saved_and_loads_again(layout, 
                 expected = own.critic.head(backbone(input_ids=ids).last_hidden_state[0])
             actual = critic.head(critic.backbone(input_ids=ids).last_hidden_state[0])
         torch.testing.assert_close(actual, expected)
-        with pytest.raises(ValueError, match="risk_level is 0.5, but the 'gaussian' critic of .* has no distribution"):
-            load_critic(folder, risk_level=0.5)
+        with pytest.raises(
+            ValueError, match="risk_level is '0.5', but the 'gaussian' critic of .* has no distribution"
+        ):
+            load_critic(folder, risk_level="0.5")
     with pytest.raises(ValueError, match="critic of the kind 'gaussian', which is not registered .*in import_modules"):
         load_critic(folder)
 

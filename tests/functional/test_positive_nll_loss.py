@@ -1,0 +1,77 @@
+import pytest
+import torch
+from torch import nan, tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import positive_nll_loss
+from tests.golden_cases import golden_cases
+
+MASK = tensor([[True, True, False], [True, False, True], [False, False, False], [True, True, True]])
+POSITIVE = tensor([True, False, True, True])
+
+
+def logprobs():
+    torch.manual_seed(0)
+    return -torch.rand(4, 3, dtype=torch.float64)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_positive_rows():
+    # -(-1 - 2 - 4) / 3; the second row is not positive.
+    values = tensor([[-1.0, -2.0], [-8.0, -8.0], [-4.0, nan]], requires_grad=True)
+    mask = tensor([[True, True], [True, True], [True, False]])
+    loss, stats = positive_nll_loss(values, tensor([True, False, True]), mask)
+    loss.backward()
+    assert_close(loss, tensor(7 / 3))
+    assert_close(values.grad, tensor([[-1 / 3, -1 / 3], [0.0, 0.0], [-1 / 3, 0.0]]))
+    assert {name: value.item() for name, value in stats.items()} == {"positive_fraction": pytest.approx(3 / 5)}
+    assert not stats["positive_fraction"].requires_grad
+
+
+@pytest.mark.parametrize("denominator", [None, 0, tensor(0), tensor(7)])
+def test_without_a_positive_token_the_loss_is_zero_and_keeps_its_graph(denominator):
+    nobody = torch.zeros(4, dtype=torch.bool)
+    for positive, mask in ((nobody, MASK), (~nobody, torch.zeros_like(MASK))):
+        values = logprobs().where(mask, nan).requires_grad_()
+        loss, stats = positive_nll_loss(values, positive, mask, denominator=denominator)
+        loss.backward()
+        assert loss.item() == 0 and values.grad.eq(0).all() and stats["positive_fraction"] == 0
+
+
+def test_nan_outside_the_mask_and_in_other_rows_changes_nothing():
+    kept = MASK & POSITIVE.unsqueeze(1)
+    results = []
+    for padding in (0.0, nan):
+        values = logprobs().where(kept, padding).requires_grad_()
+        loss = positive_nll_loss(values, POSITIVE, MASK).loss
+        results.append((loss.detach(), *torch.autograd.grad(loss, values)))
+    assert_close(results[1], results[0], rtol=0, atol=0)
+    assert gradcheck(lambda x: positive_nll_loss(x, POSITIVE, MASK).loss, logprobs().requires_grad_())
+
+
+@pytest.mark.parametrize("denominator", [5, 5.0, tensor(5)])
+def test_parts_with_the_whole_batchs_denominator_add_up(denominator):
+    # Two and three tokens of positive rows.
+    whole = positive_nll_loss(logprobs(), POSITIVE, MASK).loss
+    parts = [
+        positive_nll_loss(logprobs()[part], POSITIVE[part], MASK[part], denominator=denominator).loss
+        for part in (slice(0, 1), slice(1, 3), slice(3, 4))
+    ]
+    assert_close(sum(parts), whole, rtol=1e-14, atol=0)
+
+
+def test_half_precision_is_computed_in_float32_and_float64_stays():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
+        loss, stats = positive_nll_loss(logprobs().to(dtype), POSITIVE, MASK, denominator=tensor(5))
+        assert loss.dtype == stats["positive_fraction"].dtype == expected
+
+
+def test_one_entry_for_each_row_is_needed():
+    with pytest.raises(ValueError, match=r"positive has shape \(3,\) but response_mask has \(4, 3\); pass one entry"):
+        positive_nll_loss(logprobs(), POSITIVE[:3], MASK)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), golden_cases("positive_nll_loss"))
+def test_positive_nll_loss_matches_golden(inputs, expected):
+    loss = positive_nll_loss(**inputs).loss
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
