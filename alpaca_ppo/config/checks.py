@@ -27,10 +27,11 @@ _CRITIC_ONLY = (
     "lam_critic",
     "critic",
     "risk_level",
+    "critic_pretraining_steps",
+    "critic_pretraining_explained_variance",
     "value_loss",
     "value_min",
     "value_max",
-    "critic_warmup_steps",
     "critic_learning_rate",
     "critic_weight_decay",
     "critic_adam_beta1",
@@ -117,6 +118,12 @@ def _check_critic(config: Any) -> None:
             f"critic_epochs is {config.critic_epochs} and critic_step_batch_size is {config.critic_step_batch_size}, "
             "but with critic_layout 'shared' the value loss trains the policy's hidden states, so the critic cannot "
             "take steps of its own; set both to null, or choose critic_layout: separate or adapter"
+        )
+    if config.critic_pretraining_explained_variance is not None and not config.critic_pretraining_steps:
+        raise ValueError(
+            f"critic_pretraining_explained_variance is {config.critic_pretraining_explained_variance}, but "
+            "critic_pretraining_steps is 0, so there is no critic pretraining to end; set critic_pretraining_steps to "
+            "the most steps that it may take, or critic_pretraining_explained_variance: null"
         )
     parse_risk_level(config.risk_level)
     distributional = CRITIC_HEADS.trait(config.critic, "distributional")

@@ -105,7 +105,8 @@ class LearningOptions(RolloutOptions):
     )
     mismatch_check_steps: int = argument(
         50,
-        "With old_policy auto: steps between two that recompute all the same, to compare sampler and trainer.",
+        "With old_policy auto, and in critic pretraining: steps between two that recompute all the same, to compare "
+        "sampler and trainer.",
         at_least=1,
     )
     rollout_correction_level: RolloutCorrectionLevel = argument(

@@ -1,8 +1,8 @@
 """`PPOConfig`, the options of a training run: validated once, then frozen.
 
 Options that also exist in `transformers.TrainingArguments` or in AlpacaFarm keep their name and meaning. One step is
-one rollout plus the updates on it; `logging_steps`, `save_steps`, `eval_steps` and `critic_warmup_steps` count such
-steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names `step_batch_size` and
+one rollout plus the updates on it; `logging_steps`, `save_steps`, `eval_steps` and `critic_pretraining_steps` count
+such steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names `step_batch_size` and
 `step_per_device_batch_size` is an optimizer step too. Bounds are declared with each field; combinations are checked in
 `checks`. Nothing here depends on models, devices or the number of processes.
 """

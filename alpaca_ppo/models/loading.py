@@ -195,13 +195,23 @@ def _why_unused(critic_layout: str | None) -> str:
 
 
 def _matching(critic: Critic, wanted: CriticHead) -> Critic:
-    if critic.head.spec() != wanted.spec():
-        raise ValueError(
-            f"the value model's head is {critic.head.spec()}, but the critic asked for is {wanted.spec()}; "
-            "set critic and its options to those of the value model"
-        )
+    check_same_head(critic.head, wanted)
     critic.head.risk_level = wanted.risk_level
     return critic
+
+
+def check_same_head(saved: CriticHead, wanted: CriticHead) -> None:
+    """Checks that a value model's head can give its weights to the head of a new critic.
+
+    Raises:
+        ValueError: when kinds, settings or hidden sizes differ.
+    """
+    of_saved, of_wanted = ({**head.spec(), "hidden_size": head.hidden_size} for head in (saved, wanted))
+    if of_saved != of_wanted:
+        raise ValueError(
+            f"the value model's head is {of_saved}, but the critic asked for is {of_wanted}; set critic and its "
+            "options to those of the value model"
+        )
 
 
 def load_processing_class(

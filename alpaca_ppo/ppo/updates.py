@@ -434,7 +434,7 @@ def make_updater(
     optimizer = optimizer or make_optimizer(actor_critic, args, accelerator.device)
     drop_frozen_parameters(optimizer)
     check_covers_trainable(optimizer, actor_critic)
-    totals = planned_steps(schedule, args, pretraining_steps=args.critic_warmup_steps)
+    totals = planned_steps(schedule, args, pretraining_steps=args.critic_pretraining_steps)
     schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()

@@ -28,6 +28,7 @@ from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch, spread_by_length
@@ -60,6 +61,7 @@ class BaseTrainer(ABC):
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
     old_policy: OldPolicySource
+    critic_pretraining: CriticPretraining
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
 
@@ -112,7 +114,7 @@ class BaseTrainer(ABC):
     def _components(self) -> dict[str, Component]:
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
-        own |= {"old_policy": self.old_policy}
+        own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(

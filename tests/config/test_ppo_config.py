@@ -91,6 +91,11 @@ from tests.registered import temporary_choices
         ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, hl_gauss, quantile, iqn"),
         ({"num_atoms": 1}, "num_atoms is 1; it must be at least 2"),
         ({"num_quantiles": 0}, "num_quantiles is 0; it must be at least 1"),
+        (
+            {"critic_pretraining_explained_variance": 0.5},
+            "critic_pretraining_explained_variance is 0.5, but critic_pretraining_steps is 0, .* set "
+            "critic_pretraining_steps to the most steps",
+        ),
         ({"value_min": 2.0, "value_max": 2.0}, r"value_min \(2.0\) must be below value_max \(2.0\)"),
         ({"critic": "c51", "value_min": 10}, r"value_min \(10.0\) must be below value_max \(10.0\); .* for c51"),
         ({"critic": "hl_gauss", "value_max": -10}, r"value_min \(-10.0\) must be below value_max \(-10.0\)"),
@@ -249,9 +254,9 @@ def test_registered_names_are_as_valid_as_built_in_ones(registered, settings):
     [
         ({"adv_estimator": "in_groups"}, "adv_estimator is 'in_groups', which compares the responses to one prompt"),
         (
-            {"adv_estimator": "in_groups", "num_return_sequences": 2, "critic_warmup_steps": 3},
-            "critic_warmup_steps is 3, but adv_estimator 'in_groups' has no critic; set critic_warmup_steps back to 0, "
-            "or choose an estimator with a critic: gae, with_values",
+            {"adv_estimator": "in_groups", "num_return_sequences": 2, "critic_pretraining_steps": 3},
+            "critic_pretraining_steps is 3, but adv_estimator 'in_groups' has no critic; set critic_pretraining_steps "
+            "back to 0, or choose an estimator with a critic: gae, with_values",
         ),
         ({"policy_loss": "sums"}, "policy_loss 'sums' is defined for 'seq-mean-token-sum' only"),
         (

@@ -15,7 +15,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.__main__ import main, table
-from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate
+from alpaca_ppo.estimate_memory.estimator import EstimateArguments, MemoryEstimator, estimate
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
@@ -388,6 +388,19 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
     assert measured["deep"]["critic/gradients"] - measured["same"]["critic/gradients"] == 5 * layer * 4
     assert measured["deep"]["policy/gradients"] == measured["same"]["policy/gradients"]
+
+
+def test_a_critic_that_another_run_saved_brings_its_own_adapter(tmp_path):
+    llama().save_pretrained(tmp_path / "policy")
+    LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["score"]).save_pretrained(tmp_path / "value")
+    names = {"model_name_or_path": str(tmp_path / "policy"), "value_model_name_or_path": str(tmp_path / "value")}
+    found = {}
+    for layout in ("adapter", "shared"):
+        args, adapters = settings(critic_layout=layout), LoraArguments(use_peft=True)
+        estimator = MemoryEstimator(EstimateArguments(**names), args, lora=True)
+        found[layout] = estimator.measurements(Settings(args, adapters, estimator.sharding))["critic/elements"]
+    # In each of 4 layers 3 * (128 + 128) weights, and a head of 128.
+    assert found == {"adapter": 4 * 3 * 256 + 128, "shared": 128}
 
 
 def test_a_sliding_layer_caches_its_window_alone():

@@ -26,7 +26,7 @@ def crowded(folder, room, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("settings", [{}, {"critic": "iqn", "num_quantiles": 4, "critic_warmup_steps": 1}])
+@pytest.mark.parametrize("settings", [{}, {"critic": "iqn", "num_quantiles": 4, "critic_pretraining_steps": 1}])
 def test_a_step_that_ran_out_of_memory_is_made_again_with_the_same_numbers(settings, tmp_path, capsys):
     expected = crowded(tmp_path / "roomy", 10, **settings)
     before = weights(expected)
