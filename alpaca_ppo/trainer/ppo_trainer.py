@@ -169,6 +169,7 @@ class PPOTrainer(BaseTrainer):
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         self.mark_step_done(step)
+        self.pass_rates.record(rollouts, self.counts)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
         if not self.critic_pretraining.includes(step):
@@ -180,8 +181,9 @@ class PPOTrainer(BaseTrainer):
         """The global rollouts with shaped rewards, advantages and returns."""
         rollouts = self.rollout(prompt_batches)
         hook_checks.check_rollouts(rollouts)
-        if self.args.dynamic_sampling:
-            prompts, rounds = self.step_prompts(self.state.global_step), self.args.max_sampling_rounds
+        if self.args.dynamic_sampling or self.args.curriculum:
+            prompts = self.step_prompts(self.state.global_step)
+            rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
             rollouts = replace_uninformative(rollouts, prompts, self._redraw, max_rounds=rounds, counts=self.counts)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
