@@ -295,7 +295,9 @@ def test_entry_points_set_how_threads_wait_before_torch_is_imported(command, tmp
     assert done.stdout == "None 3000 0\n", done.stderr
 
 
-@pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "200"}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "200"}], ids=str
+)
 def test_a_waiting_policy_of_the_users_own_stays(own):
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     code = f"import os, sys, alpaca_ppo; print(*map(os.environ.get, {WAITING}), 'torch' in sys.modules)"
