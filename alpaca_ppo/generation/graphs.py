@@ -244,6 +244,11 @@ def captures(model: PreTrainedModel, params: SamplingParams) -> bool:
     return not any("ds_id" in vars(parameter) for parameter in model.parameters())
 
 
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A block in which `device` is torch's current one; streams and events without a device of their own are its."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _on_cuda(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
 

@@ -270,6 +270,18 @@ def test_a_capture_that_fails_is_reported_once_and_done_without(fails_at: int, m
     assert tapes.captured == fails_at
 
 
+def test_steps_without_effect_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A graph is empty if the kernels were launched on another device than that of the capture.
+    monkeypatch.setattr(Tapes, "_capture", lambda self, run: lambda: None)
+    installed(Tapes(), monkeypatch)
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    message = r"LlamaForCausalLM had no effect: the responses \[0, 1\] still run .*set cuda_graphs \(True\)"
+    with pytest.raises(RuntimeError, match=message):
+        ask(model)
+    assert model not in graphs._kept
+    assert_same(ask(model, cuda_graphs=False), ask(model, backend="decode"))
+
+
 @pytest.mark.parametrize(
     ("read", "found"),
     [

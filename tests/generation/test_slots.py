@@ -1,5 +1,7 @@
 """The slot loop gives the tokens of the decode loop, whatever shares the slots and whoever waits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation import Generation, SamplingParams, generate
+from alpaca_ppo.generation import Generation, SamplingParams, generate, graphs
+from alpaca_ppo.generation import slots as slot_loop
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
 from alpaca_ppo.models.packed_attention import is_installed
@@ -227,3 +230,21 @@ def test_an_exception_between_tokens_leaves_a_model_that_samples_the_same_again(
         assert len(calls) == stop_at
         found = in_slots(model, slots=3)
         assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
+
+
+def test_the_device_of_the_prompts_is_current_while_slots_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Streams and events are those of the current device.
+    assert graphs.current_device(torch.device("cuda", 1)).idx == 1
+    current: list[torch.device] = []
+
+    @contextmanager
+    def record(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        with graphs.current_device(device):
+            yield
+        current.pop()
+
+    monkeypatch.setattr(slot_loop, "current_device", record)
+    during: list[list[torch.device]] = []
+    in_slots(model_of("llama"), slots=3, before_token=lambda: during.append(list(current)))
+    assert during and all(devices == [torch.device("cpu")] for devices in during) and not current
