@@ -41,6 +41,9 @@ _WARM_UP = 2
 _COMPILED_SHAPES = 1024
 """The most numbers of slots and columns, over all models of the process, for which a step is compiled."""
 
+_KEPT_SETTINGS = 4
+"""Settings of the sampler, such as temperatures, whose outputs and captured steps a memory keeps: the latest ones."""
+
 _kept: WeakKeyDictionary[PreTrainedModel, "SlotMemory"] = WeakKeyDictionary()
 _unfit: WeakSet[PreTrainedModel] = WeakSet()
 """Models whose steps have turned out not to be capturable."""
@@ -93,6 +96,7 @@ class SlotMemory:
         self.new_capture = new_capture
         self._key: SamplingParams
         self._buffers: dict[SamplingParams, tuple[SlotOutputs, StepRules]] = {}
+        """In the order of their latest calls."""
         self._steps: dict[tuple[SamplingParams, int, int, int], Step] = {}
         self._capture: Capture
         self._binding: Any = None
@@ -104,16 +108,26 @@ class SlotMemory:
         """Makes all slots idle and the outputs empty, with at least `rows` rows."""
         # What varies between the rollouts of a run reaches a step through the keys of the random numbers.
         self._key = dataclasses.replace(params, seed=0, step=0, num_return_sequences=1)
-        if self._key not in self._buffers or self._buffers[self._key][0].scratch_row < rows:
+        buffers = self._buffers.pop(self._key, None)
+        if buffers is None or buffers[0].scratch_row < rows:
+            buffers = None
+            self._drop_steps(self._key)
             dtype = torch.float64 if torch.float64 in self.precision.weights else torch.float32
             outputs = SlotOutputs.empty(rows, params, logprob_dtype=dtype, device=self._device)
-            self._buffers[self._key] = outputs, StepRules(self._key, self._device)
-            self._steps = {key: step for key, step in self._steps.items() if key[0] != self._key}
-        self.outputs, self.rules = self._buffers[self._key]
+            buffers = outputs, StepRules(self._key, self._device)
+        self._buffers[self._key] = self.outputs, self.rules = buffers
+        while len(self._buffers) > _KEPT_SETTINGS:
+            # The first key is that of the least recent call.
+            oldest = next(iter(self._buffers))
+            del self._buffers[oldest]
+            self._drop_steps(oldest)
         self.outputs.clear(params.pad_token_id)
         self.state.clear(scratch_row=self.outputs.scratch_row)
         self.cache.clear()
         self._copied, self._is_bound = None, False
+
+    def _drop_steps(self, key: SamplingParams) -> None:
+        self._steps = {step_key: step for step_key, step in self._steps.items() if step_key[0] != key}
 
     def step(self, model: PreTrainedModel, *, slots: int, columns: int) -> None:
         """Makes a decode step of the first `slots` slots over the first `columns` columns; see `decode_step`."""

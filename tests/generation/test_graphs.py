@@ -348,6 +348,24 @@ def test_what_was_captured_is_kept_for_the_next_call_with_the_model(monkeypatch:
     assert gone() is None
 
 
+def test_only_the_latest_settings_keep_their_captured_steps(tapes: Tapes) -> None:
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    expected = {t: ask(model, temperature=t, backend="decode") for t in (0.5, 0.6, 0.7, 0.8, 0.9)}
+
+    def captures_of(temperature: float) -> int:
+        before = tapes.captured
+        assert_same(ask(model, temperature=temperature), expected[temperature])
+        memory = graphs._kept[model]
+        assert {key[0] for key in memory._steps} == memory._buffers.keys()
+        assert [params.temperature for params in memory._buffers][-1] == temperature
+        return tapes.captured - before
+
+    # As evaluations at 0.5 between rollouts whose temperature rises: 0.6 makes way for 0.9, then 0.7 for 0.6.
+    temperatures = (0.5, 0.6, 0.5, 0.7, 0.5, 0.8, 0.5, 0.9, 0.5, 0.8, 0.6, 0.5)
+    assert [captures_of(t) for t in temperatures] == [1, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0]
+    assert [params.temperature for params in graphs._kept[model]._buffers] == [0.9, 0.8, 0.6, 0.5]
+
+
 def test_parameters_that_zero_3_gathers_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_on_cuda", lambda model: True)
     model = tiny_causal_lm("llama")
