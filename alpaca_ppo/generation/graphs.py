@@ -44,6 +44,9 @@ _COMPILED_SHAPES = 1024
 _KEPT_SETTINGS = 4
 """Settings of the sampler, such as temperatures, whose outputs and captured steps a memory keeps: the latest ones."""
 
+_UNUSED_CACHE = 1.5
+"""The most that a kept cache may exceed what its largest call needs, as a factor."""
+
 _kept: WeakKeyDictionary[PreTrainedModel, "SlotMemory"] = WeakKeyDictionary()
 _unfit: WeakSet[PreTrainedModel] = WeakSet()
 """Models whose steps have turned out not to be capturable."""
@@ -236,18 +239,29 @@ def slot_memory(
 
 
 def _kept_memory(model: PreTrainedModel, sizes: tuple[int, int, int]) -> SlotMemory:
-    """The memory that is kept for `model`, which is replaced if it is too small or of another precision."""
+    """The memory that is kept for `model`, which is replaced if it is too small or of another precision.
+
+    A replacement is large enough for the call before too, unless one of them is wide and the other long.
+    """
     precision, kept = precision_of(model), _kept.get(model)
     if kept is not None and kept.precision == precision:
         slots, extra_slots, columns = map(max, sizes, kept.sizes)
-        sizes = (slots, extra_slots, columns)
-        if sizes == kept.sizes:
+        both = (slots, extra_slots, columns)
+        if both == kept.sizes:
             return kept
+        if _cells(both) <= _UNUSED_CACHE * max(_cells(sizes), _cells(kept.sizes)):
+            sizes = both
     # Freed first: two of them may not fit into the device's memory.
     kept = None
     _kept.pop(model, None)
     memory = _kept[model] = SlotMemory(*sizes, precision=precision, new_capture=CudaCapture)
     return memory
+
+
+def _cells(sizes: tuple[int, int, int]) -> int:
+    """The tokens for which a cache with slots, extra slots and columns of these numbers has room."""
+    slots, extra_slots, columns = sizes
+    return (slots + extra_slots) * columns
 
 
 def captures(model: PreTrainedModel, params: SamplingParams) -> bool:

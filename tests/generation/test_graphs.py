@@ -366,6 +366,23 @@ def test_only_the_latest_settings_keep_their_captured_steps(tapes: Tapes) -> Non
     assert [params.temperature for params in graphs._kept[model]._buffers] == [0.9, 0.8, 0.6, 0.5]
 
 
+def test_a_kept_cache_is_not_both_as_wide_as_one_call_and_as_long_as_another(tapes: Tapes) -> None:
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+
+    def sizes_after(rows: int, columns: int) -> tuple[int, int, int]:
+        with slot_memory(model, params_of(), slots=rows, extra_slots=0, columns=columns, rows=rows) as memory:
+            return memory.sizes
+
+    assert sizes_after(2, 200) == (2, 0, 200)
+    # 64 * 200 is more than 1.5 times 64 * 10.
+    assert sizes_after(64, 10) == (64, 0, 10)
+    # 64 * 15 is 1.5 times 64 * 10: large enough for both calls.
+    assert sizes_after(8, 15) == (64, 0, 15)
+    assert sizes_after(64, 10) == (64, 0, 15)
+    assert sizes_after(8, 16) == (64, 0, 16)
+    assert sizes_after(2, 200) == (2, 0, 200)
+
+
 def test_parameters_that_zero_3_gathers_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_on_cuda", lambda model: True)
     model = tiny_causal_lm("llama")
