@@ -233,6 +233,15 @@ def test_nothing_of_a_call_with_nan_is_left_for_the_next_one(tapes: Tapes) -> No
     assert_same(ask(model, shorter), ask(model, shorter, backend="decode"))
 
 
+def test_a_call_in_inference_mode_leaves_tensors_that_any_other_call_may_change(tapes: Tapes) -> None:
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    with torch.inference_mode():
+        first = ask(model)
+        assert torch.is_inference_mode_enabled()
+    assert not first.logprobs.is_inference() and not first.logprobs.requires_grad
+    assert_same(ask(model), first)
+
+
 def test_a_memory_is_freed_before_a_larger_one_is_allocated_and_after_an_error(tapes: Tapes) -> None:
     model = tiny_causal_lm("llama", dtype=torch.float64)
     ask(model)
