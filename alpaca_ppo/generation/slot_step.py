@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.slot_cache import visible_columns
 from alpaca_ppo.generation.stopping_criteria import StopRule
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import dense_attention
@@ -210,7 +211,7 @@ class SlotAttention:
     """
 
     def __init__(self, lengths: Tensor, columns: int) -> None:
-        self._lengths, self._columns = lengths.unsqueeze(1), columns
+        self._lengths, self._columns = lengths, columns
         self._allowed: dict[int | None, Tensor] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
@@ -237,10 +238,7 @@ class SlotAttention:
     def _allow(self, sliding_window: int | None) -> Tensor:
         """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column."""
         if sliding_window not in self._allowed:
-            columns = torch.arange(self._columns, device=self._lengths.device)
-            allowed = columns <= self._lengths
-            if sliding_window is not None:
-                allowed = allowed & (columns > self._lengths - sliding_window)
+            allowed = visible_columns(self._lengths, self._columns, sliding_window=sliding_window)
             self._allowed[sliding_window] = allowed[:, None, None]
         return self._allowed[sliding_window]
 

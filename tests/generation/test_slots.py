@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation import Generation, SamplingParams, generate, graphs
+from alpaca_ppo.generation import Generation, SamplingParams, generate, graphs, slot_step
 from alpaca_ppo.generation import slots as slot_loop
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
@@ -94,6 +94,21 @@ def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str,
         generate(model, queries, mask, backend="decode", **arguments),
         1e-10,
     )
+
+
+def test_idle_slots_see_something_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = model_of("gemma3", sliding_window=4), slot_step.dense_attention
+
+    def strict(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+        # Some kernels answer NaN here.
+        assert (mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()
+        return plain(query, key, value, mask, **kwargs)
+
+    monkeypatch.setattr(slot_step, "dense_attention", strict)
+    # The longest row ends after three tokens, the others after up to twelve.
+    prompts = [COMMON + SYSTEM[0], *PROMPTS[1:]]
+    settings = {"num_return_sequences": 1, "stop_token_ids": tuple(range(2, 64, 9)), "seed": 2}
+    assert_same(in_slots(model, prompts, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
 
 
 class Passes:
