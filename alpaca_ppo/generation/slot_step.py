@@ -37,7 +37,8 @@ class SlotState:
     tokens: Tensor
     """(S,) int64: the token that each slot reads next."""
     lengths: Tensor
-    """(S,) int64: tokens in the cache. This is also the position id of `tokens` and the column that is written next."""
+    """(S,) int64: tokens in the cache. This is also the column that is written next and, where a row runs, the position
+    id of `tokens`."""
     positions: Tensor
     """(S,) int64: the response position that is chosen next."""
     turn_starts: Tensor
@@ -140,21 +141,34 @@ def decode_step(
         slots: how many slots take part; a row that runs must be in one of them.
         columns: how many columns of the cache are read; more than `lengths` of every row that runs.
     """
-    logits = read_tokens(model, cache, state, slots=slots, columns=columns)
-    state.lengths[:slots].add_(state.running[:slots])
+    lengths, running = state.lengths[:slots], state.running[:slots]
+    # A row that has ended stays at its last position: the next one may be more than the model has.
+    position_ids = (lengths + running - 1).clamp(min=0)
+    logits = read_tokens(model, cache, state, slots=slots, columns=columns, position_ids=position_ids)
+    lengths.add_(running)
     choose_and_record(logits, state, outputs, rules, slots=slice(0, slots))
 
 
-def read_tokens(model: PreTrainedModel, cache: StepCache, state: SlotState, *, slots: int, columns: int) -> Tensor:
+def read_tokens(
+    model: PreTrainedModel,
+    cache: StepCache,
+    state: SlotState,
+    *,
+    slots: int,
+    columns: int,
+    position_ids: Tensor | None = None,
+) -> Tensor:
     """Returns the logits (slots, V) after the next token of the first `slots` slots, whose states go into the cache.
 
-    The arguments are those of `decode_step`; `state` is not changed.
+    The arguments are those of `decode_step`; `state` is not changed. `position_ids` (slots,) int64 are those of the
+    tokens; None takes `lengths`.
     """
     lengths = state.lengths[:slots]
+    position_ids = lengths if position_ids is None else position_ids
     cache.start_step(lengths, columns)
     output = model(
         input_ids=state.tokens[:slots].unsqueeze(1),
-        position_ids=lengths.unsqueeze(1),
+        position_ids=position_ids.unsqueeze(1),
         # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lengths.device),
         past_key_values=cache,

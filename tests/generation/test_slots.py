@@ -111,6 +111,13 @@ def test_idle_slots_see_something_in_every_window(monkeypatch: pytest.MonkeyPatc
     assert_same(in_slots(model, prompts, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
 
 
+def test_idle_slots_need_no_position_beyond_those_of_the_rows() -> None:
+    # Each prompt has 5 tokens, and the last of 12 new tokens is never read.
+    model, prompts = model_of("gpt2", n_positions=16), [[5, 6, 7, 8, 9]] * 4
+    settings = {"truncate_token_ids": ()}
+    assert_same(in_slots(model, prompts, slots=3, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
+
+
 class Passes:
     """Records the shape of what a model reads in each pass."""
 
