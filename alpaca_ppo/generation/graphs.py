@@ -154,7 +154,11 @@ class SlotMemory:
                     self._steps[key] = self._without_rows(partial(self._capture, run))
             except RuntimeError as error:
                 # A capture that an error has interrupted ends with an error of its own.
-                self._give_up(model, str(error.__context__ or error).partition("\n")[0])
+                cause = error.__context__ or error
+                if isinstance(cause, torch.OutOfMemoryError):
+                    self._do_without(model)
+                else:
+                    self._give_up(model, str(cause).partition("\n")[0])
         self._steps.get(key, run)()
 
     def _drop_outdated(self, model: PreTrainedModel) -> None:
@@ -169,15 +173,28 @@ class SlotMemory:
 
     def _give_up(self, model: PreTrainedModel, reason: str) -> None:
         """Runs all steps of `model` as they are from now on."""
-        self.new_capture = None
-        self._steps.clear()
+        self._drop_captures(model)
         _unfit.add(model)
-        _kept.pop(model, None)
         warnings.warn(
             f"the decode steps of {type(model).__name__} cannot be captured in CUDA graphs ({reason}); they run as "
             f"with cuda_graphs: false",
             stacklevel=3,
         )
+
+    def _do_without(self, model: PreTrainedModel) -> None:
+        """Runs the other steps of this call as they are: a capture needs memory that its step alone may not."""
+        self._drop_captures(model)
+        warnings.warn(
+            f"the device ran out of memory while a decode step of {type(model).__name__} was captured in a CUDA graph; "
+            f"the other steps of this call run as with cuda_graphs: false, and the next call captures again. Lower "
+            f"rollout_per_device_batch_size (slots), or set cuda_graphs: false",
+            stacklevel=3,
+        )
+
+    def _drop_captures(self, model: PreTrainedModel) -> None:
+        self.new_capture = None
+        self._steps.clear()
+        _kept.pop(model, None)
 
     def _without_rows(self, call: Callable[[], Any]) -> Any:
         """Returns `call()`, during which no row runs, so that steps in it record nothing and advance no row."""

@@ -291,6 +291,19 @@ def test_steps_without_effect_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert_same(ask(model, cuda_graphs=False), ask(model, backend="decode"))
 
 
+def test_a_capture_that_finds_no_memory_is_tried_again_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tapes = installed(Tapes(2, error=torch.OutOfMemoryError("as a GPU's")), monkeypatch)
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    settings: dict[str, Any] = {"max_new_tokens": 20}
+    expected = ask(model, backend="decode", **settings)
+    message = "ran out of memory while a decode step of LlamaForCausalLM .*Lower rollout_per_device_batch_size"
+    with pytest.warns(UserWarning, match=message) as warned:
+        assert_same(ask(model, **settings), expected)
+    assert len(warned) == 1 and tapes.captured == 2 and model not in graphs._kept
+    assert_same(ask(model, **settings), expected)
+    assert tapes.captured == 2 + len(graphs._kept[model]._steps) > 3
+
+
 @pytest.mark.parametrize(
     ("read", "found"),
     [
