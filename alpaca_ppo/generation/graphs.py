@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -298,23 +299,41 @@ def _on_cuda(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream that it has ever worked on."""
+    return torch.cuda.Stream(device)
+
+
+_capturing = RLock()
+"""Held during a capture: what another thread launches on the same stream would become part of the graph."""
+
+
 class CudaCapture:
     """Captures steps in CUDA graphs that share their memory, which they may since no two of them run at a time.
 
     Once all of its graphs are gone it must not capture another one: torch refuses a pool that no graph uses any more.
+    It captures on torch's current device.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = _capture_stream(torch.cuda.current_device())
 
     def __call__(self, run: Step) -> Step:
         """Returns a step that replays what `run` does; `run` is called before the capture to warm up."""
+        with _capturing:
+            return self._capture(run)
+
+    def _capture(self, run: Step) -> Step:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP):
-                run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UP):
+                    run()
+        finally:
+            # After an error, too, steps that run as they are come after those of the warm-up.
+            torch.cuda.current_stream().wait_stream(self._stream)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Other threads, such as those of reward functions, may use the device meanwhile.
