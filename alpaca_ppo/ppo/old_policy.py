@@ -87,7 +87,9 @@ class OldPolicySource:
         if step < self._args.critic_warmup_steps:
             return
         mask = rollouts["response_mask"]
-        distance = float(masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask))
+        from_reference = masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask)
+        # Each rank computes it, on a CPU that may round in another way.
+        distance = self._guard.largest({"distance": from_reference})["distance"]
         difference = stats["mismatch/logprob_abs_mean"]
         if self._has_reference and difference >= SHARE_OF_KL * distance:
             self._start_again(difference, distance, step)

@@ -155,9 +155,12 @@ class ModelReward:
 
     @torch.no_grad()
     def _can_pack(self) -> bool:
-        """Tries it: the backbone must be able to, and the score be read as in rows of their own."""
-        is_adapter = isinstance(self.model, AdapterClassifier)
-        if not (is_adapter or self._head) or not supports_packing(self._language_model):
+        """Tries it: the backbone must be able to, and the score be read as in rows of their own. The base of a reward
+        adapter may be sharded by now, so it has been tried before.
+        """
+        if isinstance(self.model, AdapterClassifier):
+            return self.model.padding_free
+        if not self._head or not supports_packing(self.model):
             return False
         pad = _padding_id(self._config, [])
         rows = [[i * 7 % self._config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
