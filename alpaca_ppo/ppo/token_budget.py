@@ -74,11 +74,13 @@ class TokenBudget:
         The new budget is half of the tokens that did not fit, so that the next plan is another one.
 
         Raises:
-            torch.OutOfMemoryError: if a single response did not fit.
+            torch.OutOfMemoryError: if a single response did not fit, or a micro-batch without any.
         """
         least = min(failures, key=lambda failure: (failure.rows > 1, failure.tokens, failure.rank))
         what = f"process {least.rank} ran out of memory in a micro-batch of"
-        if least.rows <= 1:
+        if least.rows == 0:
+            raise torch.OutOfMemoryError(_without_rows(least))
+        if least.rows == 1:
             raise torch.OutOfMemoryError(
                 f"{what} one response ({least.tokens} tokens), so smaller micro-batches cannot help; {REMEDIES}, or "
                 f"lower query_len or response_len. {least.cause}"
@@ -94,6 +96,8 @@ class TokenBudget:
 
     def unrepeatable(self, failure: OutOfMemory) -> torch.OutOfMemoryError:
         """The error where the optimizer step cannot be made again, because ranks have exchanged parts of a gradient."""
+        if failure.rows == 0:
+            return torch.OutOfMemoryError(_without_rows(failure))
         smaller = max(failure.tokens // 2, self._row_tokens)
         return torch.OutOfMemoryError(
             f"process {failure.rank} ran out of memory in a micro-batch of {failure.rows} responses "
@@ -113,3 +117,11 @@ class TokenBudget:
         budget = state.get("token_budget", {})
         if budget.get("configured") == self.configured:
             self.max_tokens = budget["max_tokens"]
+
+
+def _without_rows(failure: OutOfMemory) -> str:
+    return (
+        f"process {failure.rank} ran out of memory in a micro-batch without responses, which it makes because others "
+        "have more of them; its memory is taken by something else, such as weights, the optimizer's state, a captured "
+        f"sampler or another program: smaller micro-batches cannot help; {REMEDIES}. {failure.cause}"
+    )
