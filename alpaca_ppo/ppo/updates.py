@@ -123,7 +123,7 @@ class Updater:
         self.moved_policy = False
         shared = {"denominator": self._denominator(rollouts["response_mask"][rows])}
         shared |= {} if value_taus is None else {"value_taus": value_taus}
-        before = random_states()
+        before = random_states() if self.engine.can_repeat else None
         while True:
             stats, failures = self._add_gradients(
                 rollouts,
@@ -139,6 +139,7 @@ class Updater:
             message(self.budget.lower(failures))
             clear_device_cache()
             # A `compute_loss` that draws random numbers begins again, too.
+            assert before is not None, "without can_repeat there are no failures to return"
             set_random_states(before)
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
