@@ -739,6 +739,18 @@ def test_a_reference_is_not_offloaded_where_host_memory_is_device_memory():
     assert singles(settings(), is_offloaded) == []
 
 
+def test_decode_steps_are_not_captured_where_that_saves_memory():
+    def captures_none(s: Settings) -> bool:
+        return not s.args.cuda_graphs
+
+    assert singles(settings(use_cpu=False), captures_none) == ["cuda_graphs: false"]
+    assert singles(settings(use_cpu=False, cuda_graphs=False), lambda s: False) == []
+    assert singles(settings(use_cpu=False, generation_backend="decode"), captures_none) == []
+    assert singles(settings(), captures_none) == []
+    sharded = Settings(settings(use_cpu=False), LoraArguments(), Sharding(2, stage=3))
+    assert not any(change["fits"] for change in single_changes(sharded, weight(captures_none), 2.0))
+
+
 def test_a_policy_that_is_an_adapter_gets_the_changes_of_one(folder, tmp_path, monkeypatch):
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
