@@ -52,8 +52,8 @@ class TextTokens:
                 words = [text.text for text in new]
                 # Not add_special_tokens=True: some tokenizers have a default of their own.
                 encoded = self.tokenizer(words, add_special_tokens=False) if rendered else self.tokenizer(words)
-                ids = (torch.tensor(each, dtype=torch.long) for each in encoded["input_ids"])
-                found |= dict(zip(new, ids, strict=True))
+                tensors = [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
+                found |= dict(zip(new, tensors, strict=True))
         self._keep(found)
         return [found[text] for text in texts]
 
