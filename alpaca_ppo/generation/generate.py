@@ -88,7 +88,8 @@ def generate(
 
     Raises:
         ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
-            support dropping rows, the model's logits are not finite, or the backend does not take turns.
+            support dropping rows, the model's logits are not finite, the backend does not take turns, or
+            `compile_decoding` is not possible for the model.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens,

@@ -402,10 +402,17 @@ def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., N
     """`decode_step` through `torch.compile`, for each number of slots and columns as one graph."""
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)
 
-    def step(*args: Any, **kwargs: Any) -> None:
+    def step(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         # Slots halve and columns come in steps, so there are more shapes than the eight that torch allows a function.
         with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES, accumulated_recompile_limit=_COMPILED_SHAPES):
-            compiled(*args, **kwargs)
+            try:
+                compiled(model, *args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    f"compile_decoding (True): the decode step of {type(model).__name__} cannot be compiled as one "
+                    f"graph ({type(error).__name__}: {reason}); set compile_decoding: false"
+                ) from error
 
     return step
 

@@ -98,7 +98,7 @@ def sample_responses(
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
     At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
-    length together. A token does not depend on that choice.
+    length together, each with all of its n responses, even if n is larger than that. A token does not depend on either.
 
     Args:
         model: the policy, not wrapped.

@@ -204,3 +204,15 @@ def test_compiled_steps_are_one_graph_for_each_number_of_columns(monkeypatch: py
     found = sampled(memory, model, params_of(compile_decoding=True))
     assert len(traced) == 2
     assert_same(found, plain(model, params))
+
+
+def test_a_model_that_cannot_be_compiled_is_named_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its experts are those that were hit, whose number depends on the data.
+    model = tiny_causal_lm("mixtral", dtype=torch.float64, experts_implementation="eager", **SMALLEST)
+    assert install_attention(model)
+    monkeypatch.setattr(graphs, "_compiled", partial(graphs._compiled, "eager"))
+    memory = memory_for(model, new_capture=None)
+    with pytest.raises(
+        ValueError, match=r"compile_decoding \(True\).*MixtralForCausalLM .*set compile_decoding: false"
+    ):
+        sampled(memory, model, params_of(compile_decoding=True))
