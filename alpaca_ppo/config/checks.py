@@ -18,7 +18,7 @@ the file.
 """
 
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
-"""Metrics that only every `entropy_logging_steps`-th step has."""
+"""Metrics that only every `entropy_logging_steps`-th step has; the last one every step where it is in the loss."""
 
 _CRITIC_ONLY = (
     "critic",
@@ -218,10 +218,10 @@ def _check_best_metric(config: Any) -> None:
             f"eval_steps ({config.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to "
             f"{config.save_steps}"
         )
-    remedies = []
-    if metric in ENTROPIES and config.entropy_logging_steps > 1:
+    remedies, in_loss = [], metric == "ppo/policy/entropy" and config.entropy_coef > 0
+    if metric in ENTROPIES and config.entropy_logging_steps > 1 and not in_loss:
         remedies.append("entropy_logging_steps: 1")
-    if metric == "objective/entropies" and config.old_policy == "auto":
+    if metric == "objective/entropies" and config.old_policy in ("auto", "rollout"):
         remedies.append("old_policy: recompute")
     if remedies:
         raise ValueError(

@@ -34,6 +34,19 @@ from tests.registered import temporary_choices
             "entropy_logging_steps is 10 and old_policy is 'auto', .* set entropy_logging_steps: 1 and old_policy: r",
         ),
         (
+            {"metric_for_best_model": "objective/entropies", "save_steps": 4, "old_policy": "rollout"},
+            "old_policy is 'rollout', .* set entropy_logging_steps: 1 and old_policy: recompute, or choose",
+        ),
+        (
+            {"metric_for_best_model": "objective/entropies", "old_policy": "rollout", "entropy_logging_steps": 1}
+            | {"save_steps": 4},
+            "old_policy is 'rollout', .* set old_policy: recompute, or choose",
+        ),
+        (
+            {"metric_for_best_model": "objective/ref_entropies", "save_steps": 4, "entropy_coef": 0.1},
+            "entropy_logging_steps is 10 .* set entropy_logging_steps: 1, or choose",
+        ),
+        (
             {"metric_for_best_model": "ppo/policy/entropy", "save_steps": 4, "entropy_logging_steps": 2},
             "entropy_logging_steps is 2 .* set entropy_logging_steps: 1, or choose another metric",
         ),
@@ -131,6 +144,13 @@ from tests.registered import temporary_choices
 def test_a_bad_value_is_named_with_its_remedy(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_an_entropy_that_every_step_has_may_choose_the_best_model():
+    PPOConfig(metric_for_best_model="ppo/policy/entropy", save_steps=4, entropy_coef=0.1)
+    for source in ("recompute", "correct"):
+        metric = {"metric_for_best_model": "objective/entropies", "entropy_logging_steps": 1}
+        PPOConfig(**metric, save_steps=4, old_policy=source)
 
 
 def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():
