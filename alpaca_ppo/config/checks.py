@@ -7,7 +7,7 @@ those that a user registers too.
 import dataclasses
 from typing import Any
 
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, GENERATION_BACKENDS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
@@ -187,11 +187,14 @@ def _check_sizes(config: Any) -> None:
             f"step_batch_size ({config.step_batch_size}) is larger than the responses of a step, rollout_batch_size * "
             f"num_return_sequences = {config.responses_per_step}; set it to {config.responses_per_step} or less"
         )
-    if config.num_return_sequences > config.rollout_per_device_batch_size:
+    # With `auto` it is not known here whether the model can be sampled in slots.
+    refills = GENERATION_BACKENDS.trait(config.generation_backend, "refills")
+    if config.num_return_sequences > config.rollout_per_device_batch_size and not refills:
         raise ValueError(
             f"num_return_sequences ({config.num_return_sequences}) is larger than rollout_per_device_batch_size "
-            f"({config.rollout_per_device_batch_size}), but a prompt's responses are sampled in one batch; raise "
-            "rollout_per_device_batch_size"
+            f"({config.rollout_per_device_batch_size}), but generation_backend {config.generation_backend!r} samples a "
+            f"prompt's responses in one batch; set rollout_per_device_batch_size to {config.num_return_sequences} or "
+            "more, or generation_backend: auto"
         )
     longest, budget = config.query_len + config.response_len, config.max_tokens_per_micro_batch
     if budget is not None and budget < longest:

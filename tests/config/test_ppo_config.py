@@ -75,7 +75,11 @@ from tests.registered import temporary_choices
         ({"run_name": 7}, r"run_name is 7 \(int\); it must be str or null, in quotes"),
         ({"total_epochs": 1, "total_episodes": 2}, r"total_epochs \(1\) and total_episodes \(2\) are both set"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, r"step_batch_size \(16\) is larger than"),
-        ({"num_return_sequences": 33}, r"num_return_sequences \(33\) is larger than rollout_per_device_batch"),
+        (
+            {"num_return_sequences": 33, "generation_backend": "decode"},
+            r"num_return_sequences \(33\) is larger than rollout_per_device_batch_size \(32\), but generation_backend "
+            r"'decode' samples .* set rollout_per_device_batch_size to 33 or more, or generation_backend: auto",
+        ),
         (
             {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},
             "kl_horizon is 10, so one step of 64 responses could .* set it to 13 or more",
@@ -151,6 +155,12 @@ def test_an_entropy_that_every_step_has_may_choose_the_best_model():
     for source in ("recompute", "correct"):
         metric = {"metric_for_best_model": "objective/entropies", "entropy_logging_steps": 1}
         PPOConfig(**metric, save_steps=4, old_policy=source)
+
+
+@pytest.mark.parametrize("backend", ["auto", "slots"])
+def test_a_prompt_may_have_more_responses_than_slots(backend):
+    args = PPOConfig(num_return_sequences=33, generation_backend=backend)
+    assert args.num_return_sequences > args.rollout_per_device_batch_size
 
 
 def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():

@@ -306,6 +306,9 @@ def test_auto_decodes_where_parameters_stay_sharded():
     # Four prompts on each process: five slots of 16 + 48 columns, or four rows of 16 + 65; as above.
     assert sizes == [5 * 2 * 32 * 2 * 4 * 4 * (16 + 48), 4 * 2 * 32 * 2 * 4 * 4 * (16 + 65)]
     assert with_known_backend(settings(), Sharding(2, 3)) == settings()
+    few = settings(num_return_sequences=4, rollout_per_device_batch_size=2, ds3_gather_for_generation=False)
+    known = with_known_backend(few, Sharding(2, 3))
+    assert (known.generation_backend, known.rollout_per_device_batch_size) == ("decode", 4)
 
 
 def test_a_micro_batch_has_the_tokens_of_its_budget():
