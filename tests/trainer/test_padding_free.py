@@ -59,7 +59,7 @@ def test_a_policy_with_states_of_its_own_gets_padded_rows(tmp_path):
     trainer = tiny_trainer(tmp_path, model=model, adv_estimator="rloo", num_return_sequences=2, total_episodes=10)
     trainer.train()
     assert not trainer.actor_critic.padding_free
-    assert trainer.updater.budget.padding == "policy: OwnStates reads padded rows"
+    assert trainer.padding == "policy, reference: OwnStates reads padded rows"
 
 
 class LouderLlama(LlamaForCausalLM):
@@ -112,4 +112,7 @@ def test_the_first_line_says_why_rows_have_padding_where_they_need_not(tmp_path,
         assert trainer.actor_critic.padding_free is (arch == "llama")
         said.append(capsys.readouterr().out.splitlines()[0].partition(" tokens on each of 1 processes")[2])
     reason = packing_problem(tiny_causal_lm("bloom"))
-    assert reason and said == [f", with padding: policy: {reason}", "", ""]
+    assert reason and said == [f", with padding: policy, reference: {reason}", "", ""]
+    trainer = tiny_trainer(tmp_path / "other", trainer_arguments={"ref_model": tiny_causal_lm("bloom")})
+    trainer._begin(None)
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" 1 processes, with padding: reference: {reason}")
