@@ -46,7 +46,7 @@ from alpaca_ppo.rewards.scoring import early_calls, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.preflight import DiskCheck, check_output_dir
+from alpaca_ppo.trainer.preflight import DiskCheck, check_class, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -99,6 +99,7 @@ class PPOTrainer(BaseTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
     ) -> None:
+        check_class(type(self))
         check_output_dir(args)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
