@@ -23,7 +23,6 @@ from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
-from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceBatch, DeviceRows
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
@@ -269,7 +268,6 @@ class RolloutCollector:
     def prepare_frozen_models(self, engine: Engine) -> None:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
-            agree_on_padding({"reference": self.reference.policy}, self.accelerator)
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
             if isinstance(source, ModelReward):

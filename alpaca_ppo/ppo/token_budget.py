@@ -37,11 +37,10 @@ class TokenBudget:
         padding_free: whether rows are packed without padding; otherwise a micro-batch costs its rows times the longest
             of them.
         num_ranks: number of processes.
-        padding: why rows have padding where they need not (`padding_free: auto`); empty where they have none.
     """
 
-    def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int, padding: str = "") -> None:
-        self.padding_free, self.padding, self._num_ranks = padding_free, padding, num_ranks
+    def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int) -> None:
+        self.padding_free, self._num_ranks = padding_free, num_ranks
         self._rows, self._step_rows = args.step_per_device_batch_size, args.step_batch_size
         self._row_tokens = args.query_len + args.response_len
         # On one process nobody waits for others, and no number moves from what it was without token budgets.

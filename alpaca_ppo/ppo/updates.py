@@ -32,7 +32,6 @@ from alpaca_ppo.distributed.optimizer import (
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms
@@ -414,7 +413,7 @@ def make_updater(
     schedule: PromptSchedule,
 ) -> tuple[Updater, int]:
     """The updater of a run, and how many optimizer steps the whole run takes; if `optimizer` or `scheduler` is None,
-    the default one is created.
+    the default one is created. All processes must have agreed on padding (`agreements`).
 
     Raises:
         ValueError: when `optimizer` is given together with AdamW settings of the critic, or does not hold every
@@ -435,13 +434,5 @@ def make_updater(
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()
     engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
-    # An adapter critic reads rows as the policy does.
-    own = None if actor_critic.critic is None or actor_critic.critic.backbone is None else actor_critic.critic
-    padding = agree_on_padding({"policy": actor_critic.policy} | ({"critic": own} if own else {}), accelerator)
-    budget = TokenBudget(
-        args,
-        padding_free=actor_critic.padding_free,
-        num_ranks=accelerator.num_processes,
-        padding=padding if args.padding_free == "auto" else "",
-    )
+    budget = TokenBudget(args, padding_free=actor_critic.padding_free, num_ranks=accelerator.num_processes)
     return Updater(engine, scheduler, budget=budget, loss_agg_mode=args.loss_agg_mode), total

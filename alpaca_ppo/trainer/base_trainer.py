@@ -55,6 +55,8 @@ class BaseTrainer(ABC):
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
     sampling_params: SamplingParams
+    padding: str
+    """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
     optimizer_steps: int
     """Number of optimizer steps in the whole run."""
@@ -330,7 +332,7 @@ class BaseTrainer(ABC):
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.optimizer_steps} optimizer steps in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
+            + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
         if not self._finished:
