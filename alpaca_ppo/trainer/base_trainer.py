@@ -58,6 +58,8 @@ class BaseTrainer(ABC):
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
     sampling_params: SamplingParams
+    padding: str
+    """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
@@ -386,7 +388,7 @@ class BaseTrainer(ABC):
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
+            + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
         if not self._finished:
