@@ -85,7 +85,10 @@ def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int], counts: R
         return rollouts
     _check_same_tensors(rollouts, new)
     every: dict[str, torch.Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
-    counts.discarded_tokens += int(every["response_mask"].sum()) - int(every["response_mask"][rows].sum())
+    discarded = sorted(set(range(len(every["prompt_ids"]))) - set(rows))
+    counts.discarded_tokens += int(every["response_mask"][discarded].sum())
+    counts.discarded_prompts += every["prompt_ids"][discarded].tolist()
+    counts.discarded_scores += every["scores"][discarded].tolist()
     merged: Rollouts = {key: value[rows] for key, value in every.items()}  # type: ignore[assignment]
     return merged
 

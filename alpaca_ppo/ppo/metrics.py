@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -121,6 +121,10 @@ class RolloutCounts:
     """Fresh prompts in these rounds."""
     discarded_tokens: int = 0
     """Tokens of responses to prompts that fresh ones have replaced."""
+    discarded_prompts: list[int] = field(default_factory=list)
+    """The prompt of each of these responses."""
+    discarded_scores: list[float] = field(default_factory=list)
+    """The raw score of each of them."""
     uninformative_prompts: int = 0
     """Prompts in the step's rollouts whose responses all have the same score."""
     extra_prompts: int = 0
@@ -134,6 +138,8 @@ class RolloutCounts:
             stats["objective/redrawn_prompts"] = float(self.redrawn_prompts)
             stats["objective/uninformative_prompts"] = float(self.uninformative_prompts)
             stats["tokens/discarded"] = float(self.discarded_tokens)
+        if args.dynamic_sampling or args.curriculum:
+            stats["objective/extra_prompts"] = float(self.extra_prompts)
         return stats
 
     def evaluation_stats(self, args: PPOConfig, *, prefix: str = "eval") -> dict[str, float]:

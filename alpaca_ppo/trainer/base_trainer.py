@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import TrainerState
 
 from alpaca_ppo.checkpoint import export
@@ -29,6 +30,7 @@ from alpaca_ppo.distributed.random_states import random_states, seed_random_stat
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
+from alpaca_ppo.ppo.curriculum import PassRates, learnable_weights
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch, spread_by_length
@@ -56,6 +58,8 @@ class BaseTrainer(ABC):
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
     sampling_params: SamplingParams
+    padding: str
+    """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
@@ -89,6 +93,7 @@ class BaseTrainer(ABC):
         self.callback_handler = CallbackHandler(callbacks, self.state)
         self.preemption = PreemptionHandler(self.accelerator)
         self.progress = TrainProgress(self.accelerator, self.state, self.updater)
+        self.pass_rates = PassRates(len(self.train_prompts), self.args)
         best = BestCheckpoint(
             self.state, self.args.metric_for_best_model, greater_is_better=self.args.greater_is_better
         )
@@ -115,6 +120,7 @@ class BaseTrainer(ABC):
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
         own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
+        own |= {"pass_rates": self.pass_rates}
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(
@@ -225,7 +231,24 @@ class BaseTrainer(ABC):
 
     def step_prompts(self, step: int) -> StepPrompts:
         """The dataset indices of `step` (from 0), on all ranks."""
-        return self.schedule.prompts_of(step, self.progress.extra_prompts(step))
+        chances = None
+        if self.args.curriculum:
+            chances = self.pass_rates.chances(self._prompt_weights(self.pass_rates.rates.clone()))
+        return self.schedule.prompts_of(step, self.progress.extra_prompts(step), chances)
+
+    def _prompt_weights(self, pass_rates: Tensor) -> Tensor:
+        """With `curriculum`: how likely each of the dataset's N prompts is to be drawn next, as weights of any scale.
+
+        Override it for another curriculum. What it returns must be the same on every rank, and in a run that is
+        resumed: a function of its argument alone.
+
+        Args:
+            pass_rates: (N,) float64, from 0 to 1, or NaN for prompts that have not been sampled yet.
+
+        Returns:
+            (N,) of at least 0; weights below a hundredth of the largest count as that.
+        """
+        return learnable_weights(pass_rates)
 
     def spread_prompts(self, step: int) -> PromptBatch:
         """At most 4 of the first prompts of `step`, of lengths as different as possible; the same on every rank."""
@@ -365,7 +388,7 @@ class BaseTrainer(ABC):
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
+            + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
         if not self._finished:

@@ -31,7 +31,7 @@ from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, facto
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
-from alpaca_ppo.ppo.agreements import agree_on_backend
+from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
@@ -47,7 +47,7 @@ from alpaca_ppo.rewards.scoring import early_calls, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.preflight import DiskCheck, check_output_dir
+from alpaca_ppo.trainer.preflight import DiskCheck, check_class, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -101,6 +101,7 @@ class PPOTrainer(BaseTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
     ) -> None:
+        check_class(type(self))
         check_output_dir(args)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
@@ -124,6 +125,7 @@ class PPOTrainer(BaseTrainer):
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer)
         self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
+        self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
@@ -169,6 +171,7 @@ class PPOTrainer(BaseTrainer):
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         self.mark_step_done(step)
+        self.pass_rates.record(rollouts, self.counts)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
         if not self.critic_pretraining.includes(step):
@@ -180,8 +183,9 @@ class PPOTrainer(BaseTrainer):
         """The global rollouts with shaped rewards, advantages and returns."""
         rollouts = self.rollout(prompt_batches)
         hook_checks.check_rollouts(rollouts)
-        if self.args.dynamic_sampling:
-            prompts, rounds = self.step_prompts(self.state.global_step), self.args.max_sampling_rounds
+        if self.args.dynamic_sampling or self.args.curriculum:
+            prompts = self.step_prompts(self.state.global_step)
+            rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
             rollouts = replace_uninformative(rollouts, prompts, self._redraw, max_rounds=rounds, counts=self.counts)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],

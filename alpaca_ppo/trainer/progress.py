@@ -6,7 +6,7 @@ written is in `checkpoint`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
@@ -89,7 +89,7 @@ class UpdateProgress:
         """The complete state; `rank_states` holds the `rank_state` of each rank."""
         return {
             "rollouts": dict(self.rollouts),
-            "counts": dict(vars(self.counts)),
+            "counts": asdict(self.counts),
             "steps": dict(self.steps),
             "skipped": self.skipped,
             "kl_stopped": self.kl_stopped,

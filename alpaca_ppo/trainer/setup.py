@@ -24,6 +24,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.ppo import kl_controllers
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
@@ -195,7 +196,11 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
-    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
+    # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
+    padding_free = bool(args.padding_free) and supports_packing(adapters.model)
+    model: Any = AdapterClassifier(
+        adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id, padding_free=padding_free
+    )
     source = ModelReward(
         model,
         tokenizer,

@@ -35,6 +35,7 @@ RUNS = {
         "target_kl_stop": 1.0,
         "num_return_sequences": 2,
         "dynamic_sampling": True,
+        "curriculum": True,
         "overlong_buffer_len": 2,
     },
 }

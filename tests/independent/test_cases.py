@@ -37,6 +37,8 @@ NOT_COMPARED = {
     "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",
     "dynamic_sampling": "which prompts a step learns from; tests/trainer/test_dynamic_sampling.py",
     "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
+    "curriculum": "which prompts a step learns from; tests/ppo/test_curriculum.py",
+    "curriculum_threshold": "with it; tests/ppo/test_curriculum.py",
     "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
 }
 

@@ -144,7 +144,7 @@ def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
 
 
 def test_a_rank_that_needs_padding_makes_all_pad(runs):
-    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1: another machine; critic on ")):
+    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1, critic on process 1, ")):
         output = (runs / processes / "output.txt").read_text().split(" processes")[1 + list(RUNS).index("padded_rank")]
         assert output.startswith(reason or "\n")
 

@@ -62,7 +62,13 @@ def test_groups_without_spread_are_replaced_in_their_places_until_all_have_one()
     assert asked == [(2, [4]), (1, [10, 4]), (0, [10, 4, 12])]
     # Discarded: 1 + 1 + 3 + 3 tokens in the first round, 4 + 4 in the second.
     assert counts == RolloutCounts(
-        sampling_rounds=2, redrawn_prompts=3, discarded_tokens=16, uninformative_prompts=0, extra_prompts=5
+        sampling_rounds=2,
+        redrawn_prompts=3,
+        discarded_tokens=16,
+        discarded_prompts=[3, 3, 5, 5, 11, 11],
+        discarded_scores=[1.0, 1.0, 3.0, 3.0, 4.0, 4.0],
+        uninformative_prompts=0,
+        extra_prompts=5,
     )
 
 

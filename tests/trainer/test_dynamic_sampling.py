@@ -92,6 +92,7 @@ def test_prompts_whose_raw_scores_are_equal_give_their_places_to_the_next_ones(w
         seen += drawn
         assert line["objective/sampling_rounds"] == len(calls) - 1
         assert line["objective/redrawn_prompts"] == drawn - 6
+        assert line["objective/extra_prompts"] == drawn - 6
         assert line["objective/uninformative_prompts"] == 6 - sum(informative.values())
         assert line["tokens/sampled"] + line["tokens/discarded"] == sum(int(call["tokens"]) for call in calls)
         # Two responses to each of six prompts, in step batches of 4.
