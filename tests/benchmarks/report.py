@@ -153,8 +153,8 @@ def describe(workload: Workload) -> str:
     steps = -(-workload.num_prompts // workload.step_batch_size)
     return (
         f"{workload.num_prompts} prompts of {workload.prompt_len} tokens, responses {lengths} (room for "
-        f"{workload.response_len}); {workload.ppo_epochs} epochs of {steps} optimizer step{'s' if steps > 1 else ''} in "
-        f"micro-batches of {workload.micro_batch_size} rows"
+        f"{workload.response_len}); {workload.ppo_epochs} epochs of {steps} optimizer step{'s' if steps > 1 else ''} "
+        f"in micro-batches of {workload.micro_batch_size} rows"
     )
 
 
