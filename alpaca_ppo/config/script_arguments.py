@@ -24,7 +24,9 @@ class ScriptArguments:
         "", "Policy to train: a hub id or a folder. Required.", group="Models, rewards and data"
     )
     value_model_name_or_path: str | None = argument(
-        None, "Model to initialize the critic from: a sequence classifier with one label, or a saved critic."
+        None,
+        "Model to initialize the critic from: a causal language model of any size with the policy's tokenizer, a "
+        "sequence classifier with one label, or a saved critic; null = the policy.",
     )
     reward_model_name_or_path: list[str] | None = argument(None, "Reward models: sequence classifiers with one label.")
     reward_funcs: list[str] | None = argument(None, "Reward functions, as module:function or file.py:function.")

@@ -36,8 +36,8 @@ from alpaca_ppo.models import (
     is_critic_folder,
     load_causal_lm,
     load_critic,
-    load_sequence_classifier,
 )
+from alpaca_ppo.models.loading import load_critic_start
 from alpaca_ppo.models.packing_probe import padding_reason
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
@@ -63,7 +63,7 @@ def make_actor_critic(
 
     Raises:
         ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
-            a vocabulary other than the policy's; when an `ActorCritic` differs from what `args` describe; for adapters
+            a smaller vocabulary than the policy; when an `ActorCritic` differs from what `args` describe; for adapters
             that this package cannot handle; for options of adapters without adapters, or of loading for a model in
             memory; and for a model that needs padding with `padding_free: true`.
     """
@@ -244,7 +244,9 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
 
 
 def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
-    """The `Critic` or sequence classifier that the critic starts from; it shares no weights with another model."""
+    """The `Critic`, sequence classifier or causal language model that the critic starts from; it shares no weights with
+    another model.
+    """
     start: Any
     if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
         name = value_model if isinstance(value_model, str) else type(value_model).__name__
@@ -256,14 +258,18 @@ def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTra
         start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
         config: Any = start.backbone.config
     else:
-        # The critic is trained; a reward model that is the same object must not change.
+        # The critic is trained; a reward model or policy that is the same object must not change.
         own = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
-        start = load_sequence_classifier(own, trust_remote_code=args.trust_remote_code)
+        start = load_critic_start(own, trust_remote_code=args.trust_remote_code)
         config = start.config
-    if config.vocab_size != policy.config.vocab_size:
+    own_vocabulary, needed = (c.get_text_config().vocab_size for c in (config, policy.config))
+    # Rows beyond the policy's vocabulary are never read: models of one tokenizer pad their embeddings differently.
+    if own_vocabulary < needed:
         raise ValueError(
-            f"the critic's vocabulary ({config.vocab_size}) differs from the policy's ({policy.config.vocab_size}), "
-            "whose tokens it must read; start it from the policy (init_value_with_reward: false, no value_model)"
+            f"the critic's vocabulary ({own_vocabulary}) is smaller than the policy's ({needed}), each of whose tokens "
+            "it must read; if both have the same tokenizer, enlarge the critic's embeddings "
+            f"(model.resize_token_embeddings({needed})) and save it; else start it from another model, or from the "
+            "policy (init_value_with_reward: false, no value_model)"
         )
     start.requires_grad_(True)
     return start
