@@ -224,7 +224,8 @@ class BaseTrainer(ABC):
     def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
         """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
         pad = self.sampling_params.pad_token_id
-        return collate_prompts(items, prompt_ids, pad_token_id=pad, query_len=self.args.query_len)
+        lengths = {"query_len": self.args.query_len, "privileged_len": self.args.privileged_len}
+        return collate_prompts(items, prompt_ids, pad_token_id=pad, **lengths)
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
