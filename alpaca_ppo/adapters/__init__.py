@@ -18,6 +18,7 @@ from alpaca_ppo.adapters.files import (
     is_adapter,
     read_policy_adapter,
     read_reward_adapter,
+    read_value_adapter,
 )
 from alpaca_ppo.adapters.merging import merged_weights
 
@@ -38,4 +39,5 @@ __all__ = [
     "inject_adapter",
     "read_policy_adapter",
     "read_reward_adapter",
+    "read_value_adapter",
 ]

@@ -35,6 +35,7 @@ from alpaca_ppo.adapters.files import (
     is_head,
     lora_config,
     read_reward_adapter,
+    read_value_adapter,
     weight_shapes,
     weights_file,
 )
@@ -144,25 +145,35 @@ class AdapterSet:
             ValueError: when it is not a reward adapter, or does not fit the base.
         """
         check_reward_adapter(folder)
-        check_adapter_shapes("reward_adapter", folder, self.model)
-        config = read_reward_adapter(folder)
-        trained_on, here = config.base_model_name_or_path, self.model.config.name_or_path
-        if trained_on and here and trained_on != here:
-            warnings.warn(
-                f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; on other weights "
-                "its scores are meaningless, so make sure that both names refer to the same weights",
-                stacklevel=2,
-            )
-        self.add(name, config, trainable=False)
-        tensors = load_file(weights_file("reward_adapter", folder))
+        heads = self._load(name, "reward_adapter", folder, read_reward_adapter(folder), trainable=False)
+        return next(iter(heads.values()))
+
+    def load_value(self, name: str, folder: str) -> Tensor | None:
+        """Adds a trainable adapter `name` from the critic's adapter `folder` (or hub id), in place of one that this
+        run added; returns its score head (1, H), or None if its head is saved beside it (`models.critic_io`).
+
+        Raises:
+            ValueError: when it is not LoRA, or does not fit the base.
+        """
+        heads = self._load(name, "value_model", folder, read_value_adapter(folder), trainable=True)
+        return next(iter(heads.values()), None)
+
+    def _load(self, name: str, field: str, folder: str, config: LoraConfig, *, trainable: bool) -> dict[str, Tensor]:
+        """Adds an adapter `name` of `config` with the weights in `folder`; returns the weights of a classifier's head
+        that are there too. `field` names the source in errors.
+        """
+        check_adapter_shapes(field, folder, self.model)
+        warn_of_other_base(folder, config, self.model)
+        self.add(name, config, trainable=trainable)
+        tensors = load_file(weights_file(field, folder))
         try:
             # Checked as PEFT resolved it on this base: PEFT may resolve older layer names to expert parameters.
-            lora_config(config, f"reward_adapter {folder}")
+            lora_config(config, f"{field} {folder}")
             self._fill(name, folder, {key: value for key, value in tensors.items() if not is_head(key)})
         except ValueError:
             self.peft.delete_adapter(name)
             raise
-        return next(value for key, value in tensors.items() if is_head(key))
+        return {key: value for key, value in tensors.items() if is_head(key)}
 
     def _fill(self, name: str, folder: str, given: dict[str, Tensor]) -> None:
         expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
@@ -175,10 +186,7 @@ class AdapterSet:
 
     def describe(self, adapter: str) -> str:
         """The settings of `adapter` that affect its output, as text."""
-        config = lora_config(self.peft.peft_config[adapter])
-        names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-        lists = {name: sorted(map(str, getattr(config, name) or ())) for name in ("target_modules", "modules_to_save")}
-        return str({name: getattr(config, name) for name in names} | lists)
+        return describe(lora_config(self.peft.peft_config[adapter]))
 
     def parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter `name`."""
@@ -193,6 +201,24 @@ class AdapterSet:
         self.add(name, self.config_of(source), trainable=trainable)
         weights = get_peft_model_state_dict(self.peft, adapter_name=source)
         set_peft_model_state_dict(self.peft, weights, adapter_name=name)
+
+
+def describe(config: LoraConfig) -> str:
+    """The settings of an adapter that affect its output, as text."""
+    names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    lists = {name: sorted(map(str, getattr(config, name) or ())) for name in ("target_modules", "modules_to_save")}
+    return str({name: getattr(config, name) for name in names} | lists)
+
+
+def warn_of_other_base(folder: str, config: LoraConfig, model: PreTrainedModel) -> None:
+    """Warns if the adapter in `folder`, whose configuration is `config`, names another base than `model`."""
+    trained_on, here = config.base_model_name_or_path, model.config.name_or_path
+    if trained_on and here and trained_on != here:
+        warnings.warn(
+            f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; on other weights "
+            "its outputs are meaningless, so make sure that both names refer to the same weights",
+            stacklevel=3,
+        )
 
 
 def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from alpaca_ppo.adapters import POLICY, REWARD
+from alpaca_ppo.adapters import POLICY, REWARD, VALUE
 from alpaca_ppo.adapters.adapter_set import adapter_tensors
 from alpaca_ppo.adapters.checks import belongs_to
 from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_fingerprint, model_state, tensors_fingerprint
@@ -140,7 +140,11 @@ def run_identity(
     if backbone is not None:
         identity["critic"] = architecture(backbone.config)
     if policy.adapters is not None:
-        identity["peft_config"] = policy.adapters.describe(POLICY)
+        identity["peft_config"] = settings = policy.adapters.describe(POLICY)
+        # A critic that another run saved brings an adapter of its own kind.
+        has_adapter = actor_critic.critic is not None and actor_critic.critic.has_adapter
+        if has_adapter and (of_critic := policy.adapters.describe(VALUE)) != settings:
+            identity["peft_config"] = f"{settings}, the critic's {of_critic}"
     left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
     identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
     if optimizer_steps is not None and (lengths := schedule_lengths(args, optimizer_steps)):

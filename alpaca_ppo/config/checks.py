@@ -9,7 +9,7 @@ from typing import Any
 
 from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.risk_level import parse_risk_level
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, GENERATION_BACKENDS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
@@ -20,7 +20,7 @@ the file.
 """
 
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
-"""Metrics that only every `entropy_logging_steps`-th step has."""
+"""Metrics that only every `entropy_logging_steps`-th step has; the last one every step where it is in the loss."""
 
 _READS_ROWS = ("separate", "adapter")
 """Layouts in which the critic reads the rows itself, in a pass of its own."""
@@ -30,10 +30,11 @@ _CRITIC_ONLY = (
     "lam_critic",
     "critic",
     "risk_level",
+    "critic_pretraining_steps",
+    "critic_pretraining_explained_variance",
     "value_loss",
     "value_min",
     "value_max",
-    "critic_warmup_steps",
     "critic_learning_rate",
     "critic_weight_decay",
     "critic_adam_beta1",
@@ -127,6 +128,12 @@ def _check_critic(config: Any) -> None:
             "critic reads the policy's hidden states, which must not depend on that text; set critic_layout to "
             f"{' or '.join(_READS_ROWS)}, or privileged_column: null"
         )
+    if config.critic_pretraining_explained_variance is not None and not config.critic_pretraining_steps:
+        raise ValueError(
+            f"critic_pretraining_explained_variance is {config.critic_pretraining_explained_variance}, but "
+            "critic_pretraining_steps is 0, so there is no critic pretraining to end; set critic_pretraining_steps to "
+            "the most steps that it may take, or critic_pretraining_explained_variance: null"
+        )
     parse_risk_level(config.risk_level)
     distributional = CRITIC_HEADS.trait(config.critic, "distributional")
     if config.risk_level != "neutral" and not distributional:
@@ -216,11 +223,14 @@ def _check_sizes(config: Any) -> None:
                 f"{name} ({size}) is larger than the responses of a step, rollout_batch_size * num_return_sequences = "
                 f"{config.responses_per_step}; set it to {config.responses_per_step} or less"
             )
-    if config.num_return_sequences > config.rollout_per_device_batch_size:
+    # With `auto` it is not known here whether the model can be sampled in slots.
+    refills = GENERATION_BACKENDS.trait(config.generation_backend, "refills")
+    if config.num_return_sequences > config.rollout_per_device_batch_size and not refills:
         raise ValueError(
             f"num_return_sequences ({config.num_return_sequences}) is larger than rollout_per_device_batch_size "
-            f"({config.rollout_per_device_batch_size}), but a prompt's responses are sampled in one batch; raise "
-            "rollout_per_device_batch_size"
+            f"({config.rollout_per_device_batch_size}), but generation_backend {config.generation_backend!r} samples a "
+            f"prompt's responses in one batch; set rollout_per_device_batch_size to {config.num_return_sequences} or "
+            "more, or generation_backend: auto"
         )
     longest, budget = config.longest_row, config.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
@@ -248,10 +258,10 @@ def _check_best_metric(config: Any) -> None:
             f"eval_steps ({config.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to "
             f"{config.save_steps}"
         )
-    remedies = []
-    if metric in ENTROPIES and config.entropy_logging_steps > 1:
+    remedies, in_loss = [], metric == "ppo/policy/entropy" and config.entropy_coef > 0
+    if metric in ENTROPIES and config.entropy_logging_steps > 1 and not in_loss:
         remedies.append("entropy_logging_steps: 1")
-    if metric == "objective/entropies" and config.old_policy == "auto":
+    if metric == "objective/entropies" and config.old_policy in ("auto", "rollout"):
         remedies.append("old_policy: recompute")
     if remedies:
         raise ValueError(

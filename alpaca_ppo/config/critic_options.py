@@ -92,10 +92,18 @@ class CriticOptions(LearningOptions):
         "as with critic_epochs.",
         at_least=1,
     )
-    critic_warmup_steps: int = argument(
+    critic_pretraining_steps: int = argument(
         0,
-        "Number of initial PPO steps in which only the critic is trained; the learning-rate schedule counts them.",
+        "Most initial PPO steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1);"
+        " the policy's learning-rate schedule begins after them.",
         at_least=0,
+    )
+    critic_pretraining_explained_variance: float | None = argument(
+        None,
+        "End critic pretraining after the first step whose ppo/val/explained_variance reaches this; null = after "
+        "critic_pretraining_steps.",
+        above=0,
+        at_most=1,
     )
     init_value_with_reward: bool = argument(
         False,

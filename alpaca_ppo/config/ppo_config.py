@@ -1,8 +1,8 @@
 """`PPOConfig`, the options of a training run: validated once, then frozen.
 
 Options that also exist in `transformers.TrainingArguments` or in AlpacaFarm keep their name and meaning. One step is
-one rollout plus the updates on it; `logging_steps`, `save_steps`, `eval_steps` and `critic_warmup_steps` count such
-steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names `step_batch_size` and
+one rollout plus the updates on it; `logging_steps`, `save_steps`, `eval_steps` and `critic_pretraining_steps` count
+such steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names `step_batch_size` and
 `step_per_device_batch_size` is an optimizer step too. Bounds are declared with each field; combinations are checked in
 `checks`. Nothing here depends on models, devices or the number of processes.
 """
@@ -78,7 +78,7 @@ class PPOConfig(CriticOptions):
     padding_free: Literal["auto", True, False] = argument(
         "auto",
         "Rows of a forward pass are laid end to end without padding: where the model allows it (auto), always (an "
-        "error where it does not), or never.",
+        "error where policy, critic or reference does not; reward models are padded then), or never.",
     )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
     kept_logits_gib: float = argument(

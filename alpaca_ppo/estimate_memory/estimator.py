@@ -7,7 +7,7 @@ is in `__main__`.
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from alpaca_ppo.adapters import read_reward_adapter
+from alpaca_ppo.adapters import read_reward_adapter, read_value_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -78,10 +78,14 @@ class MemoryEstimator:
         if args.reference not in REFERENCES:
             reference, reference_adapter = read_reference(args.reference, trust)
         rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
-        value = script.value_model_name_or_path
+        value, value_lora = script.value_model_name_or_path, None
+        if value is not None and args.critic_layout != "separate":
+            # A critic without a backbone takes from it a head, and an adapter.
+            value_lora, value = read_value_adapter(value) if args.critic_layout == "adapter" else None, None
         self._models = Models(
             policy,
             value=None if value is None else read_config("value_model_name_or_path", value, trust),
+            value_lora=value_lora,
             reference=reference,
             reference_adapter=reference_adapter,
             rewards=tuple(rewards),

@@ -44,6 +44,8 @@ class Models:
     policy: Any
     lora: LoraConfig | None = None
     value: Any = None
+    value_lora: LoraConfig | None = None
+    """Of a critic's adapter that another run saved; None = as the policy's."""
     reference: Any = None
     reference_adapter: PeftConfig | None = None
     rewards: tuple[Any, ...] = ()
@@ -54,7 +56,7 @@ class Models:
     @property
     def names_layers(self) -> bool:
         """Whether an adapter selects layers by number, which a model with few layers may not have."""
-        adapters = (self.lora, self.reference_adapter, self.reward_lora)
+        adapters = (self.lora, self.value_lora, self.reference_adapter, self.reward_lora)
         return any(_names_layers(adapter) for adapter in adapters if isinstance(adapter, LoraConfig))
 
     def critic(self, args: PPOConfig) -> Any:
@@ -121,15 +123,17 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     rewards = [_classifier(config, layers, args, getattr(torch, args.dtype)) for config in models.rewards]
     value = None if models.value is None or args.init_value_with_reward else _critic_start(models.value, layers, args)
     policy = _language_model(models.policy, layers, args, getattr(torch, args.dtype))
-    # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in `_add_frozen`.
+    # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in
+    # `_add_adapters`.
     buildable = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
     # DoRA initializes itself from the base's weights, so it must be on their device. Adapters of few layers are small
     # enough for the CPU.
-    uses_dora = any(lora is not None and lora.use_dora for lora in (models.lora, models.reward_lora))
+    adapters = (models.lora, models.value_lora, models.reward_lora)
+    uses_dora = any(lora is not None and lora.use_dora for lora in adapters)
     device: Any = torch.device("meta") if uses_dora or layers is None else nullcontext()
     with device:
         actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), buildable)
-        _add_frozen(models, actor_critic)
+        _add_adapters(models, actor_critic)
     if models.reference is not None:
         other = _language_model(models.reference, layers, args, getattr(torch, args.dtype))
         if models.reference_adapter is not None:
@@ -152,10 +156,13 @@ def _halve(run: FakeRun) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _add_frozen(models: Models, actor_critic: ActorCritic) -> None:
+def _add_adapters(models: Models, actor_critic: ActorCritic) -> None:
     adapters = actor_critic.policy.adapters
     if models.starts_from_adapter and models.lora is not None and adapters is not None:
         adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)
+    has_adapter = actor_critic.critic is not None and actor_critic.critic.has_adapter
+    if models.value_lora is not None and adapters is not None and has_adapter:
+        adapters.add(VALUE, copy.deepcopy(models.value_lora), trainable=True)
     if models.reward_lora is not None and adapters is not None:
         adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
 

@@ -17,6 +17,8 @@ from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
+# Tensors that are kept for the next call must not be inference tensors, which only a call in inference mode may change.
+@torch.inference_mode(False)
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -50,7 +52,7 @@ def generate(
     The random number behind a token is a function of (seed, step, prompt id, sample index, position) only. A response
     therefore does not depend on padding, on the other rows or on their order, except through rounding inside the model.
     The model's own generation config is ignored. The model runs in eval mode without gradients; its modes are restored
-    afterwards, also after an exception.
+    afterwards, also after an exception. A surrounding `torch.inference_mode` does not apply to it.
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
@@ -86,7 +88,8 @@ def generate(
 
     Raises:
         ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
-            support dropping rows, the model's logits are not finite, or the backend does not take turns.
+            support dropping rows, the model's logits are not finite, the backend does not take turns, or
+            `compile_decoding` is not possible for the model.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens,

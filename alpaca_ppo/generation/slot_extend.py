@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.packing import Span
-from alpaca_ppo.generation.slot_cache import SlotCache
+from alpaca_ppo.generation.slot_cache import SlotCache, visible_columns
 from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention
 from alpaca_ppo.models.packed_sequences import PackedSequences
 
@@ -112,10 +112,8 @@ class ExtendAttention:
     def _mask(self, sliding_window: int | None) -> Tensor:
         """(k, 1, padded, columns) bool, True = the query sees the column."""
         if sliding_window not in self._allowed:
-            at = (self._past.unsqueeze(1) + self._offsets).unsqueeze(2)
-            columns = torch.arange(self.columns, device=at.device)
-            allowed = columns <= at
-            if sliding_window is not None:
-                allowed &= columns > at - sliding_window
-            self._allowed[sliding_window] = allowed.unsqueeze(1)
+            at = self._past.unsqueeze(1) + self._offsets
+            self._allowed[sliding_window] = visible_columns(at, self.columns, sliding_window=sliding_window).unsqueeze(
+                1
+            )
         return self._allowed[sliding_window]

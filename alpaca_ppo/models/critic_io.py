@@ -89,7 +89,7 @@ def load_critic(folder: str, *, risk_level: str | float = "neutral", trust_remot
             f"{folder} has no {HEAD_SETTINGS}; a scalar critic is a sequence classifier, load it with "
             "AutoModelForSequenceClassification, or give it as value_model"
         )
-    head = _read_head(folder)
+    head = load_head(folder)
     if risk_level != "neutral" and not head.distributional:
         raise ValueError(
             f"risk_level is {risk_level!r}, but the {head.kind!r} critic of {folder} has no distribution to read it "
@@ -107,7 +107,12 @@ def load_critic(folder: str, *, risk_level: str | float = "neutral", trust_remot
     return Critic(head, backbone)
 
 
-def _read_head(folder: str) -> CriticHead:
+def load_head(folder: str) -> CriticHead:
+    """The head of the critic in `folder` (`is_critic_folder`), in float32.
+
+    Raises:
+        ValueError: when it is damaged, or its kind is not registered.
+    """
     path = Path(folder) / HEAD_SETTINGS
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
         settings = dict(json.loads(path.read_text(encoding="utf-8")))

@@ -3,7 +3,6 @@
 What each argument may be, and which of them exclude each other, is checked here; `loading` does the loading.
 """
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,9 @@ from alpaca_ppo.models import (
     disable_dropout,
     frozen_copy,
     frozen_initial_policy,
-    is_critic_folder,
     load_causal_lm,
-    load_critic,
 )
-from alpaca_ppo.models.loading import load_critic_start
+from alpaca_ppo.models.critic_starts import load_value_model, start_on_policy
 from alpaca_ppo.models.packing_probe import padding_reason
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
@@ -90,7 +87,9 @@ def make_actor_critic(
             )
     policy = _load_policy(model, peft_config, args)
     language_model = policy.model if isinstance(policy, AdapterSet) else policy
-    critic = None if value_model is None else _critic_start(value_model, language_model, args)
+    critic = None
+    if value_model is not None and args.critic_layout == "separate":
+        critic = load_value_model(value_model, language_model, args)
     with torch.random.fork_rng():
         # The critic's head and adapter may start from random weights, which must be the same on every rank.
         torch.manual_seed(args.seed)
@@ -100,6 +99,8 @@ def make_actor_critic(
             value_model=critic,
             head=partial(_new_head, args),
         )
+        if value_model is not None and critic is None:
+            start_on_policy(built, value_model, args)
     return _prepared(built, args)
 
 
@@ -113,9 +114,7 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     activation checkpointing.
     """
     disable_dropout(built)
-    # A subclass that reads the rows itself knows whether it can do without padding.
-    if type(built.policy).states is Policy.states:
-        _decide_padding(built.policy, built.policy.model, args)
+    _decide_padding(built.policy, built.policy.model, args)
     backbones: list[Any] = [built.policy.model]
     if built.critic is not None:
         built.critic.head.configure(args)
@@ -130,6 +129,9 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
 
 
 def _decide_padding(model: Policy | Critic, backbone: PreTrainedModel, args: PPOConfig) -> None:
+    if isinstance(model, Policy) and type(model).states is not Policy.states:
+        # A subclass that reads the rows itself knows whether it can do without padding.
+        return
     model.padding_reason = padding_reason(backbone, args.padding_free)
     model.padding_free = model.padding_reason is None
 
@@ -241,38 +243,6 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
             f"model is an ActorCritic with the head {critic.head.spec()}, but the configuration asks for "
             f"{wanted.spec()}; set critic and its options to those of the model"
         )
-
-
-def _critic_start(value_model: str | PreTrainedModel | PeftModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
-    """The `Critic`, sequence classifier or causal language model that the critic starts from; it shares no weights with
-    another model.
-    """
-    start: Any
-    if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
-        name = value_model if isinstance(value_model, str) else type(value_model).__name__
-        raise ValueError(
-            f"value_model {name!r} is an adapter, which a critic cannot start from; merge it into its base and save "
-            "that, or leave value_model out"
-        )
-    if isinstance(value_model, str) and is_critic_folder(value_model):
-        start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
-        config: Any = start.backbone.config
-    else:
-        # The critic is trained; a reward model or policy that is the same object must not change.
-        own = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
-        start = load_critic_start(own, trust_remote_code=args.trust_remote_code)
-        config = start.config
-    own_vocabulary, needed = (c.get_text_config().vocab_size for c in (config, policy.config))
-    # Rows beyond the policy's vocabulary are never read: models of one tokenizer pad their embeddings differently.
-    if own_vocabulary < needed:
-        raise ValueError(
-            f"the critic's vocabulary ({own_vocabulary}) is smaller than the policy's ({needed}), each of whose tokens "
-            "it must read; if both have the same tokenizer, enlarge the critic's embeddings "
-            f"(model.resize_token_embeddings({needed})) and save it; else start it from another model, or from the "
-            "policy (init_value_with_reward: false, no value_model)"
-        )
-    start.requires_grad_(True)
-    return start
 
 
 def make_reference(

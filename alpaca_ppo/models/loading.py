@@ -25,7 +25,7 @@ from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.critic_heads import ScalarHead
-from alpaca_ppo.models.policy import Policy, check_architecture, disable_dropout
+from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.remote_code import remote_code
 
@@ -73,20 +73,6 @@ def _four_bit() -> BitsAndBytesConfig:
             f"load_in_4bit is True but {' and '.join(missing)} {verb} missing; use dtype: bfloat16 instead"
         )
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-
-
-def load_critic_start(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Returns the sequence classifier or causal language model `model`, with dropout off, for `build_actor_critic`.
-
-    Raises:
-        ValueError: as `load_sequence_classifier` and `load_causal_lm`; for a language model without a backbone that a
-            critic could use.
-    """
-    if not is_causal_lm(model, trust_remote_code=trust_remote_code):
-        return load_sequence_classifier(model, trust_remote_code=trust_remote_code)
-    language_model = load_causal_lm(model, trust_remote_code=trust_remote_code)
-    check_architecture(language_model, "critic")
-    return language_model
 
 
 def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> bool:
@@ -236,13 +222,23 @@ def _why_unused(critic_layout: str | None) -> str:
 
 
 def _matching(critic: Critic, wanted: CriticHead) -> Critic:
-    if critic.head.spec() != wanted.spec():
-        raise ValueError(
-            f"the value model's head is {critic.head.spec()}, but the critic asked for is {wanted.spec()}; "
-            "set critic and its options to those of the value model"
-        )
+    check_same_head(critic.head, wanted)
     critic.head.risk_level = wanted.risk_level
     return critic
+
+
+def check_same_head(saved: CriticHead, wanted: CriticHead) -> None:
+    """Checks that a value model's head can give its weights to the head of a new critic.
+
+    Raises:
+        ValueError: when kinds, settings or hidden sizes differ.
+    """
+    of_saved, of_wanted = ({**head.spec(), "hidden_size": head.hidden_size} for head in (saved, wanted))
+    if of_saved != of_wanted:
+        raise ValueError(
+            f"the value model's head is {of_saved}, but the critic asked for is {of_wanted}; set critic and its "
+            "options to those of the value model"
+        )
 
 
 def load_processing_class(

@@ -63,6 +63,8 @@ class PackedSequences:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
         self.longest = max(span.prefix_length + span.length for span in spans)
+        # Neighbours that attend alike: they are computed in one batch.
+        self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._masks: dict[int | None, Tensor] = {}
         self._kernel_arguments: tuple[Any, ...] | None = None
 
@@ -88,11 +90,13 @@ class PackedSequences:
         if softcap is None and sinks is None and (dtype := kernel_serves(query, key, value, window=window)):
             heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
             return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
+        # The backward pass of one split is one concatenation; that of a slice fills a whole sequence with zeros.
+        sizes = [len(rows) * rows[0].length for rows in self._batches]
+        parts = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
         outputs = []
-        for (length, prefix_start, prefix), neighbours in groupby(self.spans, key=lambda span: span[1:]):
-            rows = list(neighbours)
-            columns = slice(rows[0].start, rows[0].start + len(rows) * length)
-            q, k, v = (_as_batch(part[:, :, columns], len(rows)) for part in (query, key, value))
+        for rows, own_parts in zip(self._batches, parts, strict=True):
+            _, length, prefix_start, prefix = rows[0]
+            q, k, v = (_as_batch(part, len(rows)) for part in own_parts)
             if prefix:
                 shared = slice(prefix_start, prefix_start + prefix)
                 k, v = (
@@ -181,7 +185,8 @@ def variable_length_attention(
     """
     width = value.size(-1)
     # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
-    value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+    if width < query.size(-1):
+        value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
     out = varlen.varlen_attn(
         query,
         key,
@@ -243,6 +248,9 @@ def kernel_works(
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             found = gradients([part.to(device, dtype) for part in drawn], by_kernel=True)
+    except torch.OutOfMemoryError:
+        # It says nothing about the kernel.
+        raise
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return False
     wanted = gradients(drawn, by_kernel=False)

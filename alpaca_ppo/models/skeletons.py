@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
+from alpaca_ppo.adapters.files import is_head, weight_shapes
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic
@@ -60,7 +61,9 @@ def trained_parameters(model: Any, value_start: Any, peft_config: Any, args: PPO
     if policy is None or adapters is None:
         return critic + ([] if policy is None else _trainable(policy))
     trained = _adapter_parameters(policy, adapters)
-    return critic + trained * (2 if args.uses_critic and args.critic_layout == "adapter" else 1)
+    if not args.uses_critic or args.critic_layout != "adapter":
+        return critic + trained
+    return trained + (trained if value_start is None else _saved_adapter(value_start))
 
 
 def _backbone(value_start: str | PreTrainedModel | PeftModel, args: PPOConfig) -> list[Tensor]:
@@ -69,6 +72,16 @@ def _backbone(value_start: str | PreTrainedModel | PeftModel, args: PPOConfig) -
         return []
     found = skeleton(value_start, args, AutoModel) if isinstance(value_start, str) else value_start.base_model
     return [] if found is None else list(found.parameters())
+
+
+def _saved_adapter(value_start: Any) -> list[Tensor]:
+    if not isinstance(value_start, str) or not is_adapter(value_start):
+        return []
+    try:
+        shapes = weight_shapes("value_model", value_start)
+    except ValueError:
+        return []
+    return [torch.empty(shape, device="meta") for key, shape in shapes.items() if not is_head(key)]
 
 
 def _trainable(model: nn.Module) -> list[Tensor]:

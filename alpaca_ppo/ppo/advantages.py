@@ -4,6 +4,7 @@ configuration's options, and which parts of a rollout it needs.
 The rollouts of a step are global here, so no estimator needs a collective operation.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,13 @@ from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
-def rollout_passes(args: PPOConfig, *, with_policy: bool, with_entropies: bool) -> RolloutPasses:
+def rollout_passes(
+    args: PPOConfig, *, with_policy: bool, with_entropies: bool, policy_is_reference: bool = False
+) -> RolloutPasses:
     """Which passes a rollout needs for the `adv_estimator` of `args`; the keywords are fields of the result."""
     return RolloutPasses(
         with_policy=with_policy,
+        policy_is_reference=policy_is_reference,
         with_entropies=with_entropies,
         with_critic=args.uses_critic,
         greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
@@ -38,8 +42,14 @@ def rollout_passes(args: PPOConfig, *, with_policy: bool, with_entropies: bool) 
     )
 
 
-def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
+def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo_returns: bool = False) -> Advantages:
     """Advantages and returns (B, R) by the estimator that `args.adv_estimator` names.
+
+    Args:
+        inputs: what the estimator reads.
+        args: of the run.
+        monte_carlo_returns: whether the returns are sums of discounted rewards, which no value enters: the estimator is
+            then given `args` with `lam_critic` 1.
 
     Raises:
         ValueError: when the values, prompt ids, baseline scores or scores by source that the estimator needs are
@@ -56,6 +66,8 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     for trait, (field, given, remedy) in needed.items():
         if given is None and ADV_ESTIMATORS.trait(name, trait):
             raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; {remedy}")
+    if monte_carlo_returns:
+        args = replace(args, lam_critic=1.0)
     return _checked(name, estimator(inputs, args), inputs.rewards)
 
 

@@ -6,8 +6,11 @@ With `auto` that is decided step by step. The bounds within which sampler and tr
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.masked import masked_mean
+from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.mismatch import MismatchGuard, judge
 from alpaca_ppo.types import Rollouts
 
@@ -36,8 +39,14 @@ class OldPolicySource:
     policy too close to its reference, steps recompute until comparisons agree once more.
 
     Half precision always recomputes, as does a critic that shares the policy's hidden states, because the critic's pass
-    computes all of the policy but its head; so do steps of the critic's warm-up, whose update has no policy to compare
-    and moves none: agreement in them is not recorded.
+    computes all of the policy but its head.
+
+    While the critic is pretrained, the policy is frozen and its update has no ratio: the old log-probs only measure the
+    KL. So there, whatever `old_policy` is, the first step and every `mismatch_check_steps`-th one recompute and
+    compare, and the others do without the pass where that leaves the KL as it is: if the policy equalled its reference
+    bit for bit, whose pass then serves for both; without a reference; and with `auto` once the sampler's log-probs
+    agreed as above, for which one comparison is enough, as no weights move. Agreement with a frozen policy does not
+    count later.
 
     The decision depends on nothing but the configuration, the step and what is recorded of earlier steps, which is the
     same on every rank and stored in checkpoints.
@@ -45,31 +54,49 @@ class OldPolicySource:
     Args:
         guard: judges what is measured, whether or not the run is `auto`.
         args: of the run.
+        pretraining: tells which steps pretrain the critic.
         has_reference: whether there is a reference policy.
         report: called with a message for the user the first time that the sampler's log-probs begin to be used, that
             they no longer are for a while, and that they no longer are for good.
     """
 
     def __init__(
-        self, guard: MismatchGuard, args: PPOConfig, *, has_reference: bool, report: Callable[[str], Any]
+        self,
+        guard: MismatchGuard,
+        args: PPOConfig,
+        pretraining: CriticPretraining,
+        *,
+        has_reference: bool,
+        report: Callable[[str], Any],
     ) -> None:
-        self._guard, self._args, self._has_reference, self._report = guard, args, has_reference, report
+        self._guard, self._args, self._pretraining = guard, args, pretraining
+        self._has_reference, self._report = has_reference, report
         self._decides = args.old_policy == "auto" and not guard.half_precision and not guard.shares_states
         self._agreed_at: list[int] = []
         self._disagreed_at: int | None = None
         self._moved_at: int | None = None
+        # The pretraining steps since which the sampler's log-probs, or the reference's, serve by every comparison.
+        self._sampler_serves_at: int | None = None
+        self._reference_serves_at: int | None = None
         self._said: list[str] = []
 
     def recomputes(self, step: int) -> bool:
-        """Whether `step` (from 0) computes the old log-probs in a forward pass of the trainer."""
-        args = self._args
-        if not self._decides:
-            return args.old_policy != "rollout"
-        if step < args.critic_warmup_steps or (step + 1) % args.mismatch_check_steps == 0:
+        """Whether the old log-probs of `step` (from 0) come from a forward pass of the trainer."""
+        if self._args.old_policy == "rollout":
+            return False
+        compares = (step + 1) % self._args.mismatch_check_steps == 0
+        if self._pretraining.includes(step):
+            return compares or self.reads_reference(step) or not _before(self._sampler_serves_at, step)
+        if not self._decides or compares:
             return True
         # Comparisons of this step itself, recorded before an interruption, must not change how it is repeated.
         agreed = sum(earlier < step for earlier in self._agreed_at) >= AGREEMENTS
-        return not agreed or (self._disagreed_at is not None and self._disagreed_at < step)
+        return not agreed or _before(self._disagreed_at, step)
+
+    def reads_reference(self, step: int) -> bool:
+        """Whether that pass is the reference's, which equals the policy while the critic is pretrained."""
+        compares = (step + 1) % self._args.mismatch_check_steps == 0
+        return self._pretraining.includes(step) and not compares and _before(self._reference_serves_at, step)
 
     def check_rollouts(self, rollouts: Rollouts, step: int) -> None:
         """Compares sampler and trainer on the global rollouts of `step`, before the update, if the trainer has
@@ -82,16 +109,21 @@ class OldPolicySource:
             return
         stats = self._guard.stats(rollouts)
         self._guard.check(stats)
-        if not self._decides or self._disagrees(stats, step) or self._disagreed_at is not None:
-            return
-        if step < self._args.critic_warmup_steps:
-            return
+        agrees = self._decides and not self._disagrees(stats, step) and self._disagreed_at is None
         mask = rollouts["response_mask"]
-        distance = float(masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask))
+        from_reference = masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask)
+        # Each rank computes it, on a CPU that may round in another way.
+        distance = self._guard.largest({"distance": from_reference})["distance"]
         difference = stats["mismatch/logprob_abs_mean"]
-        if self._has_reference and difference >= SHARE_OF_KL * distance:
+        too_close = self._has_reference and difference >= SHARE_OF_KL * distance
+        if self._pretraining.includes(step):
+            equal = self._has_reference and torch.equal(rollouts["logprobs"], rollouts["ref_logprobs"])
+            serves = not self._has_reference or (agrees and not too_close)
+            self._reference_serves_at = _since(self._reference_serves_at, step) if equal else None
+            self._sampler_serves_at = _since(self._sampler_serves_at, step) if serves else None
+        elif agrees and too_close:
             self._start_again(difference, distance, step)
-        elif len(self._agreed_at) < AGREEMENTS and self._moved_since_agreement(step):
+        elif agrees and len(self._agreed_at) < AGREEMENTS and self._moved_since_agreement(step):
             self._agreed_at.append(step)
             if len(self._agreed_at) == AGREEMENTS:
                 self._say_once(
@@ -110,7 +142,8 @@ class OldPolicySource:
         """What `Updater.step` calls with `mismatch/*` of the first optimizer step of `step`; None if `check_rollouts`
         has compared all of `rollouts`, or if nothing is to be compared.
         """
-        if "recomputed" in rollouts or self._args.old_policy not in ("auto", "rollout"):
+        spared = "recomputed" not in rollouts and self._args.old_policy in ("auto", "rollout")
+        if not spared or self._pretraining.includes(step):
             return None
 
         def check(stats: Mapping[str, float]) -> None:
@@ -130,6 +163,8 @@ class OldPolicySource:
             "agreed_at": list(self._agreed_at),
             "disagreed_at": self._disagreed_at,
             "moved_at": self._moved_at,
+            "sampler_serves_at": self._sampler_serves_at,
+            "reference_serves_at": self._reference_serves_at,
             "said": list(self._said),
         }
 
@@ -137,6 +172,8 @@ class OldPolicySource:
         """Restores what `state_dict` returned."""
         self._agreed_at, self._disagreed_at = list(state["agreed_at"]), state["disagreed_at"]
         self._moved_at, self._said = state["moved_at"], list(state["said"])
+        self._sampler_serves_at = state["sampler_serves_at"]
+        self._reference_serves_at = state["reference_serves_at"]
 
     def _moved_since_agreement(self, step: int) -> bool:
         """Whether an update after the last agreement, and before `step`, has moved the policy; True without any."""
@@ -172,3 +209,14 @@ class OldPolicySource:
                 "computes the old policy's log-probs itself (old_policy: auto)"
             )
         return bool(findings)
+
+
+def _before(recorded: int | None, step: int) -> bool:
+    """Whether something was recorded of an earlier step: what `step` itself has recorded before an interruption must
+    not change how it is repeated.
+    """
+    return recorded is not None and recorded < step
+
+
+def _since(recorded: int | None, step: int) -> int:
+    return step if recorded is None else recorded

@@ -23,7 +23,6 @@ from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
-from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import (
     PRIVILEGED_KEYS,
     ROW_KEYS,
@@ -46,6 +45,9 @@ class RolloutPasses:
 
     with_policy: bool = True
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
+    policy_is_reference: bool = False
+    """Whether the policy is known to equal its reference: `with_policy`, its log-probs and entropies are then those of
+    the reference's pass."""
     with_critic: bool = True
     """The critic's values."""
     with_entropies: bool = False
@@ -112,7 +114,7 @@ def sample_responses(
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
     At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
-    length together. A token does not depend on that choice.
+    length together, each with all of its n responses, even if n is larger than that. A token does not depend on either.
 
     Args:
         model: the policy, not wrapped.
@@ -287,7 +289,6 @@ class RolloutCollector:
     def prepare_frozen_models(self, engine: Engine) -> None:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
-            agree_on_padding({"reference": self.reference.policy}, self.accelerator)
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
             if isinstance(source, ModelReward):
@@ -407,11 +408,13 @@ class RolloutCollector:
         Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
         out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
         """
+        assert not passes.policy_is_reference or (passes.with_policy and self.reference is not None)
+        runs_policy = passes.with_policy and not passes.policy_is_reference
         settings = replace(self.evaluation_settings(engine, temperature), with_entropies=passes.with_entropies)
         device = self.accelerator.device
         rows = EvaluatedRows(samples, settings, device)
         out: dict[str, Tensor] = {}
-        if passes.with_policy or passes.with_critic:
+        if runs_policy or passes.with_critic:
             with engine.autocast():
                 out = evaluate_responses(
                     engine.actor_critic,
@@ -419,7 +422,7 @@ class RolloutCollector:
                     settings,
                     device=device,
                     poll=poll,
-                    with_policy=passes.with_policy,
+                    with_policy=runs_policy,
                     with_critic=passes.with_critic,
                 )
         if passes.with_policy:
@@ -430,4 +433,6 @@ class RolloutCollector:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():
             ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=poll)
+        if passes.policy_is_reference:
+            out |= {name: value.clone() for name, value in ref_outputs.items()}
         return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

@@ -28,6 +28,7 @@ from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
@@ -55,11 +56,14 @@ class BaseTrainer(ABC):
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
     sampling_params: SamplingParams
+    padding: str
+    """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
     old_policy: OldPolicySource
+    critic_pretraining: CriticPretraining
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
 
@@ -112,7 +116,7 @@ class BaseTrainer(ABC):
     def _components(self) -> dict[str, Component]:
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
-        own |= {"old_policy": self.old_policy}
+        own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(
@@ -334,7 +338,7 @@ class BaseTrainer(ABC):
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
+            + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
         if not self._finished:

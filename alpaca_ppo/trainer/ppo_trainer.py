@@ -31,7 +31,7 @@ from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, facto
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
-from alpaca_ppo.ppo.agreements import agree_on_backend
+from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
@@ -46,7 +46,7 @@ from alpaca_ppo.rewards.scoring import early_calls, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.preflight import DiskCheck, check_output_dir
+from alpaca_ppo.trainer.preflight import DiskCheck, check_class, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -65,8 +65,9 @@ class PPOTrainer(BaseTrainer):
         train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
         eval_dataset: held-out rows of the same form, for `evaluate`.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
-        value_model: what the critic starts from, by default the policy: a causal language model of any size with the
-            policy's tokenizer, a sequence classifier with one label, or a `final/value` folder.
+        value_model: what the critic starts from, by default the policy: the `final/value` folder of a run with the same
+            `critic_layout`, or, for a critic with a backbone of its own, a sequence classifier with one label or a
+            causal language model of any size with the policy's tokenizer.
         ref_model: the reference policy; by default chosen by `args.reference`.
         peft_config: a `peft.LoraConfig`: the policy's base is frozen, and adapters are trained.
         reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
@@ -100,6 +101,7 @@ class PPOTrainer(BaseTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
     ) -> None:
+        check_class(type(self))
         check_output_dir(args)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
@@ -123,13 +125,17 @@ class PPOTrainer(BaseTrainer):
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer)
         self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
+        self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
         has_reference, report = reference is not None, lambda text: self.run_log.message(text)
-        self.old_policy = OldPolicySource(self.mismatch_guard, args, has_reference=has_reference, report=report)
+        self.critic_pretraining = setup.make_critic_pretraining(self.updater, self.schedule, args, report=report)
+        self.old_policy = OldPolicySource(
+            self.mismatch_guard, args, self.critic_pretraining, has_reference=has_reference, report=report
+        )
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
         self.timers, self.rollout_poll, self.dropped_rows = metrics.Timers(), RolloutPoll(), 0
@@ -174,7 +180,10 @@ class PPOTrainer(BaseTrainer):
             train_stats = self.step_with_rollouts(rollouts)
         self.mark_step_done(step)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
-        self.kl_controller.update(float(rollouts["kl"].sum(dim=1).mean()), num_sequences=rollouts["responses"].size(0))
+        # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
+        if not self.critic_pretraining.includes(step):
+            kl = float(rollouts["kl"].sum(dim=1).mean())
+            self.kl_controller.update(kl, num_sequences=rollouts["responses"].size(0))
         return stats
 
     def _rollouts_with_advantages(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
@@ -213,6 +222,7 @@ class PPOTrainer(BaseTrainer):
         passes = rollout_passes(
             self.args,
             with_policy=self.old_policy.recomputes(step),
+            policy_is_reference=self.old_policy.reads_reference(step),
             with_entropies=metrics.logs_entropies(step, self.args),
         )
         return self._rollout(prompt_batches, sampling_params, passes)
@@ -358,7 +368,7 @@ class PPOTrainer(BaseTrainer):
             baseline_scores=extra.get("baseline_scores"),
             scores_by_source=extra.get("scores_by_source"),
         )
-        return estimate_advantages(inputs, self.args)._asdict()
+        return estimate_advantages(inputs, self.args, monte_carlo_returns=self.in_critic_pretraining)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """The optimizer steps on the global rollouts (`ppo.minibatches.update_steps`); returns the statistics of all
@@ -371,7 +381,7 @@ class PPOTrainer(BaseTrainer):
         rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
         update = self.progress.update_for(rollouts)
         rows, key = rollouts["responses"].size(0), (args.seed, step)
-        plan = list(update_steps(rows, args, key, critic_only=self.in_critic_warmup))
+        plan = list(update_steps(rows, args, key, critic_only=self.in_critic_pretraining))
         with self.run_log.progress(len(plan), "update", initial=update.num_attempted, leave=False) as bar:
             for part, epoch, batch in plan[update.num_attempted :]:
                 if update.kl_stopped:
@@ -399,6 +409,7 @@ class PPOTrainer(BaseTrainer):
                     self.progress.advance()
         train_stats = update.train_stats(self.accelerator, with_critic=self.critic_head is not None)
         self.updater.warn(train_stats)
+        self.critic_pretraining.end_step(step, rollouts)
         self.mark_step_done(step)
         return train_stats
 
@@ -409,9 +420,9 @@ class PPOTrainer(BaseTrainer):
         return None if critic is None else critic.head
 
     @property
-    def in_critic_warmup(self) -> bool:
-        """Whether only the critic learns in this step."""
-        return self.state.global_step < self.args.critic_warmup_steps
+    def in_critic_pretraining(self) -> bool:
+        """Whether this step trains the critic alone, on Monte-Carlo returns."""
+        return self.critic_pretraining.includes(self.state.global_step)
 
     def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and detached statistics of one micro-batch, on the device.

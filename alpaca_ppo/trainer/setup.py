@@ -3,6 +3,7 @@
 The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,10 +24,13 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.ppo import kl_controllers
+from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.ppo.updates import Updater, planned_steps
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.tracking.run_log import RunLog
 
@@ -58,6 +62,24 @@ def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
     return PromptSchedule(
         num_prompts, args.rollout_batch_size, seed=args.seed, total_epochs=epochs, total_episodes=args.total_episodes
     )
+
+
+def make_critic_pretraining(
+    updater: Updater, schedule: PromptSchedule, args: PPOConfig, *, report: Callable[[str], Any]
+) -> CriticPretraining:
+    """Which steps pretrain the critic. If they end early, the policy's learning rates are spread over all steps left.
+
+    Args:
+        updater: of the run.
+        schedule: of its prompts.
+        args: of the run.
+        report: called with messages for the user.
+    """
+
+    def restart_policy(steps: int) -> None:
+        updater.schedules.restart_policy(planned_steps(schedule, args, pretraining_steps=steps).policy)
+
+    return CriticPretraining(args, on_early_end=restart_policy, report=report)
 
 
 def make_sampling_params(
@@ -168,7 +190,11 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
-    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
+    # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
+    padding_free = bool(args.padding_free) and supports_packing(adapters.model)
+    model: Any = AdapterClassifier(
+        adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id, padding_free=padding_free
+    )
     source = ModelReward(
         model,
         tokenizer,

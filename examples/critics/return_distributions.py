@@ -3,9 +3,9 @@
     python -m examples.critics.return_distributions        (a minute and a half on one core)
 
 There are three prompts. The score of a response is drawn from the distribution of its prompt, whatever the response;
-two of the distributions have the same mean. The policy is frozen (`critic_warmup_steps`), gamma and lambda are 1, and
-there is no KL penalty, so the return from every state of a response is its score, and the true distribution is known.
-Writes a table and a figure.
+two of the distributions have the same mean. The policy is frozen (`critic_pretraining_steps`), gamma and lambda are 1,
+and there is no KL penalty, so the return from every state of a response is its score, and the true distribution is
+known. Writes a table and a figure.
 
 How a policy uses such a critic is not shown here.
 """
@@ -97,7 +97,7 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         step_per_device_batch_size=rows,
         ppo_epochs=1,
         total_epochs=steps,
-        critic_warmup_steps=steps,
+        critic_pretraining_steps=steps,
         gamma=1.0,
         lam=1.0,
         kl_coef=0.0,

@@ -35,6 +35,19 @@ from tests.registered import temporary_choices
             "entropy_logging_steps is 10 and old_policy is 'auto', .* set entropy_logging_steps: 1 and old_policy: r",
         ),
         (
+            {"metric_for_best_model": "objective/entropies", "save_steps": 4, "old_policy": "rollout"},
+            "old_policy is 'rollout', .* set entropy_logging_steps: 1 and old_policy: recompute, or choose",
+        ),
+        (
+            {"metric_for_best_model": "objective/entropies", "old_policy": "rollout", "entropy_logging_steps": 1}
+            | {"save_steps": 4},
+            "old_policy is 'rollout', .* set old_policy: recompute, or choose",
+        ),
+        (
+            {"metric_for_best_model": "objective/ref_entropies", "save_steps": 4, "entropy_coef": 0.1},
+            "entropy_logging_steps is 10 .* set entropy_logging_steps: 1, or choose",
+        ),
+        (
             {"metric_for_best_model": "ppo/policy/entropy", "save_steps": 4, "entropy_logging_steps": 2},
             "entropy_logging_steps is 2 .* set entropy_logging_steps: 1, or choose another metric",
         ),
@@ -72,7 +85,11 @@ from tests.registered import temporary_choices
             "critic_step_batch_size is None, but with critic_layout 'shared' .* set both to null",
         ),
         ({"critic_epochs": 0}, "critic_epochs is 0; it must be at least 1 or null"),
-        ({"num_return_sequences": 33}, r"num_return_sequences \(33\) is larger than rollout_per_device_batch"),
+        (
+            {"num_return_sequences": 33, "generation_backend": "decode"},
+            r"num_return_sequences \(33\) is larger than rollout_per_device_batch_size \(32\), but generation_backend "
+            r"'decode' samples .* set rollout_per_device_batch_size to 33 or more, or generation_backend: auto",
+        ),
         (
             {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},
             "kl_horizon is 10, so one step of 64 responses could .* set it to 13 or more",
@@ -84,6 +101,11 @@ from tests.registered import temporary_choices
         ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, hl_gauss, quantile, iqn"),
         ({"num_atoms": 1}, "num_atoms is 1; it must be at least 2"),
         ({"num_quantiles": 0}, "num_quantiles is 0; it must be at least 1"),
+        (
+            {"critic_pretraining_explained_variance": 0.5},
+            "critic_pretraining_explained_variance is 0.5, but critic_pretraining_steps is 0, .* set "
+            "critic_pretraining_steps to the most steps",
+        ),
         ({"value_min": 2.0, "value_max": 2.0}, r"value_min \(2.0\) must be below value_max \(2.0\)"),
         ({"critic": "c51", "value_min": 10}, r"value_min \(10.0\) must be below value_max \(10.0\); .* for c51"),
         ({"critic": "hl_gauss", "value_max": -10}, r"value_min \(-10.0\) must be below value_max \(-10.0\)"),
@@ -160,6 +182,19 @@ from tests.registered import temporary_choices
 def test_a_bad_value_is_named_with_its_remedy(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_an_entropy_that_every_step_has_may_choose_the_best_model():
+    PPOConfig(metric_for_best_model="ppo/policy/entropy", save_steps=4, entropy_coef=0.1)
+    for source in ("recompute", "correct"):
+        metric = {"metric_for_best_model": "objective/entropies", "entropy_logging_steps": 1}
+        PPOConfig(**metric, save_steps=4, old_policy=source)
+
+
+@pytest.mark.parametrize("backend", ["auto", "slots"])
+def test_a_prompt_may_have_more_responses_than_slots(backend):
+    args = PPOConfig(num_return_sequences=33, generation_backend=backend)
+    assert args.num_return_sequences > args.rollout_per_device_batch_size
 
 
 def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():
@@ -242,9 +277,9 @@ def test_registered_names_are_as_valid_as_built_in_ones(registered, settings):
     [
         ({"adv_estimator": "in_groups"}, "adv_estimator is 'in_groups', which compares the responses to one prompt"),
         (
-            {"adv_estimator": "in_groups", "num_return_sequences": 2, "critic_warmup_steps": 3},
-            "critic_warmup_steps is 3, but adv_estimator 'in_groups' has no critic; set critic_warmup_steps back to 0, "
-            "or choose an estimator with a critic: gae, with_values",
+            {"adv_estimator": "in_groups", "num_return_sequences": 2, "critic_pretraining_steps": 3},
+            "critic_pretraining_steps is 3, but adv_estimator 'in_groups' has no critic; set critic_pretraining_steps "
+            "back to 0, or choose an estimator with a critic: gae, with_values",
         ),
         ({"policy_loss": "sums"}, "policy_loss 'sums' is defined for 'seq-mean-token-sum' only"),
         (

@@ -43,7 +43,7 @@ RUN = {
 SEQUENCE = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_policy": "correct", "critic": "c51"}
 STOPPED = {
     "target_kl_stop": 1e-4,
-    "critic_warmup_steps": 1,
+    "critic_pretraining_steps": 1,
     "critic_epochs": 2,
     "critic_lr_scheduler_type": "linear",
     "ppo_epochs": 3,

@@ -13,11 +13,11 @@ def distinct(prompts, completions, completion_ids, **columns):
 
 
 RUNS = {
-    "everything in the loss, a critic warm-up and an evaluation": {
+    "everything in the loss, critic pretraining and an evaluation": {
         "use_kl_loss": True,
         "entropy_coef": 0.01,
         "positive_nll_coef": 0.1,
-        "critic_warmup_steps": 1,
+        "critic_pretraining_steps": 1,
         "failed_rewards": "drop",
         "trainer_arguments": {"eval_dataset": prompts(4), "reward_funcs": [count_even, distinct]},
     },

@@ -15,7 +15,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.__main__ import main, table
-from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate
+from alpaca_ppo.estimate_memory.estimator import EstimateArguments, MemoryEstimator, estimate
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
@@ -366,6 +366,9 @@ def test_auto_decodes_where_parameters_stay_sharded():
     # Four prompts on each process: five slots of 16 + 48 columns, or four rows of 16 + 65; as above.
     assert sizes == [5 * 2 * 32 * 2 * 4 * 4 * (16 + 48), 4 * 2 * 32 * 2 * 4 * 4 * (16 + 65)]
     assert with_known_backend(settings(), Sharding(2, 3)) == settings()
+    few = settings(num_return_sequences=4, rollout_per_device_batch_size=2, ds3_gather_for_generation=False)
+    known = with_known_backend(few, Sharding(2, 3))
+    assert (known.generation_backend, known.rollout_per_device_batch_size) == ("decode", 4)
 
 
 def test_a_micro_batch_has_the_tokens_of_its_budget():
@@ -438,6 +441,19 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
     assert measured["deep"]["critic/gradients"] - measured["same"]["critic/gradients"] == 5 * layer * 4
     assert measured["deep"]["policy/gradients"] == measured["same"]["policy/gradients"]
+
+
+def test_a_critic_that_another_run_saved_brings_its_own_adapter(tmp_path):
+    llama().save_pretrained(tmp_path / "policy")
+    LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["score"]).save_pretrained(tmp_path / "value")
+    names = {"model_name_or_path": str(tmp_path / "policy"), "value_model_name_or_path": str(tmp_path / "value")}
+    found = {}
+    for layout in ("adapter", "shared"):
+        args, adapters = settings(critic_layout=layout), LoraArguments(use_peft=True)
+        estimator = MemoryEstimator(EstimateArguments(**names), args, lora=True)
+        found[layout] = estimator.measurements(Settings(args, adapters, estimator.sharding))["critic/elements"]
+    # In each of 4 layers 3 * (128 + 128) weights, and a head of 128.
+    assert found == {"adapter": 4 * 3 * 256 + 128, "shared": 128}
 
 
 def test_a_sliding_layer_caches_its_window_alone():
@@ -797,6 +813,18 @@ def test_a_reference_is_not_offloaded_where_host_memory_is_device_memory():
 
     assert singles(settings(use_cpu=False), is_offloaded) == ["reference: copy_offloaded"]
     assert singles(settings(), is_offloaded) == []
+
+
+def test_decode_steps_are_not_captured_where_that_saves_memory():
+    def captures_none(s: Settings) -> bool:
+        return not s.args.cuda_graphs
+
+    assert singles(settings(use_cpu=False), captures_none) == ["cuda_graphs: false"]
+    assert singles(settings(use_cpu=False, cuda_graphs=False), lambda s: False) == []
+    assert singles(settings(use_cpu=False, generation_backend="decode"), captures_none) == []
+    assert singles(settings(), captures_none) == []
+    sharded = Settings(settings(use_cpu=False), LoraArguments(), Sharding(2, stage=3))
+    assert not any(change["fits"] for change in single_changes(sharded, weight(captures_none), 2.0))
 
 
 def test_a_policy_that_is_an_adapter_gets_the_changes_of_one(folder, tmp_path, monkeypatch):

@@ -71,7 +71,8 @@ def _gae_of_row(r: Tensor, v: Tensor, gamma: float, lam: float) -> Tensor:
     return row
 
 
-def _returns_to_go(rewards: Rows, gamma: float) -> Rows:
+def returns_to_go(rewards: Rows, gamma: float) -> Rows:
+    """The discounted sum of the rewards from each token on."""
     discounts = [gamma**k for k in range(max(len(row) for row in rewards))]
     return [
         torch.stack(
@@ -82,12 +83,12 @@ def _returns_to_go(rewards: Rows, gamma: float) -> Rows:
 
 
 def _reinforce_plus_plus(rewards: Rows, config: Mapping[str, Any], **_: Any) -> tuple[Rows, Rows]:
-    returns = _returns_to_go(rewards, config["gamma"])
+    returns = returns_to_go(rewards, config["gamma"])
     return whitened(returns), returns
 
 
 def _remax(rewards: Rows, config: Mapping[str, Any], baseline_scores: list[float], **_: Any) -> tuple[Rows, Rows]:
-    returns = _returns_to_go(rewards, 1.0)
+    returns = returns_to_go(rewards, 1.0)
     return [row - score for row, score in zip(returns, baseline_scores, strict=True)], returns
 
 

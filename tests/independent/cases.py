@@ -98,10 +98,14 @@ CASES: dict[str, Case] = {
     "scalar, values not clipped": case(cliprange_value=None, lam=1.0, gamma=0.9, sources=("tokens",)),
     "scalar, values clipped hard": case(cliprange_value=0.05, vf_coef=2.0, ppo_epochs=3, lam=0.0, holes=True),
     "scalar, shared": case(critic_layout="shared", critic_learning_rate=0.05, entropy_coef=0.1),
-    "scalar, shared, warm-up": case(critic_layout="shared", critic_warmup_steps=1, weight_decay=0.3),
+    "scalar, shared, warm-up": case(critic_layout="shared", critic_pretraining_steps=1, weight_decay=0.3),
     "scalar, adapter": case(critic_layout="adapter", lora=True, temperature=0.7, weight_decay=0.2, holes=True),
     "scalar, adapter, warm-up": case(
-        critic_layout="adapter", lora=True, critic_warmup_steps=1, critic_learning_rate=0.1, gradient_checkpointing=True
+        critic_layout="adapter",
+        lora=True,
+        critic_pretraining_steps=1,
+        critic_learning_rate=0.1,
+        gradient_checkpointing=True,
     ),
     "scalar beside an adapter": case(lora=True, reference="copy", kl_coef=0.4, **WITH_KL_LOSS, kl_loss_type="k2"),
     "scalar, shared with an adapter": case(critic_layout="shared", lora=True, loss_agg_mode="seq-mean-token-sum-norm"),
@@ -120,7 +124,7 @@ CASES: dict[str, Case] = {
         lora=True,
         privileged_column="hint",
         privileged_len=4,
-        critic_warmup_steps=1,
+        critic_pretraining_steps=1,
         lam=0.5,
     ),
     "c51": case(critic="c51", num_atoms=7, value_min=-4.0, value_max=4.0),
@@ -161,7 +165,7 @@ CASES: dict[str, Case] = {
         critic_layout="adapter",
         lora=True,
         lam=0.6,
-        critic_warmup_steps=1,
+        critic_pretraining_steps=1,
     ),
     "quantile": case(critic="quantile", num_quantiles=4, gamma=0.95, family="gpt2"),
     "quantile, both tails, bounded": case(
@@ -212,7 +216,7 @@ CASES: dict[str, Case] = {
         iqn_embedding_dim=4,
         critic_layout="adapter",
         lora=True,
-        critic_warmup_steps=1,
+        critic_pretraining_steps=1,
         lr_scheduler_type="linear",
     ),
     "gae, not whitened": case(whiten_advantages=False, kl_estimator="k3", holes=True),
@@ -382,7 +386,18 @@ CASES: dict[str, Case] = {
         critic_layout="shared",
     ),
     "constant with warm-up": case(lr_scheduler_type="constant_with_warmup", warmup_steps=5, adam_epsilon=1e-6),
-    "critic first": case(critic_warmup_steps=1, weight_decay=0.4, lr_scheduler_type="linear", warmup_steps=1),
+    "critic first": case(critic_pretraining_steps=1, weight_decay=0.4, lr_scheduler_type="linear", warmup_steps=1),
+    "critic first, until it explains enough": case(
+        critic_pretraining_steps=2,
+        critic_pretraining_explained_variance=0.4,
+        lr_scheduler_type="linear",
+        kl_controller="proportional",
+        target_kl=0.5,
+        gamma=0.9,
+        lam=0.3,
+        whiten_rewards=True,
+        holes=True,
+    ),
     "separate steps": case(
         critic_epochs=3,
         critic_step_batch_size=5,
@@ -398,7 +413,7 @@ CASES: dict[str, Case] = {
         critic_layout="adapter",
         lora=True,
         critic_epochs=1,
-        critic_warmup_steps=1,
+        critic_pretraining_steps=1,
         target_kl_stop=0.002,
         ppo_epochs=3,
         lr_scheduler_type="linear",
@@ -407,7 +422,7 @@ CASES: dict[str, Case] = {
     ),
     "stopped by the kl": case(target_kl_stop=0.22, ppo_epochs=3, lr_scheduler_type="linear"),
     "stopped by the kl, with a warm-up": case(
-        target_kl_stop=0.27, critic_warmup_steps=1, adv_estimator="gae", holes=True, ppo_epochs=3
+        target_kl_stop=0.27, critic_pretraining_steps=1, adv_estimator="gae", holes=True, ppo_epochs=3
     ),
     "one row left over": case(rollout_batch_size=7, step_batch_size=3, step_per_device_batch_size=2, ppo_epochs=1),
     "one batch": case(
@@ -423,7 +438,7 @@ CASES: dict[str, Case] = {
         max_grad_norm=0.3, critic_max_grad_norm=0.02, critic="c51", num_atoms=9
     ),
     "clipped gradients, shared": case(
-        critic_layout="shared", max_grad_norm=0.2, critic_max_grad_norm=1.5, vf_coef=4.0, critic_warmup_steps=1
+        critic_layout="shared", max_grad_norm=0.2, critic_max_grad_norm=1.5, vf_coef=4.0, critic_pretraining_steps=1
     ),
     "clipped gradients, adapter": case(
         critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True

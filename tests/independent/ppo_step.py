@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.independent import heads, losses
 from tests.independent.adamw import AdamW, of_critic, rate_factor
-from tests.independent.advantages import ESTIMATORS, Rows, kl_values, next_kl_coef, whitened
+from tests.independent.advantages import ESTIMATORS, Rows, kl_values, next_kl_coef, returns_to_go, whitened
 from tests.independent.networks import Networks, PolicyRow, Row, Weights, part
 
 
@@ -84,12 +84,15 @@ class IndependentPPO:
     critic_updates: int = 0
     """Of `num_updates`, those that trained the policy, and those that trained the critic."""
     num_ppo_steps: int = 0
+    pretraining_steps: int = field(init=False)
+    """The first PPO steps, which train the critic alone; fewer than planned once it explains enough."""
     early_stops: int = 0
     """PPO steps whose updates `target_kl_stop` ended."""
 
     def __post_init__(self) -> None:
         self.kl_coef = self.config["kl_coef"]
         self.optimizer = AdamW(self.config)
+        self.pretraining_steps = self.config["critic_pretraining_steps"]
 
     def step(self, samples: Samples) -> Experience:
         """One PPO step on `samples`; returns what it learned from, and leaves the new weights in `weights`."""
@@ -108,9 +111,25 @@ class IndependentPPO:
             self.num_updates += 1
             self.policy_updates += learner != "critic"
             self.critic_updates += learner != "policy"
-        self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, self.config)
+        bound = self.config["critic_pretraining_explained_variance"]
+        if not self._pretrains:
+            self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, self.config)
+        elif bound is not None and self._explained(samples, experience) >= bound:
+            self.pretraining_steps = self.num_ppo_steps + 1
         self.num_ppo_steps += 1
         return experience
+
+    @property
+    def _pretrains(self) -> bool:
+        """Whether this PPO step trains the critic alone."""
+        return self.num_ppo_steps < self.pretraining_steps
+
+    def _explained(self, samples: Samples, experience: Experience) -> float:
+        """1 - Var(return - value) / Var(return) over all tokens, of the values before the update."""
+        assert experience.values is not None and self.config["risk_level"] == "neutral"
+        returns = torch.cat(experience.returns)
+        errors = returns - torch.cat(experience.values)
+        return 1 - float(((errors - errors.mean()) ** 2).sum() / ((returns - returns.mean()) ** 2).sum())
 
     @property
     def _separate(self) -> bool:
@@ -124,13 +143,13 @@ class IndependentPPO:
         return policy, of_critic(config, "ppo_epochs", "critic_epochs") * math.ceil(rows / size)
 
     def _planned_updates(self, rows: int) -> tuple[int, int]:
-        """Optimizer steps of policy and critic in the whole run; the policy takes none while the critic warms up."""
+        """Optimizer steps of policy and critic in the whole run; the policy takes none in critic pretraining."""
         policy, critic = self._updates_of_rollout(rows)
-        return policy * (self.total_steps - self.config["critic_warmup_steps"]), critic * self.total_steps
+        return policy * (self.total_steps - self.pretraining_steps), critic * self.total_steps
 
     def _plan(self, rows: int) -> list[tuple[str, int, Tensor]]:
         """Who learns in each optimizer step of this PPO step (policy, critic or both), its epoch and its rows."""
-        critic_only = self.num_ppo_steps < self.config["critic_warmup_steps"]
+        critic_only = self._pretrains
         policy, critic = self._updates_of_rollout(rows)
         plan = []
         if self._separate or critic_only:
@@ -177,14 +196,17 @@ class IndependentPPO:
         coef = self.kl_coef if config["use_kl_in_reward"] else 0.0
         shaped = [reward - coef * k for reward, k in zip(self._rewards(samples), kl, strict=True)]
         baseline = None if samples.greedy is None else [float(r.sum()) for r in self._rewards(samples.greedy)]
+        rewards = whitened(shaped, keep_mean=True) if config["whiten_rewards"] else shaped
         advantages, returns = ESTIMATORS[config["adv_estimator"]](
-            whitened(shaped, keep_mean=True) if config["whiten_rewards"] else shaped,
+            rewards,
             config,
             values=values,
             prompt_ids=samples.prompt_ids,
             baseline_scores=baseline,
             scores_by_source=samples.scores_by_source,
         )
+        if self._pretrains:
+            returns = returns_to_go(rewards, config["gamma"])
         return Experience(
             old, reference, [row.entropies for row in current], values, kl, shaped, advantages, returns, weights
         )

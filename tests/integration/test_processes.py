@@ -27,7 +27,7 @@ def save_reward_adapter(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-IQN = ("ppo_epochs=2", "critic=iqn", "num_quantiles=4", "critic_warmup_steps=1", "target_kl_stop=0.001")
+IQN = ("ppo_epochs=2", "critic=iqn", "num_quantiles=4", "critic_pretraining_steps=1", "target_kl_stop=0.001")
 SEPARATE = ("critic_epochs=1", "critic_step_batch_size=5", "critic_lr_scheduler_type=linear")
 GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
@@ -47,16 +47,16 @@ RUNS = {
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     "rloo": RLOO,
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum", "privileged_column=hint"),
-    "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_warmup_steps=1", "critic_epochs=1"),
+    "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
     "lora_separate": (
         *(*SPARING, "total_episodes=16", "lora=true", "critic_layout=separate"),
-        *("critic_warmup_steps=1", "reference=none", "use_kl_in_reward=false"),
+        *("critic_pretraining_steps=1", "reference=none", "use_kl_in_reward=false"),
     ),
     "reward_adapter": (*ADAPTER, "gradient_checkpointing=true", "reward_adapter=saved"),
     "lora_shared": (
         *("lora=true", "critic_layout=shared", "gradient_checkpointing=true"),
-        *("critic=c51", "critic_warmup_steps=1"),
+        *("critic=c51", "critic_pretraining_steps=1"),
     ),
     # Six optimizer steps, all of them clipped; with a value loss of other weights in HEAVY.
     "clipped": CLIPPED,
@@ -75,7 +75,7 @@ RUNS = {
     "skipping": SKIPPING,
     "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
     # The second of two ranks has memory for one row; gradients are reduced as on a GPU.
-    "crowded": ("crowded=[1,1]", "ppo_epochs=2", "critic_warmup_steps=1"),
+    "crowded": ("crowded=[1,1]", "ppo_epochs=2", "critic_pretraining_steps=1"),
     "crowded_adapter": ("crowded=[1,1]", *ADAPTER, "gradient_checkpointing=true", "max_tokens_per_micro_batch=20"),
     # The second of two ranks cannot read rows without padding.
     "padded_rank": ("padded_rank=1", "eval_prompts=3"),
@@ -139,7 +139,7 @@ def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
 
 
 def test_a_rank_that_needs_padding_makes_all_pad(runs):
-    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1: another machine; critic on ")):
+    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1, critic on process 1, ")):
         output = (runs / processes / "output.txt").read_text().split(" processes")[1 + list(RUNS).index("padded_rank")]
         assert output.startswith(reason or "\n")
 

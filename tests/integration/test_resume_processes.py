@@ -25,7 +25,7 @@ COMMON = (
     "warmup_steps=3",
 )
 KINDS = {
-    "full": (*COMMON, "critic_warmup_steps=1", "weight_decay=0.1"),
+    "full": (*COMMON, "critic_pretraining_steps=1", "weight_decay=0.1"),
     "lora": (*COMMON, "lora=true", "critic_layout=adapter", "noisy=true", "save_total_limit=2"),
 }
 # Where each setting resumes runs of settings that come before it.

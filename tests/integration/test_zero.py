@@ -36,7 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "ppo_epochs": 2,
         "critic_epochs": 1,
         "gradient_checkpointing": True,
-        "critic_warmup_steps": 1,
+        "critic_pretraining_steps": 1,
         "weight_decay": 0.1,
         "merge_on_save": True,
     },
@@ -55,12 +55,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "response_len": 12,
     },
     # The policy whole on every rank while it samples, and one rank without a prompt, in a step that takes the sampler's
-    # log-probs. Without a reference, agreement in the critic's warm-up would count.
+    # log-probs. Without a reference, agreement in critic pretraining would count.
     "ragged": {
         "rollout_batch_size": 4,
         "total_episodes": 13,
         "mismatch_check_steps": 5,
-        "critic_warmup_steps": 1,
+        "critic_pretraining_steps": 1,
         "reference": "none",
         "use_kl_in_reward": False,
     },

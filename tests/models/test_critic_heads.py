@@ -461,7 +461,7 @@ def test_a_critic_is_taken_with_all_its_weights_and_reads_the_risk_level_asked_f
     [
         (
             partial(QuantileHead, num_quantiles=8),
-            "'num_quantiles': 4}, but the critic asked for is .*8}; set critic and its options",
+            "'num_quantiles': 4, .*}, but the critic asked for is .*8, .*}; set critic and its options",
         ),
         (partial(IQNHead, num_quantiles=4), "'kind': 'quantile'.*'kind': 'iqn'"),
         (ScalarHead, "'kind': 'quantile'.*'kind': 'scalar'"),

@@ -159,7 +159,7 @@ def test_each_gradient_is_clipped_to_its_own_norm(layout, tmp_path):
 
 
 def test_a_frozen_policy_has_no_gradient_and_no_critic_no_norm(tmp_path):
-    trainer = tiny_trainer(tmp_path / "warmup", critic_warmup_steps=1)
+    trainer = tiny_trainer(tmp_path / "warmup", critic_pretraining_steps=1)
     first, second = (trainer.step(trainer.prompt_batches(step)) for step in range(2))
     assert "ppo/policy/grad_norm" not in first and second["ppo/policy/grad_norm"] > 0
     assert first["ppo/val/grad_norm"] > 0 and second["ppo/val/grad_norm"] > 0

@@ -79,8 +79,8 @@ RUNS: dict[str, Run] = {
     "quantile": Run({"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25}),
     "iqn": Run({"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"}),
     "shared": Run({"critic_layout": "shared", "cliprange_value": None, "gamma": 0.9}),
-    "warmup": Run({"critic_warmup_steps": 1, "critic_learning_rate": 5e-3, "weight_decay": 0.1}),
-    "warmup_shared": Run({"critic_warmup_steps": 1, "critic_layout": "shared", "weight_decay": 0.1}),
+    "warmup": Run({"critic_pretraining_steps": 1, "critic_learning_rate": 5e-3, "weight_decay": 0.1}),
+    "warmup_shared": Run({"critic_pretraining_steps": 1, "critic_layout": "shared", "weight_decay": 0.1}),
     "value_from_reward": Run({"init_value_with_reward": True, "reward_weights": [0.5, 2.0]}, reward="model"),
     # Estimators of the advantage.
     "grpo": Run({**_GROUPS, "adv_estimator": "grpo", "use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.3}),
@@ -126,7 +126,7 @@ RUNS: dict[str, Run] = {
     # Adapters.
     "lora_separate": Run({"critic_layout": "separate"}, lora=True),
     "lora_shared": Run({"critic_layout": "shared", "merge_on_save": True}, lora=True),
-    "lora_adapter": Run({**_ADAPTERS, "gradient_checkpointing": True, "critic_warmup_steps": 1}, lora=True),
+    "lora_adapter": Run({**_ADAPTERS, "gradient_checkpointing": True, "critic_pretraining_steps": 1}, lora=True),
     "lora_bfloat16_base": Run({**_ADAPTERS, "dtype": "bfloat16", "bf16": True}, model="folder", lora=True),
     "trained_adapter": Run({**_ADAPTERS, "reference": "copy"}, model="adapter"),
     "reward_adapter": Run({**_ADAPTERS, "reward_adapter": "{inputs}/reward_adapter"}, lora=True),
@@ -135,15 +135,15 @@ RUNS: dict[str, Run] = {
     "own_loss": Run({"gradient_checkpointing": True}, trainer="OwnLoss"),
     "skipped_updates": Run({"max_skipped_updates": 2}, trainer="SometimesNaN"),
     # Ended and resumed.
-    "resumed": Run({**_RESUMED, "critic_warmup_steps": 1}, stop="step", eval_prompts=3),
+    "resumed": Run({**_RESUMED, "critic_pretraining_steps": 1}, stop="step", eval_prompts=3),
     "resumed_lora_iqn": Run({**_RESUMED, **_ADAPTERS, "critic": "iqn", "num_quantiles": 4}, lora=True, stop="step"),
     "resumed_within_a_step": Run(_RESUMED, trainer="OwnLoss", stop="signal"),
     # Two processes. One rank has no prompt in the last step of `ddp` and `zero3`.
     "ddp": Run({"total_episodes": 11}, processes=2, eval_prompts=3),
     "ddp_rloo": Run({**_GROUPS, **_ONE_ROW, "adv_estimator": "rloo", "old_policy": "correct"}, processes=2),
     "ddp_lora": Run({**_ADAPTERS, **_ONE_ROW, "gradient_checkpointing": True}, lora=True, processes=2),
-    "ddp_resumed": Run({**_RESUMED, "critic_warmup_steps": 1}, stop="step", processes=2),
-    "zero1": Run({**_ZERO[1], "critic_warmup_steps": 1}, processes=2),
+    "ddp_resumed": Run({**_RESUMED, "critic_pretraining_steps": 1}, stop="step", processes=2),
+    "zero1": Run({**_ZERO[1], "critic_pretraining_steps": 1}, processes=2),
     # With a checkpoint, whose weights are float32: those of final/ are bfloat16 here, and would hide small changes.
     "zero2_bf16": Run({**_ZERO[2], **_ONE_ROW, "bf16": True, "critic": "c51", "save_steps": 3}, processes=2),
     "zero3": Run({**_ZERO[3], "total_episodes": 7}, reward="model", processes=2),

@@ -28,8 +28,8 @@ OPTIONS = {
     },
     "rollout": {"old_policy": "rollout"},
     "correct": {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_normalize": True},
-    "warmup": {"critic_warmup_steps": 1, "weight_decay": 0.1, "critic_learning_rate": 5e-3},
-    "warmup_shared": {"critic_warmup_steps": 1, "weight_decay": 0.1, "critic_layout": "shared"},
+    "warmup": {"critic_pretraining_steps": 1, "weight_decay": 0.1, "critic_learning_rate": 5e-3},
+    "warmup_shared": {"critic_pretraining_steps": 1, "weight_decay": 0.1, "critic_layout": "shared"},
     "no_value_clip": {"cliprange_value": None},
     "reinforce_plus_plus": {"adv_estimator": "reinforce_plus_plus"},
     "remax": {"adv_estimator": "remax"},
@@ -85,8 +85,8 @@ def test_without_a_critic_none_is_built_saved_or_logged(tmp_path):
 def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
     with pytest.raises(ValueError, match="adv_estimator is 'grpo'.*num_return_sequences is 1; set it to 2 or more"):
         tiny_trainer(tmp_path, adv_estimator="grpo")
-    with pytest.raises(ValueError, match="critic_warmup_steps is 3, but adv_estimator 'remax' has no critic"):
-        tiny_trainer(tmp_path, adv_estimator="remax", critic_warmup_steps=3)
+    with pytest.raises(ValueError, match="critic_pretraining_steps is 3, but adv_estimator 'remax' has no critic"):
+        tiny_trainer(tmp_path, adv_estimator="remax", critic_pretraining_steps=3)
     given = {"value_model": tiny_causal_lm("llama")}
     with pytest.raises(ValueError, match="adv_estimator 'remax' uses no critic; .* set adv_estimator to one of gae"):
         tiny_trainer(tmp_path, adv_estimator="remax", trainer_arguments=given)
@@ -96,7 +96,7 @@ def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
 
 @pytest.mark.parametrize("layout", ["separate", "shared"])
 def test_the_policy_stands_still_while_the_critic_warms_up(layout, tmp_path):
-    trainer = tiny_trainer(tmp_path, critic_warmup_steps=1, critic_layout=layout, weight_decay=0.5)
+    trainer = tiny_trainer(tmp_path, critic_pretraining_steps=1, critic_layout=layout, weight_decay=0.5)
     before = weights(trainer)
     stats = trainer.step(trainer.prompt_batches(0))
     after = weights(trainer)
@@ -111,7 +111,7 @@ def test_the_policy_stands_still_while_the_critic_warms_up(layout, tmp_path):
 
 
 def test_warming_up_runs_no_policy_of_a_separate_critic(tmp_path):
-    trainer = tiny_trainer(tmp_path, critic_warmup_steps=1)
+    trainer = tiny_trainer(tmp_path, critic_pretraining_steps=1)
     rollouts = trainer.rollout(trainer.prompt_batches(0))
     names = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
     rollouts.update(trainer._shape_reward(**{name: rollouts[name] for name in names}))

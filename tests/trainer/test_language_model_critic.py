@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
@@ -80,10 +81,13 @@ def test_the_policy_itself_may_be_the_value_model(tmp_path):
     assert not own & {p.data_ptr() for p in policy.parameters()}
 
 
-@pytest.mark.parametrize("layout", ["shared", "adapter"])
-def test_a_layout_without_a_backbone_of_its_own_refuses_it(layout, tmp_path):
-    with pytest.raises(ValueError, match=f"critic_layout is '{layout}', whose critic has no backbone"):
-        tiny_trainer(tmp_path, critic_layout=layout, **given(tiny_causal_lm("llama", **WIDE)))
+def test_a_critic_without_a_backbone_of_its_own_does_not_start_from_one(tmp_path):
+    wide = tiny_causal_lm("llama", **WIDE)
+    with pytest.raises(ValueError, match="'LlamaForCausalLM' is a language model, which has no value head"):
+        tiny_trainer(tmp_path, critic_layout="shared", **given(wide))
+    arguments = {"value_model": wide, "peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    with pytest.raises(ValueError, match="is not the folder of an adapter with a value head"):
+        tiny_trainer(tmp_path, critic_layout="adapter", trainer_arguments=arguments)
 
 
 def test_what_a_critic_cannot_read_or_be_is_refused(tmp_path):

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from tests.tiny_models import tiny_causal_lm
@@ -22,6 +23,7 @@ RUN = {"mismatch_check_steps": 5, "rollout_batch_size": 4, "total_episodes": 28,
 """Seven steps of two optimizer steps."""
 SPARED_FROM_4 = [1, 1, 1, 0, 1, 0, 0]
 AGREED = {"agreed_at": [0, 1], "disagreed_at": None, "moved_at": 0, "said": []}
+AGREED |= {"sampler_serves_at": None, "reference_serves_at": None}
 NO_REFERENCE = {**RUN, "reference": "none", "use_kl_in_reward": False, "max_skipped_updates": 9}
 
 
@@ -72,9 +74,22 @@ def one_token(difference, distance):
     return {**logprobs, "recomputed": torch.ones(1).bool(), "response_mask": torch.ones(1, 1).bool()}
 
 
+def make_source(guard, folder, said, *, has_reference=True, **settings):
+    """A source of its own, whose messages are added to `said`."""
+    args = tiny_config(folder, **{**RUN, **settings})
+    pretraining = CriticPretraining(args, on_early_end=said.append, report=said.append)
+    return OldPolicySource(guard, args, pretraining, has_reference=has_reference, report=said.append)
+
+
 def recomputed(folder):
     """Of each step, whether the trainer computed the old log-probs."""
     return [line["mismatch/recomputed"] for line in metric_lines(folder)]
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory):
+    """Of a run in float32 whose critic has a backbone of its own."""
+    return tiny_trainer(tmp_path_factory.mktemp("guard"), mismatch_action="ignore").mismatch_guard
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +132,9 @@ def test_without_a_reference_the_first_two_steps_compare(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "honest", "found_at"),
     [
-        # The first steps leave the policy as it is: a stale sampler agrees in them and in the one after them.
-        ({"critic_warmup_steps": 2}, [1, 1, 1, 1, 1, 0, 0], 4),
+        # The first steps leave the policy as it is: a stale sampler agrees in them and in the one after them. Without a
+        # reference the second needs no log-probs.
+        ({"critic_pretraining_steps": 2}, [1, 0, 1, 1, 1, 0, 0], 4),
         ({"trainer_class": poisoned((0, 0), (0, 1))}, [1, 1, 1, 0, 1, 0, 0], 3),
         (
             {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1, "step_batch_size": 4},
@@ -127,7 +143,7 @@ def test_without_a_reference_the_first_two_steps_compare(tmp_path, capsys):
         ),
         ({"trainer_arguments": still_policy}, [1] * 7, None),
     ],
-    ids=["critic warm-up", "skipped updates", "a learning rate of 0", "only the critic learns"],
+    ids=["critic pretraining", "skipped updates", "a learning rate of 0", "only the critic learns"],
 )
 def test_agreement_counts_twice_only_if_the_policy_has_moved_in_between(settings, honest, found_at, tmp_path, capsys):
     if callable(make := settings.get("trainer_arguments")):
@@ -141,8 +157,8 @@ def test_agreement_counts_twice_only_if_the_policy_has_moved_in_between(settings
     settings["trainer_class"] = stale(settings.get("trainer_class", PPOTrainer))
     with pytest.warns(UserWarning, match="sampler and trainer disagree"):
         tiny_trainer(tmp_path / "stale", mismatch_action="warn", **settings).train()
-    assert recomputed(tmp_path / "stale") == [1] * 7
-    differences = [line["mismatch/logprob_abs_mean"] for line in metric_lines(tmp_path / "stale")]
+    assert recomputed(tmp_path / "stale") == [*honest[: found_at - 2], *[1] * (9 - found_at)]
+    differences = [line.get("mismatch/logprob_abs_mean", 0.0) for line in metric_lines(tmp_path / "stale")]
     assert max(differences[: found_at - 1]) < 1e-5 and differences[found_at - 1] > 1e-3
     said = [line for line in capsys.readouterr().out.splitlines() if "old_policy: auto" in line]
     assert len(said) == 1 and said[0].startswith(f"step {found_at}: sampler and trainer disagree")
@@ -172,7 +188,7 @@ def test_what_changes_is_said_once_by_a_resumed_run_too(tmp_path):
     guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
 
     def source():
-        return OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+        return make_source(guard, tmp_path, said)
 
     first = source()
     # Agreement, agreement, too close; again; and beyond the bound of 0.001.
@@ -200,11 +216,26 @@ def test_what_changes_is_said_once_by_a_resumed_run_too(tmp_path):
 @pytest.mark.filterwarnings("ignore:sampler and trainer disagree")
 def test_after_a_disagreement_no_agreement_is_announced(tmp_path):
     guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
-    source = OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+    source = make_source(guard, tmp_path, said)
     for step, difference in enumerate([2e-3, 1e-6, 1e-6, 1e-6]):
         source.check_rollouts(one_token(difference, 1.0), step)
         source.record_optimizer_step(step, moved_policy=True)
     assert len(said) == 1 and said[0].startswith("step 1: sampler and trainer disagree")
+
+
+def test_the_distance_to_the_reference_is_the_largest_of_any_rank(tmp_path, monkeypatch):
+    guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
+    source = OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+    # 1e-5 is more than 1% of this rank's 9e-4, but not of another one's 1.1e-3.
+    other = {"distance": 1.1e-3}
+    monkeypatch.setattr(
+        "alpaca_ppo.ppo.mismatch.max_over_ranks",
+        lambda own, _: {name: max(own[name], other.get(name, 0)) for name in own},
+    )
+    for step in range(2):
+        source.check_rollouts(one_token(1e-5, 9e-4), step)
+        source.record_optimizer_step(step, moved_policy=True)
+    assert source.state_dict()["agreed_at"] == [0, 1]
 
 
 def test_an_update_that_is_resumed_does_not_count_its_own_moves(tmp_path):
@@ -321,7 +352,7 @@ def test_a_constant_reward_moves_no_weight(estimator, tmp_path):
     ("settings", "steps"),
     [
         ({}, [5, 6, 7, 8]),
-        ({"critic_warmup_steps": 6}, [6, 7, 8]),
+        ({"critic_pretraining_steps": 6}, [6, 7, 8]),
         ({"critic_layout": "shared"}, []),
         ({"old_policy": "recompute"}, []),
         ({"old_policy": "correct"}, []),
@@ -332,6 +363,56 @@ def test_which_steps_spare_the_pass_after_two_comparisons_have_agreed(settings, 
     trainer = tiny_trainer(tmp_path, mismatch_check_steps=5, **settings)
     trainer.old_policy.load_state_dict({**AGREED, "agreed_at": [1, 4]})
     assert [step for step in range(9) if not trainer.old_policy.recomputes(step)] == steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "compared", "passes"),
+    [
+        # Steps 0 to 3 pretrain, step 2 compares. R = a pass of the policy, r = of the reference, s = the sampler's.
+        ({}, (1e-6, 0.0), "RrRrRR"),
+        ({"old_policy": "recompute"}, (1e-6, 0.0), "RrRrRR"),
+        ({"old_policy": "correct"}, (0.05, 0.0), "RrRrRR"),
+        ({}, (1e-6, 1.0), "RsRsRR"),
+        # Above a hundredth of the distance; beyond the bound of 0.001; as the options ask.
+        ({}, (1e-6, 5e-5), "RRRRRR"),
+        ({}, (2e-3, 1.0), "RRRRRR"),
+        ({"old_policy": "recompute"}, (1e-6, 1.0), "RRRRRR"),
+        ({"old_policy": "rollout"}, (1e-6, 1.0), "ssssss"),
+        ({"has_reference": False}, (1e-6, 0.0), "RsRsRR"),
+        ({"has_reference": False, "old_policy": "recompute"}, (0.05, 0.0), "RsRsRR"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:sampler and trainer disagree")
+def test_critic_pretraining_makes_a_pass_of_the_policy_only_where_nothing_else_serves(
+    settings, compared, passes, tmp_path, guard
+):
+    source = make_source(guard, tmp_path, [], critic_pretraining_steps=4, **{**settings, "mismatch_check_steps": 3})
+    made = ""
+    for step in range(6):
+        rollouts = one_token(*compared)
+        made += "r" if source.reads_reference(step) else "R" if source.recomputes(step) else "s"
+        assert source.recomputes(step) or made[-1] == "s"
+        if made[-1] == "s":
+            del rollouts["recomputed"]
+        source.check_rollouts(rollouts, step)
+        # A step that is repeated after an interruption, by another process, makes the same passes.
+        state, source = (
+            source.state_dict(),
+            make_source(guard, tmp_path, [], critic_pretraining_steps=4, **{**settings, "mismatch_check_steps": 3}),
+        )
+        source.load_state_dict(state)
+        assert made[-1] == ("r" if source.reads_reference(step) else "R" if source.recomputes(step) else "s")
+        if step < 4:
+            assert source.check_first(rollouts, step) is None
+    assert made == passes
+
+
+def test_a_reference_that_no_longer_equals_the_policy_is_read_no_longer(tmp_path, guard):
+    source = make_source(guard, tmp_path, [], critic_pretraining_steps=9, mismatch_check_steps=3)
+    for step, distance in enumerate([0.0, 0.0, 1e-5]):
+        source.check_rollouts(one_token(1e-6, distance), step)
+    assert [source.reads_reference(step) for step in range(1, 6)] == [False] * 5
+    assert source.recomputes(3)
 
 
 def test_a_policy_with_weights_in_half_precision_recomputes(tmp_path):

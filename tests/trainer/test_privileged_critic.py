@@ -1,6 +1,7 @@
 """A critic that reads text before the prompt: nothing but values and returns depends on it."""
 
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import LoraConfig
 from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.checkpoint.export import save_final
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.models import packed_sequences
 from tests.tiny_models import tiny_causal_lm
@@ -175,3 +177,14 @@ def test_a_run_interrupted_in_an_update_goes_on_with_the_text(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     expected = weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_card_of_the_critic_names_the_column(layout, tmp_path):
+    trainer = trainer_of(tmp_path, layout)
+    config = asdict(trainer.args)
+    save_final(tmp_path / "final", trainer.actor_critic, trainer.processing_class, metrics={}, config=config)
+    card = (tmp_path / "final" / "value" / "README.md").read_text()
+    assert "`privileged_column: hint`: begin `input_ids` with the text" in card
+    save_final(tmp_path / "none", trainer.actor_critic, trainer.processing_class, metrics={}, config={})
+    assert "privileged" not in (tmp_path / "none" / "value" / "README.md").read_text()

@@ -1,0 +1,181 @@
+"""A critic that a run saved (final/value) is the start of another: it has the same values, or is refused."""
+
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from alpaca_ppo.checkpoint.compatibility import run_identity
+from alpaca_ppo.checkpoint.export import save_final
+from alpaca_ppo.models.factory import make_actor_critic
+from alpaca_ppo.models.skeletons import trained_parameters
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import tiny_config
+
+ROWS = (
+    torch.tensor([[3, 4, 5], [6, 7, 8]]),
+    torch.ones(2, 3, dtype=torch.long),
+    torch.tensor([[9, 10, 11], [12, 13, 0]]),
+    torch.tensor([[True, True, True], [True, True, False]]),
+)
+KINDS = {"scalar": {}, "quantile": {"num_quantiles": 4}}
+
+
+def lora(**settings):
+    return LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings})
+
+
+def make(folder, layout, *, adapters, model=None, value_model=None, peft_config=None, critic="scalar", **settings):
+    """Policy and critic as a run makes them; `adapters` are new ones, unless `model` names saved ones."""
+    args = tiny_config(folder, critic_layout=layout, critic=critic, **{**KINDS[critic], **settings})
+    if adapters and model is None:
+        peft_config = peft_config or lora()
+    base = model or str(folder / "base")
+    return make_actor_critic(base, value_model, [], peft_config, args), args
+
+
+@torch.no_grad()
+def values(actor_critic):
+    outputs = actor_critic.eval()(*ROWS, temperature=1.0, chunk_size=8, with_policy=False)
+    return outputs.values
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What a run with trained weights leaves (final/), and its values, by layout, adapters and kind of critic."""
+    folder, made = tmp_path_factory.mktemp("starts"), {}
+    tiny_causal_lm("llama").save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+
+    def save(layout, adapters, critic):
+        if (layout, adapters, critic) not in made:
+            trained, _ = make(folder, layout, adapters=adapters, critic=critic)
+            generator = torch.Generator().manual_seed(3)
+            for parameter in trained.parameters():
+                if parameter.requires_grad:
+                    parameter.data += torch.empty_like(parameter).normal_(0, 0.1, generator=generator)
+            final = folder / f"{layout}-{adapters}-{critic}"
+            save_final(final, trained, tiny_tokenizer(), metrics={}, config={})
+            made[layout, adapters, critic] = final, values(trained)
+        return made[layout, adapters, critic]
+
+    return folder, save
+
+
+@pytest.mark.parametrize("critic", KINDS)
+@pytest.mark.parametrize(
+    ("layout", "adapters"),
+    [("separate", False), ("shared", False), ("separate", True), ("shared", True), ("adapter", True)],
+)
+def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters, critic, saved):
+    folder, save = saved
+    final, before = save(layout, adapters, critic)
+    # A shared critic needs the policy that it was trained with, the others only its base.
+    model = str(final / "policy") if layout == "shared" else None
+    again, args = make(
+        folder, layout, adapters=adapters, model=model, value_model=str(final / "value"), critic=critic, seed=7
+    )
+    assert before.abs().max() > 0.01
+    torch.testing.assert_close(values(again), before, rtol=1e-5, atol=1e-6)
+    untrained = make(folder, layout, adapters=adapters, critic=critic)[0]
+    assert (values(untrained) - before).abs().max() > 0.01
+    assert all(parameter.requires_grad for parameter in again.critic_parameters())
+    fresh = {name: parameter.requires_grad for name, parameter in untrained.named_parameters()}
+    if layout != "shared" or not adapters:
+        assert {name: p.requires_grad for name, p in again.named_parameters()} == fresh
+
+
+def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_path):
+    folder, save = saved
+    final, before = save("adapter", True, "scalar")
+    value = str(final / "value")
+    other = lora(r=3, lora_alpha=5, target_modules=["v_proj"])
+    again, args = make(folder, "adapter", adapters=True, peft_config=other, value_model=value)
+    torch.testing.assert_close(values(again), before, rtol=1e-5, atol=1e-6)
+    # The same bound of a checkpoint's size before anything is loaded.
+    counted = sum(p.numel() for p in trained_parameters(str(folder / "base"), value, other, args))
+    assert counted == sum(p.numel() for p in again.parameters() if p.requires_grad) - again.critic.head.weight.numel()
+    # A resumed run must bring the same adapter: its scale is not among the weights.
+    without = make(folder, "adapter", adapters=True, peft_config=other)[0]
+    described = [_identity(built, args)["peft_config"] for built in (again, without)]
+    assert "the critic's {'r': 2, 'lora_alpha': 6" in described[0] and "critic" not in described[1]
+    # What a run cannot read counts as nothing.
+    whole = sum(p.numel() for p in trained_parameters(str(folder / "base"), str(folder / "base"), other, args))
+    shutil.copytree(final / "value", tmp_path / "empty")
+    (tmp_path / "empty" / "adapter_model.safetensors").unlink()
+    empty = sum(p.numel() for p in trained_parameters(str(folder / "base"), str(tmp_path / "empty"), other, args))
+    assert whole == empty == counted - sum(p.numel() for p in again.policy.adapters.parameters_of("value"))
+
+
+def _identity(built, args):
+    class Prompts:
+        fingerprint = ""
+
+        def __len__(self):
+            return 0
+
+    return run_identity(args, Prompts(), tiny_tokenizer(), built, start={}, optimizer_steps=None)
+
+
+def without_head(value, folder):
+    """A copy of the adapter folder `value` whose value head is missing."""
+    shutil.copytree(value, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "score" not in name}
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "message"),
+    [
+        # Of (layout, adapters, kind of critic) each.
+        (("separate", False, "scalar"), ("adapter", True, "scalar"), "is not the folder of an adapter with a value"),
+        (
+            ("adapter", True, "scalar"),
+            ("shared", False, "scalar"),
+            "is not the folder of a whole model, which a critic",
+        ),
+        (("adapter", True, "scalar"), ("separate", False, "scalar"), "is an adapter, .* set critic_layout: adapter if"),
+        (("separate", False, "scalar"), ("shared", False, "scalar"), "reads the states of another policy"),
+        (("shared", False, "scalar"), ("shared", False, "quantile"), "cannot start from it; set critic: scalar"),
+        (("shared", False, "quantile"), ("shared", False, "scalar"), "the value model's head is .*'kind': 'quantile'"),
+        (("shared", True, "scalar"), ("shared", True, "scalar"), r"policy than this one \(.*lora_A.* differs\)"),
+        (("adapter", True, "scalar"), ("adapter", True, "quantile"), "has a scalar value head, but the critic is"),
+        (("adapter", True, "quantile"), ("adapter", True, "scalar"), "the value model's head is .*'kind': 'quantile'"),
+    ],
+)
+def test_a_critic_that_does_not_fit_is_refused(source, to, message, saved):
+    folder, save = saved
+    final, _ = save(*source)
+    layout, adapters, critic = to
+    model = str(final / "policy") if source[0] == to[0] == "shared" and source[2] != to[2] else None
+    with pytest.raises(ValueError, match=message):
+        make(folder, layout, adapters=adapters, model=model, critic=critic, value_model=str(final / "value"))
+
+
+def test_what_a_folder_or_a_policy_lacks_is_named(saved, tmp_path):
+    folder, save = saved
+    final, _ = save("adapter", True, "scalar")
+    bare = without_head(final / "value", tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"has no value head with one label for 32 hidden units \(its heads: none\)"):
+        make(folder, "adapter", adapters=True, value_model=bare)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification' is not the folder of an adapter"):
+        make(folder, "adapter", adapters=True, value_model=tiny_sequence_classifier("llama"))
+    # Equal weights with another scale are other states.
+    final, _ = save("shared", True, "scalar")
+    shutil.copytree(final / "value", tmp_path / "scaled")
+    config = (tmp_path / "scaled" / "adapter_config.json").read_text()
+    (tmp_path / "scaled" / "adapter_config.json").write_text(config.replace('"lora_alpha": 6', '"lora_alpha": 7'))
+    with pytest.raises(ValueError, match="the adapter's configuration differs"):
+        make(folder, "shared", adapters=True, model=str(final / "policy"), value_model=str(tmp_path / "scaled"))
+
+
+def test_an_adapter_of_another_base_is_warned_of(saved, tmp_path):
+    folder, save = saved
+    value = str(save("adapter", True, "scalar")[0] / "value")
+    shutil.copytree(folder / "base", tmp_path / "base")
+    with pytest.warns(UserWarning, match="was trained on .*, but the base here is .*; on other weights its outputs"):
+        make(folder, "adapter", adapters=True, peft_config=lora(), model=str(tmp_path / "base"), value_model=value)
