@@ -77,7 +77,8 @@ def test_micro_batches_and_padding_change_no_weight(layout, tmp_path, monkeypatc
         return read(backbone, packed)
 
     monkeypatch.setattr("alpaca_ppo.models.policy.sequence_keywords", counting)
-    settings = {"num_return_sequences": 2, "rollout_batch_size": 6, "total_episodes": 6, "mismatch_action": "ignore"}
+    settings = {"rollout_batch_size": 12, "total_episodes": 12, "mismatch_action": "ignore"}
+    settings["hints"] = ["w5 w6 w7"] * 40
     packed = trainer_of(tmp_path / "packed", layout, step_per_device_batch_size=1, **settings)
     # The longest row as the critic reads it, one a micro-batch: 3 + 4 + 5.
     assert packed.updater.budget.max_tokens == 12 and packed.collector.row_tokens == 12
