@@ -57,21 +57,43 @@ def save_final(
             own_code=has_remote_code(policy),
         )
     if actor_critic.critic is not None:
-        _save_value(Path(folder) / "value", actor_critic, processing_class, trust_remote_code)
+        _save_value(
+            Path(folder) / "value",
+            actor_critic,
+            processing_class,
+            trust_remote_code=trust_remote_code,
+            privileged_column=config.get("privileged_column"),
+        )
     # Last, because it reads the base from disk again, which may fail.
     if merged and adapters is not None:
         save_merged(Path(folder) / "merged", adapters, processing_class)
 
 
-def _save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any, trust_remote_code: bool) -> None:
+def _save_value(
+    folder: Path,
+    actor_critic: ActorCritic,
+    processing_class: Any,
+    *,
+    trust_remote_code: bool,
+    privileged_column: str | None,
+) -> None:
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
     if critic.backbone is None and policy.adapters is not None:
         name = VALUE if critic.has_adapter else POLICY
-        save_value_adapter(folder, policy.adapters, name, critic.head, processing_class)
+        save_value_adapter(
+            folder, policy.adapters, name, critic.head, processing_class, privileged_column=privileged_column
+        )
         return
     backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
-    save_value_model(folder, backbone, critic.head, processing_class, trust_remote_code=trust_remote_code)
+    save_value_model(
+        folder,
+        backbone,
+        critic.head,
+        processing_class,
+        trust_remote_code=trust_remote_code,
+        privileged_column=privileged_column,
+    )
 
 
 def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
@@ -107,6 +129,7 @@ def save_value_model(
     processing_class: Any,
     *,
     trust_remote_code: bool = False,
+    privileged_column: str | None = None,
 ) -> None:
     """Writes a critic with a full backbone, atomically. `value_model` accepts the folder.
 
@@ -121,6 +144,8 @@ def save_value_model(
         processing_class: the tokenizer, saved too. The classifier finds the end of a padded row by its pad token.
         trust_remote_code: run code that comes with the architecture's classifier; without it, such a critic is written
             for `models.load_critic`.
+        privileged_column: the dataset's column with the text that the critic has read before the prompt, for the
+            README.
     """
     score = head.score_weight()
     classifier = None if score is None else matching_classifier(backbone, trust_remote_code=trust_remote_code)
@@ -136,11 +161,17 @@ def save_value_model(
             classifier.save_pretrained(tmp_dir, state_dict=weights)
         processing_class.save_pretrained(tmp_dir)
         form: Literal["critic", "classifier"] = "critic" if classifier is None else "classifier"
-        write_value_card(tmp_dir, form, own_code=has_remote_code(backbone))
+        write_value_card(tmp_dir, form, own_code=has_remote_code(backbone), privileged_column=privileged_column)
 
 
 def save_value_adapter(
-    folder: StrPath, adapters: AdapterSet, name: str, head: CriticHead, processing_class: Any
+    folder: StrPath,
+    adapters: AdapterSet,
+    name: str,
+    head: CriticHead,
+    processing_class: Any,
+    *,
+    privileged_column: str | None = None,
 ) -> None:
     """Writes a critic that consists of the adapter `name` and a head, atomically.
 
@@ -151,7 +182,7 @@ def save_value_adapter(
         write_critic_adapter(tmp_dir, adapters, name, head)
         processing_class.save_pretrained(tmp_dir)
         form: Literal["critic_adapter", "adapter"] = "critic_adapter" if head.score_weight() is None else "adapter"
-        write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model))
+        write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model), privileged_column=privileged_column)
 
 
 def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel | None:

@@ -116,10 +116,17 @@ class PPOConfig(CriticOptions):
         return self.rollout_batch_size * self.num_return_sequences
 
     @property
+    def longest_row(self) -> int:
+        """Most tokens that a model reads of a row: prompt, response and, before them, the text of a privileged
+        critic.
+        """
+        privileged = 0 if self.privileged_column is None else self.privileged_len
+        return privileged + self.query_len + self.response_len
+
+    @property
     def micro_batch_tokens(self) -> int:
         """Tokens that a micro-batch may have: `max_tokens_per_micro_batch` or its default."""
-        default = self.step_per_device_batch_size * (self.query_len + self.response_len)
-        return self.max_tokens_per_micro_batch or default
+        return self.max_tokens_per_micro_batch or self.step_per_device_batch_size * self.longest_row
 
     @property
     def separate_critic_steps(self) -> bool:

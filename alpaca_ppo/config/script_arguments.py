@@ -26,7 +26,8 @@ class ScriptArguments:
     value_model_name_or_path: str | None = argument(
         None,
         "Critic to start from: the final/value folder of a run with the same critic_layout, or, with critic_layout "
-        "separate, a sequence classifier with one label.",
+        "separate, a sequence classifier with one label or a causal language model of any size with the policy's "
+        "tokenizer; null = the policy.",
     )
     reward_model_name_or_path: list[str] | None = argument(None, "Reward models: sequence classifiers with one label.")
     reward_funcs: list[str] | None = argument(None, "Reward functions, as module:function or file.py:function.")

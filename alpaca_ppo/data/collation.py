@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from alpaca_ppo.types import PromptBatch
 
 
 def collate_prompts(
-    items: Sequence[dict[str, Any]], indices: Sequence[int], *, pad_token_id: int, query_len: int
+    items: Sequence[dict[str, Any]],
+    indices: Sequence[int],
+    *,
+    pad_token_id: int,
+    query_len: int,
+    privileged_len: int | None = None,
 ) -> PromptBatch:
     """Returns one batch of B prompts, each padded on the left to `query_len` tokens.
 
@@ -17,15 +23,16 @@ def collate_prompts(
     and must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
 
     Args:
-        items: B items of a `PromptDataset`, each with `input_ids` and `row`.
+        items: B items of a `PromptDataset`, each with `input_ids` and `row`, and all or none with `privileged_ids`.
         indices: their B indices in that dataset, which become `prompt_ids`.
         pad_token_id: fills `queries`. It may equal the eos id or occur inside a prompt, because the mask comes from the
             prompts' lengths and not from ids.
         query_len: Q, in tokens.
+        privileged_len: P, in tokens; needed for items with `privileged_ids`.
 
     Returns:
         queries (B, Q) int64, query_attn_masks (B, Q) int64 (1 = a token of the prompt), prompt_ids (B,) int64, rows (B
-        dictionaries).
+        dictionaries); for items with `privileged_ids`, privileged and privileged_attn_masks (B, P) int64.
 
     Raises:
         ValueError: if `items` and `indices` differ in length, or a prompt has more than `query_len` tokens.
@@ -34,21 +41,32 @@ def collate_prompts(
         raise ValueError(
             f"items ({len(items)}) and indices ({len(indices)}) differ in length; give one index per prompt"
         )
-    queries = torch.full((len(items), query_len), pad_token_id, dtype=torch.int64)
-    masks = torch.zeros((len(items), query_len), dtype=torch.int64)
-    for row, (item, index) in enumerate(zip(items, indices, strict=True)):
-        ids = item["input_ids"]
-        if len(ids) > query_len:
+    for item, index in zip(items, indices, strict=True):
+        if len(item["input_ids"]) > query_len:
             raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, more than query_len ({query_len}); "
+                f"prompt {index} has {len(item['input_ids'])} tokens, more than query_len ({query_len}); "
                 "use the query_len that the prompts were prepared with"
             )
-        start = query_len - len(ids)
-        queries[row, start:] = torch.tensor(ids, dtype=torch.int64)
-        masks[row, start:] = 1
-    return PromptBatch(
+    queries, masks = _left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
+    batch = PromptBatch(
         queries=queries,
         query_attn_masks=masks,
         prompt_ids=torch.tensor(indices, dtype=torch.int64),
         rows=[item["row"] for item in items],
     )
+    if items and "privileged_ids" in items[0]:
+        assert privileged_len is not None
+        rows = [item["privileged_ids"] for item in items]
+        batch["privileged"], batch["privileged_attn_masks"] = _left_padded(rows, privileged_len, pad_token_id)
+    return batch
+
+
+def _left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """The ids of `rows` (B, width) int64, padded on the left, and their masks (B, width) int64, 1 = a token."""
+    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
+    masks = torch.zeros((len(rows), width), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        start = width - len(row)
+        ids[number, start:] = torch.tensor(row, dtype=torch.int64)
+        masks[number, start:] = 1
+    return ids, masks

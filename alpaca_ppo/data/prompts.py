@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.data.privileged import check_privileged_column, tokenize_privileged
 from alpaca_ppo.data.templates import PromptTemplate, resolve_template
 
 _CHUNK = 1000
@@ -28,11 +29,13 @@ class PromptDataset(Sequence[dict[str, Any]]):
     """The prompts that are not overlong, in the dataset's order.
 
     The index of a prompt is stable; it is the `prompt_id` that keys the prompt's random numbers. `ds[i]` is
-    `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text or messages
-    before tokenization (with a template, the rendered text, which replaces a column of that name).
+    `{"input_ids": list[int], "row": dict}`, and `privileged_ids` (list[int]) if there is a privileged column. `row`
+    holds every column of the dataset plus `prompt`: the text or messages before tokenization (with a template, the
+    rendered text, which replaces a column of that name).
 
     Attributes:
-        num_dropped: prompts that were longer than `query_len`.
+        num_dropped: prompts that were longer than `query_len`, or whose privileged text was longer than
+            `privileged_len`.
         fingerprint: a hash of the token ids and of all columns, independent of where the rows were loaded from.
     """
 
@@ -44,11 +47,13 @@ class PromptDataset(Sequence[dict[str, Any]]):
         *,
         num_dropped: int,
         fingerprint: str,
+        privileged_ids: "Sequence[array[int]]" = (),
     ) -> None:
         assert len(dataset) == len(input_ids), (len(dataset), len(input_ids))
         self._dataset = dataset
         self._input_ids = input_ids
         self._prompt_of = prompt_of
+        self._privileged_ids = privileged_ids
         self.num_dropped = num_dropped
         self.fingerprint = fingerprint
 
@@ -62,7 +67,8 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         row = self._dataset[index]
-        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}}
+        privileged = {"privileged_ids": list(self._privileged_ids[index])} if self._privileged_ids else {}
+        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}, **privileged}
 
 
 def prepare_prompts(
@@ -73,6 +79,8 @@ def prepare_prompts(
     prompt_column: str = "prompt",
     prompt_template: str | None = None,
     overlong: str = "drop",
+    privileged_column: str | None = None,
+    privileged_len: int = 256,
 ) -> PromptDataset:
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
@@ -87,18 +95,26 @@ def prepare_prompts(
         prompt_template: a named template or a format string over any columns, used instead of `prompt_column`; see
             `resolve_template`.
         overlong: what happens to a longer prompt: "drop" (it is counted), or "error".
+        privileged_column: the column with the text that only the critic reads (`data.privileged`); None = none.
+        privileged_len: the longest such text, in tokens; a prompt with a longer one is overlong too.
 
     Raises:
         ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
-            or if no prompt is left.
+            privileged text that prompts are made from too, or that is not text, or if no prompt is left.
     """
     _check_arguments(dataset, query_len, overlong)
     template = _template_of(dataset, prompt_column, prompt_template)
     prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
+    limits = {"query_len": query_len}
+    if privileged_column is not None:
+        used = (prompt_column,) if template is None else (*template.columns, template.optional or "")
+        check_privileged_column(privileged_column, dataset.column_names, used)
+        limits["privileged_len"] = privileged_len
     digest = hashlib.sha256()
     kind: type | None = None
     kept: list[int] = []
     input_ids: list[array[int]] = []
+    privileged_ids: list[array[int]] = []
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
@@ -107,30 +123,47 @@ def prepare_prompts(
         prompts = [_checked_prompt(prompt_of, row, start + i) for i, row in enumerate(rows)]
         kind = kind or type(prompts[0])
         _check_kind(prompts, kind, start)
-        for number, ids in enumerate(_tokenize(prompts, tokenizer, start=start), start):
-            if not ids:
-                raise ValueError(
-                    f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompts[number - start])}; "
-                    "drop such rows"
-                )
-            if len(ids) <= query_len:
-                kept.append(number)
-                input_ids.append(array("i", ids))
+        own = {"query_len": _tokenize(prompts, tokenizer, start=start)}
+        if privileged_column is not None:
+            texts = columns[privileged_column]
+            own["privileged_len"] = tokenize_privileged(texts, tokenizer, column=privileged_column, start=start)
+        for i in range(size):
+            ids = {name: of_rows[i] for name, of_rows in own.items()}
+            if _fit(ids, limits, start + i, overlong):
+                kept.append(start + i)
+                input_ids.append(array("i", ids["query_len"]))
                 digest.update(input_ids[-1])
-            elif overlong == "error":
-                raise ValueError(
-                    f"the prompt in row {number} has {len(ids)} tokens, more than query_len ({query_len}); "
-                    "raise query_len, or set overlong_prompts: drop"
-                )
+                privileged_ids += [array("i", ids["privileged_len"])] if "privileged_len" in ids else []
     if not kept:
-        raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
+        what = " or ".join(f"{name} ({limit})" for name, limit in limits.items())
+        raise ValueError(f"all {len(dataset)} prompts have more tokens than {what}; raise {' or '.join(limits)}")
     return PromptDataset(
         dataset.select(kept),
         input_ids,
         prompt_of,
         num_dropped=len(dataset) - len(kept),
         fingerprint=digest.hexdigest()[:16],
+        privileged_ids=privileged_ids,
     )
+
+
+def _fit(ids_of: Mapping[str, list[int]], limits: Mapping[str, int], number: int, overlong: str) -> bool:
+    """Whether row `number` is within the `limits`: the token ids by the option that bounds their count.
+
+    Raises:
+        ValueError: if it is not, and `overlong` is "error".
+    """
+    for name, ids in ids_of.items():
+        if len(ids) <= limits[name]:
+            continue
+        if overlong == "error":
+            what = "prompt" if name == "query_len" else "privileged text"
+            raise ValueError(
+                f"the {what} in row {number} has {len(ids)} tokens, more than {name} ({limits[name]}); raise {name}, "
+                "or set overlong_prompts: drop"
+            )
+        return False
+    return True
 
 
 def _json_value(value: Any) -> Any:
@@ -224,9 +257,22 @@ def _check_messages(messages: list[Any], number: int) -> None:
 
 
 def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, start: int) -> list[list[int]]:
-    """Returns the token ids of texts or of conversations; `start` is the row of the first one."""
-    if isinstance(prompts[0], str):
-        return _tokenize_texts(prompts, tokenizer)
+    """Returns the token ids of texts or of conversations, one or more each; `start` is the row of the first one."""
+    of_prompts = (
+        _tokenize_texts(prompts, tokenizer)
+        if isinstance(prompts[0], str)
+        else _tokenize_messages(prompts, tokenizer, start=start)
+    )
+    for number, ids in enumerate(of_prompts, start):
+        if not ids:
+            raise ValueError(
+                f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompts[number - start])}; "
+                "drop such rows"
+            )
+    return of_prompts
+
+
+def _tokenize_messages(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, start: int) -> list[list[int]]:
     if tokenizer.chat_template is None:
         raise ValueError(
             "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "

@@ -105,7 +105,8 @@ class MemoryEstimator:
         Raises:
             ValueError: for settings that the run would refuse; and whatever `measure` raises.
         """
-        check_run(settings.args, settings.sharding.stage, self._models.policy)
+        models = self._models
+        check_run(settings.args, settings.sharding.stage, models.policy, models.critic(settings.args))
         args = with_known_backend(settings.args, settings.sharding)
         zero = settings.sharding.stage > 0
         # The ZeRO stages shard different things but make the same passes. Without bf16, DDP makes them too.

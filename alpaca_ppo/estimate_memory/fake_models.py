@@ -26,6 +26,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
 from alpaca_ppo.models.half_weights import copied_bytes
+from alpaca_ppo.models.loading import names_causal_lm
 from alpaca_ppo.remote_code import remote_code
 
 Measurements = dict[str, float]
@@ -58,10 +59,14 @@ class Models:
         adapters = (self.lora, self.value_lora, self.reference_adapter, self.reward_lora)
         return any(_names_layers(adapter) for adapter in adapters if isinstance(adapter, LoraConfig))
 
+    def critic(self, args: PPOConfig) -> Any:
+        """The configuration of what the critic starts from."""
+        of_reward = args.init_value_with_reward and self.rewards
+        return self.rewards[0] if of_reward else self.value or self.policy
+
     def depths(self, args: PPOConfig) -> dict[str, int]:
         """Number of decoder layers of each model, by the first part of its measurements' names."""
-        critic = self.rewards[0] if args.init_value_with_reward else self.value or self.policy
-        named = {"policy": self.policy, "critic": critic, "reference": self.reference or self.policy}
+        named = {"policy": self.policy, "critic": self.critic(args), "reference": self.reference or self.policy}
         named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
         return {name: int(config.get_text_config().num_hidden_layers) for name, config in named.items()}
 
@@ -116,8 +121,8 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     if args.load_in_4bit and models.lora is None:
         raise ValueError("load_in_4bit is True, but all weights are trained: set use_peft, or leave load_in_4bit out")
     rewards = [_classifier(config, layers, args, getattr(torch, args.dtype)) for config in models.rewards]
-    value = None if models.value is None or args.init_value_with_reward else _classifier(models.value, layers, args)
-    policy = _language_model(models.policy, layers, args)
+    value = None if models.value is None or args.init_value_with_reward else _critic_start(models.value, layers, args)
+    policy = _language_model(models.policy, layers, args, getattr(torch, args.dtype))
     # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in
     # `_add_adapters`.
     buildable = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
@@ -130,7 +135,7 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
         actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), buildable)
         _add_adapters(models, actor_critic)
     if models.reference is not None:
-        other = _language_model(models.reference, layers, args)
+        other = _language_model(models.reference, layers, args, getattr(torch, args.dtype))
         if models.reference_adapter is not None:
             with torch.device("meta"):
                 other = inject_adapter_in_model(copy.deepcopy(models.reference_adapter), other)
@@ -162,7 +167,13 @@ def _add_adapters(models: Models, actor_critic: ActorCritic) -> None:
         adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
 
 
-def _language_model(config: Any, layers: int | None, args: PPOConfig) -> Any:
+def _critic_start(config: Any, layers: int | None, args: PPOConfig) -> Any:
+    if names_causal_lm(config):
+        return _language_model(config, layers, args, torch.float32)
+    return _classifier(config, layers, args)
+
+
+def _language_model(config: Any, layers: int | None, args: PPOConfig, dtype: torch.dtype) -> Any:
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
         raise ValueError(
             f"AutoModelForCausalLM cannot build a model of type {config.model_type!r}; use a language model, such as "
@@ -170,7 +181,7 @@ def _language_model(config: Any, layers: int | None, args: PPOConfig) -> Any:
         )
     with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            shallow(config, layers), dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code
+            shallow(config, layers), dtype=dtype, trust_remote_code=args.trust_remote_code
         )
 
 

@@ -62,11 +62,18 @@ class Sizes:
     micro_rows: int
     """Responses in the largest micro-batch."""
     micro_tokens: int
-    """Its tokens, of prompts and responses."""
+    """Its tokens, in the pass that reads the most."""
     query: int
     """Tokens per prompt."""
     response: int
     """Tokens per response."""
+    privileged: int = 0
+    """Tokens before each prompt that only the critic reads."""
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of a row as the critic reads it."""
+        return self.privileged + self.query + self.response
 
 
 def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Measurements:
@@ -275,12 +282,12 @@ class _Passes:
     def _evaluate(self, run: FakeRun) -> Measurements:
         policy, critic = run.actor_critic.policy, run.actor_critic.critic
         sizes = self._sizes
-        packed = self._packed(sizes.rows, sizes.rows * (sizes.query + sizes.response))
+        packed, critics = self._packed_rows(sizes.rows, sizes.rows * sizes.longest_row)
         with torch.no_grad(), self._autocast():
             found = self._pass("policy/eval", lambda: policy.states(packed), self._scores(policy, packed))
             found["policy/cast"] = max(0.0, float(self._live.live - self._base))
             if critic is not None and not critic.shares_states:
-                found |= self._pass("critic/eval", *self._critic_pass(run.actor_critic, packed))
+                found |= self._pass("critic/eval", *self._critic_pass(run.actor_critic, critics))
                 found["critic/cast"] = max(0.0, float(self._live.live - self._base))
         if run.reference is None:
             return found
@@ -295,7 +302,7 @@ class _Passes:
         for parameter in actor_critic.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        packed = self._packed(self._sizes.micro_rows, self._sizes.micro_tokens)
+        packed, critics = self._packed_rows(self._sizes.micro_rows, self._sizes.micro_tokens)
         score = self._scores(policy, packed)
         found: Measurements = {}
         if critic is not None and critic.shares_states:
@@ -303,7 +310,7 @@ class _Passes:
             return self._pass("policy/train", lambda: policy.states(packed), lambda s: score(s) + value(s))
         if critic is not None:
             with actor_critic.critic_active():
-                found = self._pass("critic/train", *self._critic_pass(actor_critic, packed))
+                found = self._pass("critic/train", *self._critic_pass(actor_critic, critics))
         return found | self._pass("policy/train", lambda: policy.states(packed), score)
 
     def _critic_pass(
@@ -337,15 +344,17 @@ class _Passes:
 
         return score
 
-    def _packed(self, rows: int, tokens: int) -> PackedRows:
-        """Rows of equal length with `tokens` tokens in all, in prompts and responses as of maximal length.
+    def _packed_rows(self, rows: int, tokens: int) -> tuple[PackedRows, PackedRows]:
+        """Rows of equal length, of which the critic reads `tokens` tokens in all, as policy and critic read them; in
+        prompts and responses as of maximal length.
 
         Without padding they would lie end to end; as rows of their own they take as much.
         """
-        length, longest = math.ceil(tokens / rows), self._sizes.query + self._sizes.response
-        ids = torch.zeros(rows, length - 1, dtype=torch.long)
-        picked = torch.zeros(rows * math.ceil(self._sizes.response * length / longest), dtype=torch.long)
-        return PackedRows(ids, picked, picked, picked)
+        sizes, length = self._sizes, math.ceil(tokens / rows)
+        picked = torch.zeros(rows * math.ceil(sizes.response * length / sizes.longest_row), dtype=torch.long)
+        own = length - length * sizes.privileged // sizes.longest_row
+        policys, critics = (torch.zeros(rows, columns - 1, dtype=torch.long) for columns in (own, length))
+        return PackedRows(policys, picked, picked, picked), PackedRows(critics, picked, picked, picked)
 
     def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Measurements:
         """Measures one pass, with its backward pass if gradients are enabled."""

@@ -101,13 +101,15 @@ def _offloads(zero: Mapping[str, Any], name: str) -> bool:
     return (zero.get(name) or {}).get("device", "none") != "none"
 
 
-def check_run(args: PPOConfig, stage: int, config: Any) -> None:
-    """Checks what the run would check when it starts.
+def check_run(args: PPOConfig, stage: int, policy: Any, critic: Any) -> None:
+    """Checks what the run would check when it starts; `policy` and `critic` are the models' configurations.
 
     Raises:
-        ValueError: for prompts and responses longer than the policy's positions; for 4 bits under ZeRO 3 or on a CPU.
+        ValueError: for rows longer than the positions of policy or critic; for 4 bits under ZeRO 3 or on a CPU.
     """
-    check_positions(config, args)
+    check_positions(policy, args)
+    if args.uses_critic:
+        check_positions(critic, args, owner="critic", privileged=True)
     check_four_bit(stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError(

@@ -53,6 +53,7 @@ def sizes_of(args: PPOConfig, processes: int) -> Sizes:
         micro_tokens=micro_tokens,
         query=args.query_len,
         response=args.response_len,
+        privileged=args.longest_row - args.query_len - args.response_len,
     )
 
 
@@ -73,8 +74,8 @@ def micro_batches_of(args: PPOConfig, processes: int) -> int:
 
 
 def _micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
-    """Rows and tokens (of prompts and responses) of the largest micro-batch."""
-    longest = args.query_len + args.response_len
+    """Rows and tokens (in the pass that reads the most) of the largest micro-batch."""
+    longest = args.longest_row
     own = math.ceil(args.step_batch_size / processes)
     if args.padding_free is False and args.max_tokens_per_micro_batch is None and processes == 1:
         rows = math.ceil(args.step_batch_size / micro_batches_of(args, processes))
@@ -85,9 +86,7 @@ def _micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
 
 def has_one_micro_batch(args: PPOConfig, processes: int) -> bool:
     """Whether an optimizer step has a single micro-batch on each process."""
-    return _micro_batch(args, processes)[1] >= math.ceil(args.step_batch_size / processes) * (
-        args.query_len + args.response_len
-    )
+    return _micro_batch(args, processes)[1] >= math.ceil(args.step_batch_size / processes) * args.longest_row
 
 
 def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[PhaseMemory]:

@@ -133,13 +133,14 @@ def changes(settings: Settings) -> list[list[Change]]:
         lora["reference"] = "adapter_off"
     # On a base in bfloat16, autocast would only add copies of the adapters.
     half: Change = {"dtype": "bfloat16", **({"bf16": False} if args.bf16 else {})}
-    layouts = ["adapter", "shared"] if adapters else ["shared"]
+    can_share = args.privileged_column is None and not args.separate_critic_steps
+    layouts = (["adapter"] if adapters else []) + (["shared"] if can_share else [])
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
     # A backend that refills its slots samples a prompt's responses in any number of them.
     refills = GENERATION_BACKENDS.trait(args.generation_backend, "refills")
     fewest_rows = 1 if refills else args.num_return_sequences
-    default_budget, longest = args.max_tokens_per_micro_batch is None, args.query_len + args.response_len
+    default_budget, longest = args.max_tokens_per_micro_batch is None, args.longest_row
     last_stage = 0 if sharding.processes == 1 else 2 if args.load_in_4bit else 3
     return [
         [] if args.gradient_checkpointing else [{"gradient_checkpointing": True}],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
-from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.functional.packing import PackedRows, critic_rows, pack_rows
 from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.critic_head import CriticHead
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
@@ -103,16 +103,23 @@ class ActorCritic(nn.Module):
         query_attn_masks: Tensor,
         responses: Tensor,
         response_mask: Tensor,
+        privileged: Tensor | None = None,
+        privileged_attn_masks: Tensor | None = None,
         *,
         device: torch.device | None = None,
     ) -> tuple[PackedRows, PackedRows]:
-        """Returns the rows as the policy and as the critic read them; see `pack_rows`."""
+        """Returns the rows as the policy and as the critic read them, the critic's with the tokens of `privileged`
+        before the prompt; see `pack_rows` and `critic_rows`.
+        """
         rows = (queries, query_attn_masks, responses, response_mask)
         packed = self.policy.pack(*rows, device=device)
         policy_layout, critic_layout = self.layouts
-        if critic_layout == policy_layout:
+        if privileged is None and critic_layout == policy_layout:
             return packed, packed
-        return packed, pack_rows(*rows, **critic_layout._asdict(), device=device)
+        # `PPOConfig` refuses the column for a critic that reads the policy's states.
+        assert privileged is None or self.critic is None or not self.critic.shares_states
+        own_rows = critic_rows(*rows, privileged, privileged_attn_masks)
+        return packed, pack_rows(*own_rows, **critic_layout._asdict(), device=device)
 
     def forward(
         self,
@@ -120,6 +127,8 @@ class ActorCritic(nn.Module):
         query_attn_masks: Tensor,
         responses: Tensor,
         response_mask: Tensor,
+        privileged: Tensor | None = None,
+        privileged_attn_masks: Tensor | None = None,
         *,
         temperature: float,
         chunk_size: int,
@@ -137,6 +146,8 @@ class ActorCritic(nn.Module):
             query_attn_masks: (B, Q), 1 = a real token.
             responses: (B, R) int64, right-padded.
             response_mask: (B, R) bool, True = chosen by the policy.
+            privileged: (B, P) int64, left-padded; tokens that only the critic reads, before the prompt. None = none.
+            privileged_attn_masks: (B, P), 1 = a real token; given with `privileged`.
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
             with_policy: False runs only the critic; no gradient reaches the policy then.
@@ -146,7 +157,9 @@ class ActorCritic(nn.Module):
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
             packed: what `pack` returned for these rows, if the caller has it.
         """
-        packed_rows, critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
+        packed_rows, packed_critic_rows = packed or self.pack(
+            queries, query_attn_masks, responses, response_mask, privileged, privileged_attn_masks
+        )
         logprobs = entropies = states = None
         shared = self.critic is not None and self.critic.shares_states
         if with_policy or (with_critic and shared):
@@ -166,9 +179,9 @@ class ActorCritic(nn.Module):
         if self.critic is None or not with_critic:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if not shared:
-            states = self._critic_states(critic_rows)
+            states = self._critic_states(packed_critic_rows)
         values, means, predictions = (
-            scatter_tokens(part, critic_rows, responses) for part in self.critic.head(states, value_taus)
+            scatter_tokens(part, packed_critic_rows, responses) for part in self.critic.head(states, value_taus)
         )
         return ActorCriticOutputs(
             logprobs, entropies, values, means if self.critic.head.distributional else None, predictions

@@ -1,8 +1,9 @@
-"""What a critic can start from (`value_model`): a sequence classifier, or the critic that a run saved in `final/value`.
+"""What a critic can start from (`value_model`): the critic that a run saved in `final/value`, a sequence classifier, or
+a causal language model of any size.
 
-A critic starts with the values that it was saved with, in each layout. A critic without a backbone of its own needs the
-policy's base for that (layout `adapter`), or the policy's very states (`shared`), which is checked here. The form of
-the folders is in `critic_io`.
+A saved critic starts with the values that it was saved with, in each layout. A critic without a backbone of its own
+needs the policy's base for that (layout `adapter`), or the policy's very states (`shared`), which is checked here. The
+form of the folders is in `critic_io`.
 """
 
 import copy
@@ -22,17 +23,19 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.critic_io import is_critic_folder, load_critic, load_head
-from alpaca_ppo.models.loading import check_same_head, load_sequence_classifier
+from alpaca_ppo.models.loading import check_same_head, is_causal_lm, load_causal_lm, load_sequence_classifier
+from alpaca_ppo.models.policy import check_architecture
 
 ValueModel = str | PreTrainedModel | PeftModel
 
 
 def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
-    """The `Critic` or sequence classifier that a critic with a backbone starts from, trainable; it shares no weights
-    with another model.
+    """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable; it
+    shares no weights with another model.
 
     Raises:
-        ValueError: for an adapter, and for a vocabulary other than the policy's; and whatever loading raises.
+        ValueError: for an adapter, for a vocabulary smaller than the policy's, and for a language model without a
+            backbone that a critic could use; and whatever loading raises.
     """
     start: Any
     if _is_adapter(value_model):
@@ -45,14 +48,22 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
         start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
         config: Any = start.backbone.config
     else:
-        # The critic is trained; a reward model that is the same object must not change.
+        # The critic is trained; a reward model or policy that is the same object must not change.
         own: Any = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
-        start = load_sequence_classifier(own, trust_remote_code=args.trust_remote_code)
+        trust = args.trust_remote_code
+        load = load_causal_lm if is_causal_lm(own, trust_remote_code=trust) else load_sequence_classifier
+        start = load(own, trust_remote_code=trust)
+        if load is load_causal_lm:
+            check_architecture(start, "critic")
         config = start.config
-    if config.vocab_size != policy.config.vocab_size:
+    own_vocabulary, needed = (c.get_text_config().vocab_size for c in (config, policy.config))
+    # Rows beyond the policy's vocabulary are never read: models of one tokenizer pad their embeddings differently.
+    if own_vocabulary < needed:
         raise ValueError(
-            f"the critic's vocabulary ({config.vocab_size}) differs from the policy's ({policy.config.vocab_size}), "
-            "whose tokens it must read; start it from the policy (init_value_with_reward: false, no value_model)"
+            f"the critic's vocabulary ({own_vocabulary}) is smaller than the policy's ({needed}), each of whose tokens "
+            "it must read; if both have the same tokenizer, enlarge the critic's embeddings "
+            f"(model.resize_token_embeddings({needed})) and save it; else start it from another model, or from the "
+            "policy (init_value_with_reward: false, no value_model)"
         )
     start.requires_grad_(True)
     return start
@@ -128,6 +139,12 @@ def _check_takes_score(name: str, head: CriticHead) -> None:
 def _start_head_on_model(built: ActorCritic, head: CriticHead, value_model: ValueModel, args: PPOConfig) -> None:
     """Starts the head of a `shared` critic on a policy without adapters, whose weights `value_model` must have too."""
     start = load_value_model(value_model, built.policy.model, args)
+    if not isinstance(start, Critic) and is_causal_lm(start):
+        raise ValueError(
+            f"value_model {_name(value_model)!r} is a language model, which has no value head for a critic on the "
+            "policy's states (critic_layout: shared); use the final/value of such a run, set critic_layout: separate, "
+            "or leave value_model out"
+        )
     if not isinstance(start, Critic):
         _check_takes_score(_name(value_model), head)
     backbone: Any = start.backbone if isinstance(start, Critic) else start.base_model

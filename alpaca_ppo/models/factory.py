@@ -60,7 +60,7 @@ def make_actor_critic(
 
     Raises:
         ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
-            a vocabulary other than the policy's; when an `ActorCritic` differs from what `args` describe; for adapters
+            a smaller vocabulary than the policy; when an `ActorCritic` differs from what `args` describe; for adapters
             that this package cannot handle; for options of adapters without adapters, or of loading for a model in
             memory; and for a model that needs padding with `padding_free: true`.
     """

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.damaged_files import loading
@@ -26,6 +28,11 @@ from alpaca_ppo.models.critic_heads import ScalarHead
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.remote_code import remote_code
+
+_REMEDY = (
+    "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
+    "weights, or a hub id that can be downloaded"
+)
 
 
 def load_causal_lm(
@@ -68,6 +75,27 @@ def _four_bit() -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
+def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> bool:
+    """Whether `model` (in memory, or what a folder or hub id holds) has a language-model head, and not one linear layer
+    named `score`.
+
+    Raises:
+        ValueError: if there is no configuration of that name, or it comes with code that it may not run.
+    """
+    if not isinstance(model, str):
+        return "score" not in dict(model.named_children()) and model.get_output_embeddings() is not None
+    with remote_code(model, trust=trust_remote_code), loading(f"no model can be loaded from {model!r}", model, _REMEDY):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    return names_causal_lm(config)
+
+
+def names_causal_lm(config: Any) -> bool:
+    """Whether the model that was saved with the transformers configuration `config` is a causal language model."""
+    own_class = (vars(config).get("auto_map") or {}).get("AutoModelForCausalLM")
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *([own_class.rpartition(".")[2]] if own_class else [])}
+    return any(name in known for name in config.architectures or [])
+
+
 def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Returns the sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32.
 
@@ -107,11 +135,7 @@ def load_complete(
             initialize at random.
     """
     problem = f"no model can be loaded from {name!r}"
-    remedy = (
-        "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
-        "weights, or a hub id that can be downloaded"
-    )
-    with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy):
+    with remote_code(name, trust=trust_remote_code), loading(problem, name, _REMEDY):
         model, info = auto_class.from_pretrained(
             name,
             trust_remote_code=trust_remote_code,
@@ -144,9 +168,9 @@ def build_actor_critic(
         critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
             `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
             None for no critic.
-        value_model: a sequence classifier with one label, a `Critic`, or None. The critic takes over its weights
-            without a copy: all of a `Critic`'s; of a classifier the backbone, and its `score` if the head can start
-            from it.
+        value_model: a causal language model of any size, a sequence classifier with one label, a `Critic`, or None.
+            The critic takes over its weights without a copy: all of a `Critic`'s; of a language model the backbone; of
+            a classifier that too, and its `score` if the head can start from it.
         head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
 
     Raises:
@@ -179,6 +203,9 @@ def build_actor_critic(
     if value_model is None:
         backbone: Any = copy_without_adapters(wrapped).base_model
         own_head = build_head(head, hidden_size, dtype)
+    elif is_causal_lm(value_model):
+        width = value_model.get_output_embeddings().weight.size(1)
+        backbone, own_head = value_model.base_model, build_head(head, width, dtype)
     else:
         backbone, score = value_model.base_model, value_model.get_parameter("score.weight").detach()
         own_head = build_head(head, score.size(1), dtype)

@@ -53,7 +53,7 @@ class Policy(nn.Module):
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
-        _check_architecture(model)
+        check_architecture(model, "policy")
         use_torch_activations(model)
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
@@ -185,13 +185,13 @@ class Policy(nn.Module):
             )
 
 
-def _check_architecture(model: PreTrainedModel) -> None:
-    """Refuses classes of transformers from which this one cannot take hidden states, or whose positions are wrong.
+def check_architecture(model: PreTrainedModel, role: str) -> None:
+    """Refuses language models of transformers from which no hidden states can be taken, or whose positions are wrong.
 
     Raises:
-        ValueError: with the name of the class.
+        ValueError: with the name of the class, and the `role` (policy, critic) that it cannot have.
     """
-    name = f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be a policy"
+    name = f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be a {role}"
     if model.base_model is model:
         raise ValueError(
             f"{name}: it has no backbone under its base_model_prefix ({model.base_model_prefix!r}) that would return "

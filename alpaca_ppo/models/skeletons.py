@@ -36,7 +36,8 @@ def trained_parameters(model: Any, value_start: Any, peft_config: Any, args: PPO
 
     Args:
         model: as the trainer takes it: a path or hub id, a model, a `PeftModel` or an `ActorCritic`.
-        value_start: the classifier or critic that the critic starts from, by name or in memory; None = the policy.
+        value_start: the language model, classifier or critic that the critic starts from, by name or in memory; None =
+            the policy.
         peft_config: adapters to train on `model`; None = none.
         args: the configuration.
     """

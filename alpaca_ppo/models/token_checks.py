@@ -11,37 +11,46 @@ from transformers import PreTrainedModel
 from alpaca_ppo.config.ppo_config import PPOConfig
 
 
-def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> None:
+def check_positions(config: Any, args: PPOConfig, *, owner: str = "model", privileged: bool = False) -> None:
     """Checks that the longest prompt and response together fit the model of the transformers configuration `config`.
 
     Args:
         config: of the model.
         args: of the run.
         owner: what the model is, for the error.
+        privileged: whether it also reads the text of `privileged_column`, if the run has one.
 
     Raises:
         ValueError: if they can exceed its `max_position_embeddings`, or the length beyond which it rotates keys and
             queries by other frequencies.
     """
-    _check_rotations(config, args, owner)
+    parts = ["query_len", "response_len"]
+    if privileged and args.privileged_column is not None:
+        parts.append("privileged_len")
+    lengths = {name: getattr(args, name) for name in parts}
+    _check_rotations(config, lengths, owner)
     # Models without learned positions, such as BLOOM, have no such limit.
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and args.query_len + args.response_len > limit:
+    if limit is not None and sum(lengths.values()) > limit:
         raise ValueError(
-            f"query_len ({args.query_len}) + response_len ({args.response_len}) is more than the {owner}'s "
-            f"max_position_embeddings ({limit}); lower one of them"
+            f"{_sum_of(lengths)} is more than the {owner}'s max_position_embeddings ({limit}); lower one of them"
         )
 
 
-def _check_rotations(config: Any, args: PPOConfig, owner: str) -> None:
-    """Checks that no row can be long enough to change the rotary frequencies.
+def _sum_of(lengths: Mapping[str, int]) -> str:
+    return " + ".join(f"{name} ({length})" for name, length in lengths.items())
+
+
+def _check_rotations(config: Any, lengths: Mapping[str, int], owner: str) -> None:
+    """Checks that no row, whose parts have at most `lengths` tokens, can be long enough to change the rotary
+    frequencies.
 
     With the rope types `longrope` and `dynamic` they depend on the longest row of the batch at the time of the pass
     (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so longer rows cross the
     length at which they change.
     """
     # The model does not read a response's last token.
-    longest = args.query_len + args.response_len - 1
+    longest = sum(lengths.values()) - 1
     text = config.get_text_config()
     # Configurations from outside of transformers may still call them rope_scaling.
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -50,10 +59,10 @@ def _check_rotations(config: Any, args: PPOConfig, owner: str) -> None:
         switch = _switch_length(rope, text)
         if switch is not None and longest > switch:
             raise ValueError(
-                f"query_len ({args.query_len}) + response_len ({args.response_len}) lets rows grow beyond {switch} "
-                f"tokens, where the rotary frequencies of the {owner} ({config.model_type}) change: keys in the "
-                "sampler's cache keep the old ones, and a short row gets the new ones next to a long row, so sampler "
-                f"and trainer would disagree; lower query_len + response_len to {switch + 1}{_long_rows_only(rope)}"
+                f"{_sum_of(lengths)} lets rows grow beyond {switch} tokens, where the rotary frequencies of the "
+                f"{owner} ({config.model_type}) change: keys in the sampler's cache keep the old ones, and a short row "
+                "gets the new ones next to a long row, so sampler and trainer would disagree; lower "
+                f"{' + '.join(lengths)} to {switch + 1}{_long_rows_only(rope)}"
             )
 
 

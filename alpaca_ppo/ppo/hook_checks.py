@@ -12,6 +12,7 @@ from torch import Tensor
 from alpaca_ppo.functional.masked import zero_outside
 from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.ppo.device_rows import PRIVILEGED_KEYS
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
@@ -37,7 +38,8 @@ class NonFiniteUpdate(FloatingPointError):
 
 
 def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
-    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
+    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added,
+    and the privileged text if the prompts have it.
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
@@ -59,6 +61,7 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         **samples,
         # Always computed from `prompts`; values that the hook returned under these names are ignored.
+        **{name: prompts[name].repeat_interleave(n, dim=0) for name in PRIVILEGED_KEYS if name in prompts},  # type: ignore[literal-required]
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
         "sample_ids": torch.arange(n).repeat(len(prompts["rows"])),
     }

@@ -120,7 +120,7 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
     A row of more than `max_tokens` tokens is a micro-batch of its own.
 
     Args:
-        lengths: tokens (prompt and response) of each row of the optimizer step.
+        lengths: tokens of each row of the optimizer step, in the pass where it has the most.
         num_ranks: number of processes.
         max_tokens: the budget of a micro-batch.
     """

@@ -17,13 +17,20 @@ from transformers import PreTrainedModel
 from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
-from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
+from alpaca_ppo.functional.packing import PackedRows, critic_rows, pack_rows
 from alpaca_ppo.generation import Generation, generate
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
-from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceBatch, DeviceRows
+from alpaca_ppo.ppo.device_rows import (
+    PRIVILEGED_KEYS,
+    ROW_KEYS,
+    DeviceBatch,
+    DeviceRows,
+    longest_lengths,
+    row_tensors,
+)
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
 from alpaca_ppo.registry import GENERATION_BACKENDS
@@ -72,18 +79,25 @@ class EvaluationSettings:
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
-    """One batch of all prompts of `batches` (at least one), padded on the left to the longest Q."""
-    width = max(batch["queries"].size(1) for batch in batches)
+    """One batch of all prompts of `batches` (at least one), padded on the left to the longest Q.
 
-    def widen(tensor: Tensor) -> Tensor:
-        return torch.nn.functional.pad(tensor, (width - tensor.size(1), 0))
+    It has privileged text if the first of them has: others may be dummies.
+    """
 
-    return PromptBatch(
-        queries=torch.cat([widen(batch["queries"]) for batch in batches]),
-        query_attn_masks=torch.cat([widen(batch["query_attn_masks"]) for batch in batches]),
+    def joined(key: str) -> Tensor:
+        tensors: list[Tensor] = [batch[key] for batch in batches]  # type: ignore[literal-required]
+        width = max(tensor.size(1) for tensor in tensors)
+        return torch.cat([torch.nn.functional.pad(tensor, (width - tensor.size(1), 0)) for tensor in tensors])
+
+    merged = PromptBatch(
+        queries=joined("queries"),
+        query_attn_masks=joined("query_attn_masks"),
         prompt_ids=torch.cat([batch["prompt_ids"] for batch in batches]),
         rows=[row for batch in batches for row in batch["rows"]],
     )
+    if "privileged" in batches[0]:
+        merged.update({key: joined(key) for key in PRIVILEGED_KEYS})  # type: ignore[typeddict-item]
+    return merged
 
 
 def sample_responses(
@@ -162,19 +176,19 @@ class EvaluatedRows:
     read them alike.
 
     Args:
-        samples: rows with the ROW_KEYS, on the CPU.
+        samples: rows with the ROW_KEYS, on the CPU; with the PRIVILEGED_KEYS if the critic reads more than the policy.
         settings: sizes of the passes.
         device: where the models are.
     """
 
     def __init__(self, samples: Mapping[str, Tensor], settings: EvaluationSettings, device: torch.device) -> None:
         self.settings, self.shape = settings, samples["responses"].shape
-        self._rows = {key: samples[key] for key in ROW_KEYS}
+        self._rows = row_tensors(samples)
         self._group = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
         self._device = device
         self._chunks: dict[bool, list[list[int]]] = {}
         self._batches: dict[bool, list[DeviceBatch]] = {}
-        self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
+        self._packed: dict[tuple[bool, int, RowLayout, bool], PackedRows] = {}
 
     def passes(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
         """The rows of each pass of `model`, their tensors on the device, and what `model.pack` returns for them."""
@@ -184,13 +198,15 @@ class EvaluatedRows:
             self._batches[free] = list(DeviceRows(self._rows, self._chunks[free], self._device))
         for number, (rows, batch) in enumerate(zip(self._chunks[free], self._batches[free], strict=True)):
             if isinstance(model, Policy):
-                packed: Any = self._pack(batch, (free, number, model.layout))
+                packed = self._pack(batch, (free, number, model.layout, False))
+                yield rows, [batch.device[key] for key in ROW_KEYS], packed
             else:
-                packed = tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
-            yield rows, list(batch.device.values()), packed
+                policys, critics = model.layouts
+                keys = (free, number, policys, False), (free, number, critics, "privileged" in self._rows)
+                yield rows, list(batch.device.values()), tuple(self._pack(batch, key) for key in keys)
 
     def _divide(self, padding_free: bool) -> list[list[int]]:
-        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
+        lengths = longest_lengths(self._rows).tolist()
         settings = self.settings
         if padding_free and settings.max_tokens is not None:
             chunks = chunks_by_tokens(lengths, settings.max_tokens, group=self._group)
@@ -198,10 +214,12 @@ class EvaluatedRows:
             chunks = chunks_by_length(lengths, settings.per_device_batch_size)
         return chunks + [[] for _ in range(settings.most_passes(len(chunks)) - len(chunks))]
 
-    def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
+    def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout, bool]) -> PackedRows:
         if key not in self._packed:
+            _, _, layout, privileged = key
             # On the CPU: the device need not be asked for lengths.
-            self._packed[key] = pack_rows(*batch.host.values(), **key[-1]._asdict(), device=self._device)
+            rows = critic_rows(*batch.host.values()) if privileged else [batch.host[name] for name in ROW_KEYS]
+            self._packed[key] = pack_rows(*rows, **layout._asdict(), device=self._device)
         return self._packed[key]
 
 
@@ -257,8 +275,8 @@ class RolloutCollector:
         scorer: the reward sources.
         chunk_size: tokens whose logits are in memory at once.
         per_device_batch_size: responses sampled or evaluated at once.
-        row_tokens: most tokens of prompt and response; without padding, as many tokens are evaluated at once as
-            `per_device_batch_size` such rows have.
+        row_tokens: most tokens of a row in any pass (`PPOConfig.longest_row`); without padding, as many tokens are
+            evaluated at once as `per_device_batch_size` such rows have.
     """
 
     accelerator: Accelerator

@@ -42,7 +42,7 @@ class TokenBudget:
     def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int) -> None:
         self.padding_free, self._num_ranks = padding_free, num_ranks
         self._rows, self._step_rows = args.step_per_device_batch_size, args.step_batch_size
-        self._row_tokens = args.query_len + args.response_len
+        self._row_tokens = args.longest_row
         # On one process nobody waits for others, and no number moves from what it was without token budgets.
         self._equal_rows = args.max_tokens_per_micro_batch is None and not padding_free and num_ranks == 1
         self.configured = args.micro_batch_tokens
@@ -54,7 +54,7 @@ class TokenBudget:
         """The micro-batches of each rank, the same on every rank.
 
         Args:
-            lengths: tokens (prompt and response) of each row of the optimizer step.
+            lengths: tokens of each row of the optimizer step, in the pass where it has the most.
         """
         if self.padding_free:
             return plan_micro_batches(lengths, num_ranks=self._num_ranks, max_tokens=self.max_tokens)

@@ -30,9 +30,9 @@ from alpaca_ppo.distributed.optimizer import (
 )
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
-from alpaca_ppo.functional.packing import PackedRows, row_lengths
+from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
+from alpaca_ppo.ppo.device_rows import DeviceRows, longest_lengths, row_tensors, upload
 from alpaca_ppo.ppo.dropped_rows import trained_rows
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms, step_denominators
@@ -174,7 +174,7 @@ class Updater:
         that did not fit into memory. If there are any, the gradient is incomplete and must be dropped.
         """
         mask = rollouts["response_mask"][rows]
-        lengths = row_lengths(rollouts["query_attn_masks"][rows], mask).tolist()
+        lengths = longest_lengths(rollouts)[rows].tolist()
         plan = self.budget.plan(lengths)[self.accelerator.process_index]
         stats, failure, self._faults = StatsAccumulator(), None, []
         # Gradients of an update that was skipped or interrupted, or did not fit into memory, must not reach this one.
@@ -368,8 +368,8 @@ class Updater:
         try:
             for batch in DeviceRows(_tensors(rollouts), chosen, device):
                 # Once for the passes of critic and policy; on the CPU, so that no length is asked of the device.
-                self._packed = pack(*(batch.host[key] for key in ROW_KEYS), device=device)
-                self._packed_tensors = [(batch.device[key], batch.device[key]._version) for key in ROW_KEYS]
+                self._packed = pack(*row_tensors(batch.host).values(), device=device)
+                self._packed_tensors = [(tensor, tensor._version) for tensor in row_tensors(batch.device).values()]
                 micro: Any = {**batch.device, **common}
                 yield micro
         finally:
@@ -380,8 +380,9 @@ class Updater:
 
         A `compute_loss` may have replaced or changed them.
         """
-        known = zip(ROW_KEYS, self._packed_tensors, strict=False)
-        same = all(batch[key] is tensor and tensor._version == version for key, (tensor, version) in known)
+        tensors, known = list(row_tensors(batch).values()), self._packed_tensors
+        pairs = zip(tensors, known, strict=False)
+        same = len(tensors) == len(known) and all(t is own and t._version == version for t, (own, version) in pairs)
         return self._packed if same else None
 
     def _apply_gradients(self, prompt_ids: Tensor, part: Part) -> GradNorms:

@@ -32,6 +32,7 @@ from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
+from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
@@ -66,8 +67,9 @@ class PPOTrainer(BaseTrainer):
         train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
         eval_dataset: held-out rows of the same form, for `evaluate`.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
-        value_model: what the critic starts from: the `final/value` folder of a run with the same `critic_layout`, or,
-            for a critic with a backbone of its own, a sequence classifier with one label.
+        value_model: what the critic starts from, by default the policy: the `final/value` folder of a run with the same
+            `critic_layout`, or, for a critic with a backbone of its own, a sequence classifier with one label or a
+            causal language model of any size with the policy's tokenizer.
         ref_model: the reference policy; by default chosen by `args.reference`.
         peft_config: a `peft.LoraConfig`: the policy's base is frozen, and adapters are trained.
         reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
@@ -113,7 +115,7 @@ class PPOTrainer(BaseTrainer):
         self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args)
         self.eval_prompts = None
         if eval_dataset is not None:
-            self.eval_prompts = setup.make_prompts(eval_dataset, self.processing_class, args)
+            self.eval_prompts = setup.make_prompts(eval_dataset, self.processing_class, args, privileged=False)
         self.schedule = setup.make_schedule(len(self.train_prompts), args)
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
@@ -453,10 +455,7 @@ class PPOTrainer(BaseTrainer):
 
     def _forward(self, batch: Any, **parts: bool) -> ActorCriticOutputs:
         outputs: ActorCriticOutputs = self.model(
-            batch["queries"],
-            batch["query_attn_masks"],
-            batch["responses"],
-            batch["response_mask"],
+            *row_tensors(batch).values(),
             value_taus=batch.get("value_taus"),
             temperature=self.args.temperature,
             chunk_size=self.args.logprob_chunk_size,

@@ -36,8 +36,10 @@ from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.tracking.run_log import RunLog
 
 
-def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> PromptDataset:
+def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, *, privileged: bool = True) -> PromptDataset:
     """The tokenized prompts of `dataset`; overlong ones are dropped or raise an error (`overlong_prompts`).
+
+    Without `privileged` they have no text of `privileged_column`: evaluation runs no critic.
 
     Raises:
         ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary.
@@ -50,6 +52,8 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig) -> Prompt
         prompt_column=args.prompt_column,
         prompt_template=args.prompt_template,
         overlong=args.overlong_prompts,
+        privileged_column=args.privileged_column if privileged else None,
+        privileged_len=args.privileged_len,
     )
 
 
@@ -97,9 +101,9 @@ def make_sampling_params(
     """
     policy: Any = actor_critic.policy.model
     check_positions(policy.config, args)
-    backbone: Any = None if actor_critic.critic is None else actor_critic.critic.backbone
-    if backbone is not None:
-        check_positions(backbone.config, args, owner="critic")
+    if actor_critic.critic is not None:
+        backbone: Any = actor_critic.critic.backbone
+        check_positions((policy if backbone is None else backbone).config, args, owner="critic", privileged=True)
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     turn_end = resolve_turn_end(processing_class) if chat else None
@@ -254,7 +258,7 @@ def make_collector(
         scorer=scorer,
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
-        row_tokens=args.query_len + args.response_len,
+        row_tokens=args.longest_row,
     )
 
 

@@ -114,6 +114,19 @@ CASES: dict[str, Case] = {
         value_loss="huber", cliprange_value=0.05, vf_coef=2.0, ppo_epochs=3, sources=("tokens",), holes=True
     ),
     "scalar, bounded": case(value_min=-0.05, value_max=0.02, vf_coef=2.0, ppo_epochs=3, lam=0.5),
+    "scalar, privileged": case(
+        privileged_column="hint", privileged_len=3, rollout_batch_size=3, num_return_sequences=2, holes=True, lam=0.5
+    ),
+    "quantile, privileged, adapter": case(
+        critic="quantile",
+        num_quantiles=4,
+        critic_layout="adapter",
+        lora=True,
+        privileged_column="hint",
+        privileged_len=4,
+        critic_pretraining_steps=1,
+        lam=0.5,
+    ),
     "c51": case(critic="c51", num_atoms=7, value_min=-4.0, value_max=4.0),
     "c51, narrow support": case(
         critic="c51",

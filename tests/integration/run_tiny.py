@@ -41,6 +41,7 @@ from tests.tiny_runs import (  # noqa: E402
     LargestFile,
     Steep,
     count_even,
+    hinted_prompts,
     poisoned,
     prompts,
     tiny_trainer,
@@ -125,6 +126,8 @@ def made_trainer(
         arguments["reward_funcs"] = partial(noisy_reward, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     if flaky:
         arguments["reward_funcs"] = [count_even, flaky_reward]
+    if "privileged_column" in overrides:
+        arguments["train_dataset"] = hinted_prompts()
     if eval_prompts:
         arguments["eval_dataset"] = prompts(eval_prompts)
     arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []

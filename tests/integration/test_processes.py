@@ -47,7 +47,7 @@ RUNS = {
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
-    "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
+    "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum", "privileged_column=hint"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
     "lora_separate": (
@@ -70,6 +70,7 @@ RUNS = {
         "rollout_batch_size=3",
         "num_return_sequences=2",
         "eval_prompts=5",
+        *("privileged_column=hint", "privileged_len=3"),
     ),
     # A loss that is NaN on one rank.
     "skipping": SKIPPING,

@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     on_disk = AutoModelForCausalLM.from_pretrained(folder / "policy")
     get_peft_model(on_disk, LoraConfig(**LORA)).save_pretrained(folder / "adapter")
     tiny_sequence_classifier("llama", hidden_size=64).save_pretrained(folder / "wide")
+    tiny_causal_lm("llama", hidden_size=16, num_hidden_layers=1).save_pretrained(folder / "small")
     return folder
 
 
@@ -36,6 +37,7 @@ def lora():
 CASES = {
     "separate": lambda folder: ({}, {}),
     "wide critic": lambda folder: ({"value_model": str(folder / "wide")}, {}),
+    "small language model": lambda folder: ({"value_model": str(folder / "small")}, {}),
     "wide critic from the reward": lambda folder: (
         {"reward_funcs": [count_even, str(folder / "wide")], "reward_processing_classes": [None, tiny_tokenizer()]},
         {"init_value_with_reward": True},

@@ -39,8 +39,8 @@ def test_the_critic_has_one_starting_point(tmp_path):
 
 
 def test_critic_and_reference_read_the_policys_tokens(tmp_path):
-    other = tiny_sequence_classifier("llama", vocab_size=80)
-    refused(tmp_path, r"critic's vocabulary \(80\)", arguments={"value_model": other})
+    other = tiny_sequence_classifier("llama", vocab_size=60)
+    refused(tmp_path, r"critic's vocabulary \(60\)", arguments={"value_model": other})
     other = tiny_causal_lm("llama", vocab_size=80)
     refused(tmp_path, r"the reference's vocabulary \(80\)", arguments={"ref_model": other})
 
