@@ -17,10 +17,15 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora memory-table bench same-run same-numbers torture fuzz test check
+.PHONY: quickstart results overopt compare lora against-trl memory-table bench same-run same-numbers torture fuzz test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
+
+# The same training by TRL, which gets .venv-trl; AGAINST="--seeds 1 2" for fewer seeds, "--quick" for small models.
+AGAINST ?=
+against-trl: $(INSTALLED)
+	$(BIN)/python -m examples.mini_farm.against_trl $(AGAINST)
 
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table

@@ -6,6 +6,7 @@ fine-tuning to over-optimisation, on a laptop's CPU.
     python -m examples.mini_farm.overopt       one long run with a weak KL penalty
     python -m examples.mini_farm.compare       critics, KL penalties and estimators without a critic
     python -m examples.mini_farm.lora          LoRA in four critic layouts
+    python -m examples.mini_farm.against_trl   the same training by TRL
 
 The language and its annotators are in `lexicon`, `grammar`, `demonstrations` and `annotators`, the experiment is in
 `pipeline`.

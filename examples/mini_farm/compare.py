@@ -97,7 +97,7 @@ def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     base, sentences = outcomes[BASELINE], []
     for name, runs in outcomes.items():
         if name != BASELINE:
-            gold = _difference([run.gold for run in runs], [run.gold for run in base])
+            gold = difference([run.gold for run in runs], [run.gold for run in base])
             kl = fmean(run.kl for run in runs) - fmean(run.kl for run in base)
             time_ratio = fmean(run.seconds for run in runs) / fmean(run.seconds for run in base)
             sentences.append(f"{name}: {gold} in gold score, {kl:+.1f} nats, {time_ratio:.2f} times the seconds.")
@@ -111,9 +111,15 @@ def reading(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     )
 
 
-def _difference(one: Sequence[float], other: Sequence[float]) -> str:
-    error = (stdev(one) ** 2 / len(one) + stdev(other) ** 2 / len(other)) ** 0.5
-    return f"{fmean(one) - fmean(other):+.2f} ± {error:.2f}"
+def standard_error(one: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the standard error of the difference of two means, each of at least two numbers."""
+    return (stdev(one) ** 2 / len(one) + stdev(other) ** 2 / len(other)) ** 0.5
+
+
+def difference(one: Sequence[float], other: Sequence[float], digits: int = 2) -> str:
+    """Returns the difference of two means with its standard error, which single numbers do not have."""
+    gap = f"{fmean(one) - fmean(other):+.{digits}f}"
+    return f"{gap} ± {standard_error(one, other):.{digits}f}" if min(len(one), len(other)) > 1 else gap
 
 
 def _spread(numbers: Sequence[float | None], digits: int) -> str:

@@ -62,6 +62,23 @@ def stretches(metrics: Metrics, *, window: int) -> list[Stretch]:
     ]
 
 
+def has_overoptimised(best: Stretch, end: Stretch) -> bool:
+    """Returns whether from `best` to `end` the proxy reward has risen, and the gold score has fallen by more than four
+    standard errors of the difference.
+    """
+    return end.proxy > best.proxy and best.gold - end.gold > 4 * _error(best, end)
+
+
+def over_optimised(metrics: Metrics, *, window: int = WINDOW) -> bool:
+    """Returns whether a run has over-optimised since its `window` steps of highest gold; one of fewer steps has not."""
+    parts = stretches(metrics, window=window)
+    return bool(parts) and has_overoptimised(max(parts, key=lambda part: part.gold), parts[-1])
+
+
+def _error(best: Stretch, end: Stretch) -> float:
+    return (best.gold_error**2 + end.gold_error**2) ** 0.5
+
+
 def reading(metrics: Metrics, *, window: int = WINDOW) -> str:
     """Returns a table of start, highest gold and end of a run, and whether that shows over-optimisation.
 
@@ -74,17 +91,17 @@ def reading(metrics: Metrics, *, window: int = WINDOW) -> str:
         f"{part.kl:.1f} |"
         for name, part in (("start", parts[0]), ("highest gold", best), ("end", end))
     ]
-    rise, fall, error = end.proxy - best.proxy, best.gold - end.gold, (best.gold_error**2 + end.gold_error**2) ** 0.5
     verdict = (
         "The reward model's score rises while the annotators' falls: over-optimisation."
-        if rise > 0 and fall > 4 * error
+        if has_overoptimised(best, end)
         else "This is not over-optimisation: the run is too short, or the KL penalty too strong."
     )
     return (
         "| | PPO steps | proxy reward | gold score | KL to SFT (nats) |\n|---|---|---|---|---|\n"
         + "\n".join(lines)
-        + f"\n\nFrom the steps of highest gold to the end, the proxy reward changed by {rise:+.2f} and the gold "
-        f"score by {-fall:+.2f} ± {error:.2f}. {verdict}"
+        + f"\n\nFrom the steps of highest gold to the end, the proxy reward changed by "
+        f"{end.proxy - best.proxy:+.2f} and the gold score by {end.gold - best.gold:+.2f} ± {_error(best, end):.2f}. "
+        f"{verdict}"
     )
 
 

@@ -1,9 +1,10 @@
-"""Two figures: the curves of PPO runs, and the over-optimisation of a long run."""
+"""Three figures: the curves of PPO runs, the over-optimisation of a long run, and two programs at equal KL."""
 
 import json
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -29,6 +30,21 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def smooth(numbers: Sequence[float], *, window: int = 5) -> list[float]:
     """Returns the running mean over the last `window` steps, or over fewer at the start."""
     return [sum(part) / len(part) for part in (numbers[max(0, i + 1 - window) : i + 1] for i in range(len(numbers)))]
+
+
+def gold_at(metrics: Metrics, kl: float) -> float | None:
+    """Returns a run's gold score where its KL first reaches `kl` nats; None if it never does.
+
+    Both are means over 5 steps, and interpolated between two steps linearly.
+    """
+    kls, golds = (smooth([row[key] for row in metrics]) for key in (KL, GOLD))
+    for i, reached in enumerate(kls):
+        if reached >= kl:
+            if i == 0:
+                return golds[0]
+            share = (kl - kls[i - 1]) / (reached - kls[i - 1])
+            return golds[i - 1] + share * (golds[i] - golds[i - 1])
+    return None
 
 
 def plot_run(runs: Mapping[str, Metrics], summaries: Sequence[Summary], path: Path) -> None:
@@ -74,6 +90,72 @@ def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
         axis.grid(alpha=0.25)
         axis.legend()
     _save(figure, path)
+
+
+def plot_frontier(programs: Mapping[str, Sequence[Metrics]], summaries: Sequence[Summary], path: Path) -> None:
+    """Writes gold against KL along the runs of two programs, and gold by step.
+
+    Args:
+        programs: the runs of each program, one for each seed.
+        summaries: the held-out lines: the supervised model, best-of-n, then a line for each run, whose method begins
+            with the program's name.
+        path: the file.
+    """
+    figure, axes = pyplot.subplots(1, 2, figsize=(14, 6), layout="constrained", sharey=True)
+    figure.suptitle("Gold score of two programs (thin: a seed, mean of 5 steps; thick: mean of the seeds)", fontsize=14)
+    # Told apart without colour, too: by the line, the marker and the brightness.
+    styles = (("#1b3a6b", "-", "o", "full"), ("#e08a1e", "--", "s", "none"))
+    for (name, runs), (colour, line, marker, fill) in zip(programs.items(), styles, strict=True):
+        golds = [smooth([row[GOLD] for row in metrics]) for metrics in runs]
+        for metrics, gold in zip(runs, golds, strict=True):
+            axes[0].plot(smooth([row[KL] for row in metrics]), gold, line, color=colour, alpha=0.35, linewidth=1)
+            axes[1].plot([row["step"] for row in metrics], gold, line, color=colour, alpha=0.35, linewidth=1)
+        mean = _mean_frontier(runs)
+        axes[0].plot(*mean, line, color=colour, linewidth=3, label=f"{name}, in training")
+        shared = [fmean(step) for step in zip(*golds, strict=False)]
+        axes[1].plot(range(1, len(shared) + 1), shared, line, color=colour, linewidth=3, label=name)
+        points = [summary for summary in summaries[2:] if summary.method.startswith(name)]
+        axes[0].errorbar(
+            [point.kl for point in points],
+            [point.gold for point in points],
+            yerr=[2 * point.gold_error for point in points],
+            fmt=marker,
+            fillstyle=fill,
+            color=colour,
+            markersize=8,
+            capsize=3,
+            label=f"{name}, held-out ± 2 s.e.",
+        )
+    for point, marker in zip(summaries[:2], ("D", "^"), strict=True):
+        axes[0].plot(point.kl, point.gold, marker, color="black", markersize=8, label=point.method)
+    # In Gao et al. (arXiv:2210.10760), gold is a function of the root of the KL.
+    axes[0].set_xscale("function", functions=(lambda kl: abs(kl) ** 0.5, lambda root: root**2))
+    axes[0].set_xlim(left=0)
+    ticks = [tick for tick in (0.25, 1, 2, 4, 6, 9, 12, 16, 25, 36, 49, 64, 100) if tick <= axes[0].get_xlim()[1]]
+    axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[0].set(
+        title="Against KL",
+        xlabel="KL to the supervised model (nats per answer, scale of its root)",
+        ylabel="annotators' gold score",
+    )
+    axes[1].set(title="Over time", xlabel="rollouts")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.legend(loc="lower right")
+    _save(figure, path)
+
+
+def _mean_frontier(runs: Sequence[Metrics]) -> tuple[list[float], list[float]]:
+    """Returns KLs that all runs reached, and the mean gold score at each."""
+    kls, golds = [], []
+    for root in range(1, 201):
+        found = [gold_at(metrics, (0.05 * root) ** 2) for metrics in runs]
+        known = [gold for gold in found if gold is not None]
+        if len(known) < len(found):
+            break
+        kls.append((0.05 * root) ** 2)
+        golds.append(fmean(known))
+    return kls, golds
 
 
 def _shade(number: int, runs: Mapping[str, Metrics], alone: str) -> str:

@@ -10,7 +10,7 @@ from alpaca_ppo.atomic_io import write_text_atomically
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 TITLE = "# Results of the laptop laboratory"
-SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared", "LoRA")
+SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared", "LoRA", "Against TRL")
 """In the order of the report."""
 
 

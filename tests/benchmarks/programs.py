@@ -1,10 +1,8 @@
-"""The programs of the benchmark as processes that take turns, and TRL's virtual environment."""
+"""The programs of the benchmark as processes that take turns."""
 
-import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +14,9 @@ import alpaca_ppo
 from tests.benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
-TRL = "1.12.0"
-"""The last version that has PPO."""
 WARM_UP = 5
 """Steps before those that are measured. By then a run with `old_policy: auto` has compared sampler and trainer twice
 since its policy left the reference, and no longer computes the old log-probs itself."""
-SHARED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
-"""Installed for TRL in the versions that this environment has, so that only the trainers differ."""
 
 
 @dataclass(frozen=True)
@@ -121,29 +115,3 @@ def take_turns(programs: Sequence[Program], rounds: int) -> list[list[Step]]:
             turn = (i + number) % len(programs)
             steps[turn].append(programs[turn].step())
     return steps
-
-
-def trl_python(folder: Path) -> str | None:
-    """The Python of a virtual environment at `folder` with TRL, which is made if it does not exist. None, with the
-    reason printed, if TRL cannot be installed.
-    """
-    python = folder / "bin/python"
-    # A version such as 2.13.0+cpu is found under 2.13.0.
-    versions = {name: importlib.metadata.version(name).split("+")[0] for name in SHARED_PACKAGES} | {"trl": TRL}
-    found = (
-        f"import importlib.metadata as m; assert {{n: m.version(n).split('+')[0] for n in {versions}}} == {versions}"
-    )
-    probe = [str(python), "-c", found]
-    if python.exists() and subprocess.run(probe, capture_output=True).returncode == 0:
-        return str(python)
-    install = [str(python), "-m", "pip", "install", *(f"{name}=={version}" for name, version in versions.items())]
-    print(f"installing TRL {TRL} in {folder}", flush=True)
-    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, probe):
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            error = (result.stderr or result.stdout).strip().splitlines()
-            print(
-                f"no TRL, so no comparison with it: {' '.join(command)} failed:\n" + "\n".join(error[-3:]), flush=True
-            )
-            return None
-    return str(python)
