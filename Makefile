@@ -17,10 +17,14 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora memory-table bench same-run same-numbers torture fuzz test check
+.PHONY: quickstart results overopt compare lora long-horizon memory-table bench same-run same-numbers torture fuzz test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
+
+# Row by row: interrupted, it continues with the row that it was at; hours on two cores.
+long-horizon: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.long_horizon.table
 
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
