@@ -62,6 +62,7 @@ def check_combinations(config: Any) -> None:
     _check_sizes(config)
     _check_best_metric(config)
     _check_sampling(config)
+    _check_overlong(config)
     if config.push_to_hub and not config.hub_model_id:
         raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
 
@@ -260,7 +261,21 @@ def _check_best_metric(config: Any) -> None:
         )
 
 
+def _check_overlong(config: Any) -> None:
+    length = config.overlong_buffer_len
+    if length is not None and length > config.response_len:
+        raise ValueError(
+            f"overlong_buffer_len ({length}) is larger than response_len ({config.response_len}), so the penalty would "
+            f"begin before the first token; set it to {config.response_len} or less, or to null"
+        )
+
+
 def _check_sampling(config: Any) -> None:
+    if config.dynamic_sampling and config.num_return_sequences == 1:
+        raise ValueError(
+            "dynamic_sampling is True, but num_return_sequences is 1, and a single response has no score to differ "
+            "from; set num_return_sequences to 2 or more, or dynamic_sampling: false"
+        )
     if not config.eval_do_sample and (config.eval_top_p is not None or config.eval_top_k is not None):
         raise ValueError(
             f"eval_top_p ({config.eval_top_p}) and eval_top_k ({config.eval_top_k}) apply to sampled responses only; "

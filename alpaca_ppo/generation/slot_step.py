@@ -17,7 +17,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_cache import visible_columns
 from alpaca_ppo.generation.stopping_criteria import StopRule
 from alpaca_ppo.generation.token_sampling import choose_tokens
-from alpaca_ppo.models.packed_attention import dense_attention
+from alpaca_ppo.models.packed_attention import AttentionSettings, dense_attention
 
 
 class StepCache(Protocol):
@@ -230,24 +230,15 @@ class SlotAttention:
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Returns (slots, 1, heads, width) for query (slots, heads, 1, d), key (slots, kv_heads, columns, d) and value
         (slots, kv_heads, columns, width).
         """
-        plain = softcap is None and sinks is None
-        mask = self._bias(sliding_window, query.dtype) if plain else self._allow(sliding_window)
-        attended = dense_attention(query, key, value, mask, scaling=scaling, softcap=softcap, sinks=sinks)
-        return attended.transpose(1, 2)
+        window = settings.sliding_window
+        plain = settings.softcap is None and settings.sinks is None
+        mask = self._bias(window, query.dtype) if plain else self._allow(window)
+        return dense_attention(query, key, value, mask, settings).transpose(1, 2)
 
     def _allow(self, sliding_window: int | None) -> Tensor:
         """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 
 from alpaca_ppo.functional.packing import PackedRows, Span
-from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention, is_installed
+from alpaca_ppo.models.packed_attention import DUMMY_MASK, AttentionSettings, dense_attention, is_installed
 
 
 class RowLayout(NamedTuple):
@@ -74,19 +74,12 @@ class PackedSequences:
         return cls([Span(end - length, length) for end, length in zip(accumulate(lengths), lengths, strict=True)])
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
-        window = None if sliding_window is None or sliding_window >= self.longest else sliding_window
+        scaling, window, softcap, sinks = settings
+        if window is not None and window >= self.longest:
+            window = None
         if softcap is None and sinks is None and (dtype := kernel_serves(query, key, value, window=window)):
             heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
             return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
@@ -106,7 +99,7 @@ class PackedSequences:
             allowed = None
             if prefix or (window is not None and length > window):
                 allowed = self._mask(window, query.device)[prefix : prefix + length, : prefix + length]
-            out = dense_attention(q, k, v, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+            out = dense_attention(q, k, v, allowed, settings)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0)
 
@@ -241,8 +234,7 @@ def kernel_works(
         else:
             q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in inputs)
             # Tensors on the CPU never take the kernel.
-            options: Any = {"scaling": None, "sliding_window": window, "softcap": None, "sinks": None}
-            out = PackedSequences(spans).attend(nn.Identity(), q, k, v, **options)[0]
+            out = PackedSequences(spans).attend(nn.Identity(), q, k, v, AttentionSettings(sliding_window=window))[0]
         return [out.detach(), *torch.autograd.grad((out * parts[3]).sum(), inputs)]
 
     try:

@@ -32,6 +32,7 @@ from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater, planned_steps
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.tracking.run_log import RunLog
 
 
@@ -172,6 +173,15 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
 def _reward_tokenizer(args: PPOConfig) -> Any:
     name, trust = args.reward_adapter, args.trust_remote_code
     return load_processing_class(str(name), trust_remote_code=trust, field="reward_adapter")
+
+
+def make_penalties(args: PPOConfig) -> Penalties:
+    """What is taken from scores for how a response ends."""
+    return Penalties(
+        missing_stop=args.penalty_reward_value,
+        overlong_buffer_len=args.overlong_buffer_len,
+        overlong_factor=args.overlong_penalty_factor,
+    )
 
 
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:

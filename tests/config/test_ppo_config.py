@@ -97,6 +97,13 @@ from tests.registered import temporary_choices
         ({"k_beta": 5.0}, "k_beta is 5.0; it must be above 0 and below 5"),
         ({"push_to_hub": True}, "hub_model_id is not set"),
         ({"eval_top_p": 0.9}, r"eval_top_p \(0.9\) and eval_top_k \(None\) apply to sampled responses only"),
+        ({"dynamic_sampling": True}, "dynamic_sampling is True, but num_return_sequences is 1, .* 2 or more"),
+        ({"max_sampling_rounds": 0}, "max_sampling_rounds is 0; it must be at least 1"),
+        (
+            {"overlong_buffer_len": 6, "response_len": 5},
+            r"overlong_buffer_len \(6\) is larger than response_len \(5\), .* set it to 5 or less, or to null",
+        ),
+        ({"overlong_penalty_factor": -1.0}, "overlong_penalty_factor is -1.0; it must be at least 0"),
         ({"truncate_after": 3}, "truncate_tokens is not set"),
         ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, hl_gauss, quantile, iqn"),
         ({"num_atoms": 1}, "num_atoms is 1; it must be at least 2"),

@@ -99,10 +99,10 @@ def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str,
 def test_idle_slots_see_something_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = model_of("gemma3", sliding_window=4), slot_step.dense_attention
 
-    def strict(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+    def strict(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *settings: Any) -> Tensor:
         # Some kernels answer NaN here.
         assert (mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()
-        return plain(query, key, value, mask, **kwargs)
+        return plain(query, key, value, mask, *settings)
 
     monkeypatch.setattr(slot_step, "dense_attention", strict)
     # The longest row ends after three tokens, the others after up to twelve.
