@@ -2,7 +2,7 @@
 
 A prompt is a list of 30 nouns of an invented language, such as `ba fo ki ... write`. The response writes the plural of
 one after the other and counts its mistakes so far, as in `s1 : ba -> bat ; m1 s2 : fo -> fon ; m1`, and ends. A plural
-ends in n or t, and no rule says which: it has to be known for each of the 60 nouns. The grade depends on the share of
+ends in n or t, and no rule says which: it has to be known for each of the 100 nouns. The grade depends on the share of
 right plurals and is known only at the end.
 
 The teacher has a habit for each noun: how often it writes the right plural. It is mostly wrong about some. A model of
@@ -20,7 +20,7 @@ from typing import Any
 STEPS = 30
 """Steps of a text, each a decision."""
 TOKENS_PER_STEP = 7
-NOUNS = tuple(consonant + vowel for consonant in "bdfgklmprstv" for vowel in "aeiou")
+NOUNS = tuple(consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou")
 ENDINGS = "nt"
 FORMS = tuple(noun + ending for noun in NOUNS for ending in ENDINGS)
 LABELS = tuple(f"s{number}" for number in range(1, STEPS + 1))
