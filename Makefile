@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl memory-table bench same-run same-numbers torture fuzz test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon memory-table bench same-run same-numbers torture fuzz test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -26,6 +26,10 @@ quickstart results overopt compare lora: $(INSTALLED)
 AGAINST ?=
 against-trl: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.against_trl $(AGAINST)
+
+# Row by row: interrupted, it continues with the row that it was at; hours on two cores.
+long-horizon: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.long_horizon.table
 
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table

@@ -1,0 +1,129 @@
+"""The task of the long horizon, the flags of its rows, and the table, from runs that are only written down."""
+
+import json
+import random
+
+import pytest
+from PIL import Image
+
+from alpaca_ppo import PPOConfig, parse_args
+from alpaca_ppo.config.parser import read_yaml
+from examples.long_horizon import table
+from examples.long_horizon.base import build_tokenizer
+from examples.long_horizon.pipeline import Experiment, HorizonArguments
+from examples.long_horizon.results import outcome_of
+from examples.long_horizon.rows import ABLATIONS, PPO, ROWS, VAPO, Sizes, settings_of
+from examples.long_horizon.task import (
+    FORMS,
+    PLURALS,
+    QUERY_LEN,
+    RESPONSE_LEN,
+    STEPS,
+    Teacher,
+    draw_prompt,
+    grades,
+    right_steps,
+)
+
+PRESET = HorizonArguments().preset
+
+
+@pytest.fixture(scope="module")
+def text():
+    """A prompt and a text of the teacher for it."""
+    generator = random.Random(3)
+    prompt = draw_prompt(generator)
+    return prompt, Teacher(0).write(prompt, generator)
+
+
+def test_prompt_and_response_fill_the_lengths_of_the_preset_with_one_token_a_word(text):
+    tokens = [build_tokenizer()(part)["input_ids"] for part in text]
+    assert [len(part) for part in tokens] == [QUERY_LEN, RESPONSE_LEN - 1]
+    assert (read_yaml(PRESET)["query_len"], read_yaml(PRESET)["response_len"]) == (QUERY_LEN, RESPONSE_LEN)
+    unknown = build_tokenizer().unk_token_id
+    assert unknown not in tokens[0] + tokens[1]
+
+
+def test_the_teacher_counts_its_mistakes(text):
+    prompt, written = text
+    counts = [int(word.removeprefix("m")) for word in written.split()[6::7]]
+    assert counts == [sum(not right for right in right_steps(prompt, written)[:n]) for n in range(1, STEPS + 1)]
+    assert 0 < sum(right_steps(prompt, written)) < STEPS
+
+
+def test_a_step_is_right_on_its_own_and_its_count_earns_nothing(text):
+    prompt, written = text
+    steps = [f"s{n} : {noun} -> {PLURALS[noun]} ; m0" for n, noun in enumerate(prompt.split()[:STEPS], start=1)]
+    assert all(right_steps(prompt, " ".join(steps)))
+    noun = prompt.split()[4]
+    wrong = next(form for form in FORMS if form[:2] == noun and form != PLURALS[noun])
+    steps[4] = steps[4].replace(PLURALS[noun], wrong)
+    assert [n for n, right in enumerate(right_steps(prompt, " ".join(steps))) if not right] == [4]
+    # 29 of 30 steps: 5 * (2 * 29/30 - 1). An empty text: -5. Without its first word nothing is in place.
+    given = [" ".join(steps), "", " ".join(steps)[3:]]
+    assert grades([prompt] * 3, given) == pytest.approx([14 / 3, -5, -5])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_a_valid_configuration_with_as_many_samples_as_the_others(name):
+    flags = [str(part) for key, value in settings_of(name, Sizes(32, 640)).items() for part in (f"--{key}", value)]
+    (args,) = parse_args([PPOConfig], ["--config", PRESET, *flags, "--output_dir", "unused"])
+    assert args.rollout_batch_size * args.num_return_sequences == 32
+    assert args.total_episodes * args.num_return_sequences == 640
+
+
+def test_every_ablation_differs_from_the_recipe():
+    whole = settings_of(VAPO, Sizes(32, 640))
+    assert all(settings_of(name, Sizes(32, 640)) != whole for name in ABLATIONS)
+
+
+def test_an_unknown_row_is_refused():
+    with pytest.raises(ValueError, match="no row 'PPPO'"):
+        settings_of("PPPO", Sizes(32, 640))
+    with pytest.raises(ValueError, match=r"no rows \['PPPO'\]"):
+        table.TableArguments(rows=["PPPO", VAPO])
+    with pytest.raises(ValueError, match="VAPO"):
+        table.TableArguments(rows=[PPO])
+    with pytest.raises(ValueError, match="two different seeds"):
+        table.TableArguments(ablation_seeds=[1, 1])
+
+
+def write_run(folder, right, *, critic):
+    """A run whose held-out grade rises from 1 to the grade of `right` % right steps."""
+    grade = 5 * (2 * right / 100 - 1)
+    step = {"objective/kl_sum_seq": 1.5, "time/step": 2.0} | ({"ppo/val/explained_variance": 0.4} if critic else {})
+    rows = [
+        {"step": 0, "eval/scores": 1.0, "eval/kl_sum_seq": 0.0},
+        {"step": 1, "objective/scores": 1.0, **step},
+        {"step": 2, "objective/scores": grade, "eval/scores": grade, "eval/kl_sum_seq": 3.0, **step},
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_outcome_of_a_run_is_read_from_its_metrics(tmp_path):
+    outcome = outcome_of(write_run(tmp_path, 80, critic=True))
+    assert outcome.curve == pytest.approx([60, 80])
+    assert (outcome.right_before, outcome.right, outcome.mean_right) == pytest.approx((60, 80, 70))
+    assert (outcome.kl, outcome.explained_variance, outcome.seconds, outcome.seconds_per_step) == (3.0, 0.4, 4.0, 2.0)
+
+
+def test_the_table_says_by_how_much_the_recipe_is_ahead(tmp_path, monkeypatch):
+    right = {VAPO: 90, PPO: 80, "GRPO, 4 samples": 88}
+
+    def run(_, row, *, seed):
+        return write_run(tmp_path / f"{row} {seed}", right[row] + 2 * seed, critic="GRPO" not in row)
+
+    monkeypatch.setattr(Experiment, "run", run)
+    common = ["--root", str(tmp_path), "--report", str(tmp_path / "RESULTS.md"), "--rows", *right]
+    outcomes = table.main([*common, "--seeds", "1", "2", "--ablation_seeds", "1", "2"])
+    assert [run.right for run in outcomes[VAPO]] == pytest.approx([92, 94])
+    text = (tmp_path / "RESULTS.md").read_text()
+    # The standard deviation of 92 and 94 is sqrt(2); the standard error of the difference sqrt(2/2 + 2/2) = 1.4.
+    assert "| VAPO | 2 | 93.0 ± 1.4 |" in text and "| no critic |" in text
+    assert f"- against {PPO}: +10.0 ± 1.4" in text and "- against GRPO, 4 samples: +2.0 ± 1.4" in text
+    assert "ahead of 1 of 2 of the rows" in text
+    assert str(tmp_path) not in text
+    with Image.open(tmp_path / "results.png") as image:
+        image.verify()
