@@ -22,9 +22,9 @@ def rollouts(error, **more):
     return {"values": values, "returns": RETURNS, "response_mask": MASK, **more}
 
 
-def pretraining(steps, bound):
+def pretraining(steps, bound, **options):
     said, restarted = [], []
-    args = PPOConfig(critic_pretraining_steps=steps, critic_pretraining_explained_variance=bound)
+    args = PPOConfig(critic_pretraining_steps=steps, critic_pretraining_explained_variance=bound, **options)
     return CriticPretraining(args, on_early_end=restarted.append, report=said.append), said, restarted
 
 
@@ -59,6 +59,13 @@ def test_the_last_step_is_the_last_whatever_was_explained(error, text):
 def test_a_distributional_critic_is_judged_by_its_means():
     made = pretraining(3, 0.5)[0]
     made.end_step(0, rollouts(4.0, value_means=RETURNS))
+    assert made.num_steps == 1
+
+
+def test_responses_that_give_no_gradient_do_not_count_in_what_is_explained():
+    # The critic never learns the first response, whose value is off.
+    made = pretraining(3, 0.9, mask_truncated=True)[0]
+    made.end_step(0, rollouts(100.0, stopped=tensor([False, True])))
     assert made.num_steps == 1
 
 
