@@ -194,9 +194,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def critic_explained_variance(rollouts: Rollouts, args: PPOConfig) -> float:
-    """Returns the `explained_variance` of the returns by what the critic predicted before the step's update: its
-    values, or, of a distributional critic, the means of its distributions, which no risk level shifts. It is over the
-    tokens that give a gradient.
+    """Returns the `explained_variance` of the returns that the critic learns, those of tokens that give a gradient, by
+    what it predicted before the step's update: its values, or, of a distributional critic, the means of its
+    distributions, which no risk level shifts.
     """
     predicted = rollouts.get("value_means", rollouts["values"])
     return explained_variance(predicted, rollouts["returns"], trained_mask(rollouts, args))
