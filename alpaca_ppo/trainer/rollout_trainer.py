@@ -98,7 +98,9 @@ class RolloutTrainer(BaseTrainer):
             return rollouts
         prompts = self.step_prompts(self.state.global_step)
         rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
-        return replace_uninformative(rollouts, prompts, self._redraw, max_rounds=rounds, counts=self.counts)
+        return replace_uninformative(
+            rollouts, prompts, self._redraw, args=self.args, max_rounds=rounds, counts=self.counts
+        )
 
     @contextmanager
     def in_sampling_round(self, number: int) -> Iterator[None]:
