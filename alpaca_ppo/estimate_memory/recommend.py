@@ -131,7 +131,7 @@ def changes(settings: Settings) -> list[list[Change]]:
         lora["reference"] = "adapter_off"
     # On a base in bfloat16, autocast would only add copies of the adapters.
     half: Change = {"dtype": "bfloat16", **({"bf16": False} if args.bf16 else {})}
-    layouts = ["adapter", "shared"] if adapters else ["shared"]
+    layouts = ["adapter" if adapters else "side", "shared"]
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
     default_budget, longest = args.max_tokens_per_micro_batch is None, args.query_len + args.response_len

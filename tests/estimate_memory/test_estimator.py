@@ -137,6 +137,7 @@ def fresh_state():
         # Three rows of 32 tokens, so three micro-batches of the eight.
         (False, {"reference": "copy", "max_tokens_per_micro_batch": 96}),
         (False, {"critic_layout": "shared"}),
+        (False, {"critic_layout": "side", "side_width": 128, "side_layer": 2}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),

@@ -303,6 +303,14 @@ def test_an_actor_critic_must_be_what_the_configuration_says(settings, message, 
         tiny_trainer(tmp_path, model=actor_critic, **settings)
 
 
+def test_a_side_network_must_be_what_the_configuration_says(tmp_path):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="side")
+    with pytest.raises(ValueError, match="'side_depth': 4., but the configuration asks for .*'side_depth': 1.; set"):
+        tiny_trainer(tmp_path, model=actor_critic, critic_layout="side", side_depth=1)
+    trainer = tiny_trainer(tmp_path, model=actor_critic, critic_layout="side", side_layer=1, side_width=8)
+    assert trainer.actor_critic is actor_critic
+
+
 def test_dropout_of_an_actor_critic_of_the_users_own_is_switched_off(tmp_path):
     actor_critic = ActorCritic(Policy(tiny_causal_lm("gpt2", resid_pdrop=0.5)), Critic(ScalarHead(32), None))
     stats, _ = step_once(tiny_trainer(tmp_path, model=actor_critic, critic_layout="shared"))
