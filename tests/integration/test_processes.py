@@ -44,7 +44,7 @@ RUNS = {
         *("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared", "mask_truncated=true"),
         *("truncate_tokens=[10,14,18,22,26,30,34,38,42,46]", "positive_nll_coef=0.3", "positive_nll_threshold=1"),
     ),
-    "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
+    "iqn_gspo": (*IQN, *GSPO, *SEPARATE, "critic_layout=side"),
     "rloo": RLOO,
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
