@@ -8,9 +8,6 @@ INSTALLED_FOR_TESTS := $(VENV)/.installed_for_tests
 # A worker for each core, but for so many that memory would be short.
 WORKERS ?= logical --maxprocesses 8
 
-# Waiting OpenMP threads that spin make two processes on two cores several times slower.
-export OMP_WAIT_POLICY ?= PASSIVE
-
 usable := $(shell test "$$(cat $(INSTALLED) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version 2>/dev/null)
 ifeq ($(usable),)
 .PHONY: $(INSTALLED)

@@ -70,7 +70,10 @@ class Rollouts(TypedDict, total=False):
     baseline_scores: NotRequired[Tensor]
     """(B,) float32, reward of the prompt's greedy response; for remax only."""
     rewards: Required[Tensor]
-    """(B,) float32, or (B, R) if a reward source scores tokens; after the penalty for a missing stop token."""
+    """(B,) float32, or (B, R) if a reward source scores tokens; after the penalties for a missing stop token and for
+    length."""
+    overlong_penalties: NotRequired[Tensor]
+    """(B,) float32, at most 0: the part of the rewards that punishes length; with `overlong_buffer_len`."""
     shaped_rewards: Tensor
     """(B, R) float32, set by `_shape_reward`: rewards and KL penalty of each token."""
     non_score_rewards: Tensor

@@ -297,7 +297,7 @@ def run_in_one_process(folder: Path) -> Path:
     """The output of the run that others are compared with, in a folder beside theirs."""
     own = Path(tempfile.mkdtemp(dir=folder))
     same_run.write_run(own)
-    return same_run.launch(own, "single", "full", 4, **ON_GPU)
+    return same_run.launch(own, "single", "full", same_run.MICRO_BATCHES[-1], **ON_GPU)
 
 
 def same_run_on_gpus(machine: Machine, processes: str) -> str:
@@ -305,7 +305,8 @@ def same_run_on_gpus(machine: Machine, processes: str) -> str:
     if machine.gpus < (2 if processes == "ddp" else 1):
         raise NotHere("needs two GPUs" if processes == "ddp" else "needs a GPU; the tests run it on CPUs")
     reference = run_in_one_process(machine.folder)
-    output = same_run.launch(reference.parent, processes, "full", 4, count=min(machine.gpus, 2), **ON_GPU)
+    tokens, count = same_run.MICRO_BATCHES[-1], min(machine.gpus, 2)
+    output = same_run.launch(reference.parent, processes, "full", tokens, count=count, **ON_GPU)
     found = same_run.compare(output, reference)
     figure = f"{found.tokens} responses differ, metrics by {found.metric:.1e}, weights by {found.weights:.1e}"
     return require(found.tokens == 0 and found.weights <= 1e-3, figure)

@@ -1,11 +1,11 @@
-"""Whether a run is the same on one process and on two, under DDP and ZeRO 1, 2 and 3, and for any micro-batch size:
-`python -m examples.same_run`, or `make same-run`.
+"""Whether a run is the same on one process and on two, under DDP and ZeRO 1, 2 and 3, and for any number of tokens in a
+micro-batch: `python -m examples.same_run`, or `make same-run`.
 
 Six steps of PPO on a small random Llama on the CPU, training all weights (separate critic, copied reference) and with
 LoRA (critic adapter, reference: adapter off). Each run is started as a user would, with `accelerate launch
---config_file`, and is compared with the run on one process in micro-batches of 4. Writes `examples/same_run.md`, and
-ends with an error if any token of the first step differs, a metric of that step differs by more than 1e-5, or the final
-weights by more than 1e-4.
+--config_file`, and is compared with the run on one process whose optimizer steps are one micro-batch each. Writes
+`examples/same_run.md`, and ends with an error if any token of the first step differs, a metric of that step differs by
+more than 1e-5, or the final weights by more than 1e-4.
 """
 
 import json
@@ -43,9 +43,12 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("all weights", {"critic_layout": "separate", "reference": "copy"}),
     "lora": ("LoRA", {"use_peft": True, "lora_r": 4, "critic_layout": "adapter", "reference": "adapter_off"}),
 }
-MICRO_BATCHES = (1, 2, 4)
 METRIC_BOUND, WEIGHT_BOUND = 1e-5, 1e-4
-STEPS, ROWS = 6, 16
+STEPS, ROWS, STEP_ROWS = 6, 16, 8
+QUERY_LEN, RESPONSE_LEN = 12, 12
+ROW_TOKENS = QUERY_LEN + RESPONSE_LEN
+MICRO_BATCHES = (ROW_TOKENS, 2 * ROW_TOKENS, STEP_ROWS * ROW_TOKENS)
+"""Tokens: the fewest that a micro-batch may be limited to, twice as many, and those of a whole optimizer step."""
 # Metrics that depend on time, memory or the layout of micro-batches.
 NOT_COMPARED = ("time/", "memory/", "tokens/per_second", "tokens/sampled_per_second", "ppo/padding")
 # The last two keep DeepSpeed from using a GPU.
@@ -96,11 +99,11 @@ def write_run(folder: Path) -> None:
         "model_name_or_path": str(folder / "model"),
         "reward_funcs": f"{folder / 'rewards.py'}:even",
         "dataset_name": str(folder / "train.jsonl"),
-        "query_len": 32,
-        "response_len": 12,
+        "query_len": QUERY_LEN,
+        "response_len": RESPONSE_LEN,
         "rollout_batch_size": ROWS,
         "rollout_per_device_batch_size": 8,
-        "step_batch_size": 8,
+        "step_batch_size": STEP_ROWS,
         "total_episodes": STEPS * ROWS,
         "learning_rate": 1e-3,
         "num_logged_rollouts": ROWS,
@@ -127,7 +130,7 @@ def launch(
         folder: where `write_run` wrote.
         processes: one of PROCESSES.
         trained: one of TRAINED.
-        micro_batch: rows of a micro-batch.
+        micro_batch: tokens that a micro-batch may have.
         count: number of processes; None = as in the launch configuration.
         environment: variables that are set; by default those that keep the run on the CPU.
         settings: further options of the run.
@@ -136,7 +139,7 @@ def launch(
         RuntimeError: when it fails.
     """
     output = folder / f"{processes}-{trained}-{micro_batch}"
-    given = {"output_dir": output, "step_per_device_batch_size": micro_batch, **TRAINED[trained][1], **settings}
+    given = {"output_dir": output, "max_tokens_per_micro_batch": micro_batch, **TRAINED[trained][1], **settings}
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"examples/accelerate_configs/{processes}.yaml"]
     command += [] if count is None else ["--num_processes", str(count)]
@@ -222,13 +225,15 @@ def report(rows: Rows, kl: Mapping[str, float]) -> str:
     changed = ", ".join(f"{value:.2f} nats ({TRAINED[trained][0]})" for trained, value in kl.items())
     lines = [
         f"{STEPS} steps of {ROWS} prompts on a small random Llama in float32, each run compared with the one on one "
-        f"process in micro-batches of {MICRO_BATCHES[-1]}. Metrics: largest difference in the first step, relative if "
+        f"process with at most {MICRO_BATCHES[-1]} tokens (of prompt and response) in a micro-batch, which holds all "
+        f"{STEP_ROWS} rows of an optimizer step. Micro-batches of at most {MICRO_BATCHES[0]} tokens, the most that one "
+        "row can have, are the smallest that a run accepts. Metrics: largest difference in the first step, relative if "
         "the metric is above 1. Weights: norm of the difference over the norm, for the worst tensor of the final "
         f"policy and critic. The policy has changed: its final KL per response is {changed}. "
         f"Seconds include the start of the program, on {os.cpu_count()} CPU cores, one thread per process; {packages}; "
         "`python -m examples.same_run`.",
         "",
-        "| trained | processes | micro-batch | responses that differ | metrics | weights | seconds |",
+        "| trained | processes | tokens per micro-batch | responses that differ | metrics | weights | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for (trained, processes, micro_batch), (difference, seconds) in rows.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.risk_level import parse_risk_level
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, KL_ESTIMATORS, POLICY_LOSSES
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, GENERATION_BACKENDS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
@@ -20,7 +20,7 @@ the file.
 """
 
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
-"""Metrics that only every `entropy_logging_steps`-th step has."""
+"""Metrics that only every `entropy_logging_steps`-th step has; the last one every step where it is in the loss."""
 
 _CRITIC_ONLY = (
     "lam_policy",
@@ -62,6 +62,7 @@ def check_combinations(config: Any) -> None:
     _check_sizes(config)
     _check_best_metric(config)
     _check_sampling(config)
+    _check_overlong(config)
     if config.push_to_hub and not config.hub_model_id:
         raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
 
@@ -218,11 +219,14 @@ def _check_sizes(config: Any) -> None:
                 f"{name} ({size}) is larger than the responses of a step, rollout_batch_size * num_return_sequences = "
                 f"{config.responses_per_step}; set it to {config.responses_per_step} or less"
             )
-    if config.num_return_sequences > config.rollout_per_device_batch_size:
+    # With `auto` it is not known here whether the model can be sampled in slots.
+    refills = GENERATION_BACKENDS.trait(config.generation_backend, "refills")
+    if config.num_return_sequences > config.rollout_per_device_batch_size and not refills:
         raise ValueError(
             f"num_return_sequences ({config.num_return_sequences}) is larger than rollout_per_device_batch_size "
-            f"({config.rollout_per_device_batch_size}), but a prompt's responses are sampled in one batch; raise "
-            "rollout_per_device_batch_size"
+            f"({config.rollout_per_device_batch_size}), but generation_backend {config.generation_backend!r} samples a "
+            f"prompt's responses in one batch; set rollout_per_device_batch_size to {config.num_return_sequences} or "
+            "more, or generation_backend: auto"
         )
     longest, budget = config.query_len + config.response_len, config.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
@@ -249,10 +253,10 @@ def _check_best_metric(config: Any) -> None:
             f"eval_steps ({config.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to "
             f"{config.save_steps}"
         )
-    remedies = []
-    if metric in ENTROPIES and config.entropy_logging_steps > 1:
+    remedies, in_loss = [], metric == "ppo/policy/entropy" and config.entropy_coef > 0
+    if metric in ENTROPIES and config.entropy_logging_steps > 1 and not in_loss:
         remedies.append("entropy_logging_steps: 1")
-    if metric == "objective/entropies" and config.old_policy == "auto":
+    if metric == "objective/entropies" and config.old_policy in ("auto", "rollout"):
         remedies.append("old_policy: recompute")
     if remedies:
         raise ValueError(
@@ -262,7 +266,21 @@ def _check_best_metric(config: Any) -> None:
         )
 
 
+def _check_overlong(config: Any) -> None:
+    length = config.overlong_buffer_len
+    if length is not None and length > config.response_len:
+        raise ValueError(
+            f"overlong_buffer_len ({length}) is larger than response_len ({config.response_len}), so the penalty would "
+            f"begin before the first token; set it to {config.response_len} or less, or to null"
+        )
+
+
 def _check_sampling(config: Any) -> None:
+    if config.dynamic_sampling and config.num_return_sequences == 1:
+        raise ValueError(
+            "dynamic_sampling is True, but num_return_sequences is 1, and a single response has no score to differ "
+            "from; set num_return_sequences to 2 or more, or dynamic_sampling: false"
+        )
     if not config.eval_do_sample and (config.eval_top_p is not None or config.eval_top_k is not None):
         raise ValueError(
             f"eval_top_p ({config.eval_top_p}) and eval_top_k ({config.eval_top_k}) apply to sampled responses only; "

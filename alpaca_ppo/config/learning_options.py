@@ -119,7 +119,8 @@ class LearningOptions(RolloutOptions):
     mismatch_action: Literal["stop", "warn", "ignore"] = argument(
         "stop",
         "If the log-probabilities of sampler and trainer differ by so much that an update would be meaningless: stop "
-        "(with old_policy correct, warn), warn once, or ignore, which checks nothing.",
+        "(with old_policy correct, warn), warn once, or ignore, which neither warns nor stops; old_policy auto "
+        "still compares.",
     )
     target_kl_stop: float | None = argument(
         None,

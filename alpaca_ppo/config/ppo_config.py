@@ -78,7 +78,7 @@ class PPOConfig(CriticOptions):
     padding_free: Literal["auto", True, False] = argument(
         "auto",
         "Rows of a forward pass are laid end to end without padding: where the model allows it (auto), always (an "
-        "error where it does not), or never.",
+        "error where policy, critic or reference does not; reward models are padded then), or never.",
     )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
     kept_logits_gib: float = argument(

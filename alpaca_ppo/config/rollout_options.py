@@ -31,6 +31,25 @@ class RolloutOptions(RunOptions):
         128, "Prompts per step, over all processes.", at_least=1, group="Batch sizes and epochs"
     )
     num_return_sequences: int = argument(1, "Responses sampled for each prompt.", at_least=1)
+    dynamic_sampling: bool = argument(
+        False,
+        "Replace prompts whose responses all have the same score, before any penalty, by fresh prompts of the dataset. "
+        "The number of steps and their sizes stay; the dataset is gone through faster than epochs are counted.",
+    )
+    max_sampling_rounds: int = argument(
+        3,
+        "With dynamic_sampling: times that fresh prompts are drawn in a step; prompts that have no different scores "
+        "after the last of them stay in the step.",
+        at_least=1,
+    )
+    curriculum: bool = argument(
+        False,
+        "Draw prompts that are passed about every second time more often than those that are always or never passed, "
+        "by the pass rates of the run so far.",
+    )
+    curriculum_threshold: float = argument(
+        0.0, "With curriculum: a response whose score, before any penalty, is above this has passed."
+    )
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
     step_per_device_batch_size: int = argument(
@@ -95,6 +114,17 @@ class RolloutOptions(RunOptions):
     )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
+    )
+    overlong_buffer_len: int | None = argument(
+        None,
+        "Soft overlong punishment: tokens before response_len over which a penalty on the length grows from 0 to "
+        "overlong_penalty_factor; null = no penalty.",
+        at_least=1,
+    )
+    overlong_penalty_factor: float = argument(
+        1.0,
+        "With overlong_buffer_len: what a response of response_len tokens loses, in score units.",
+        at_least=0,
     )
     whiten_rewards: bool = argument(
         False, "Scale the shaped rewards to unit variance before the advantages are estimated (AlpacaFarm)."

@@ -1,12 +1,24 @@
-"""The order of prompts: a function of the seed and the step, independent of the number of processes."""
+"""The order of prompts: a function of the seed, the step, and how many prompts earlier steps have drawn or passed
+over beyond their own (`dynamic_sampling`, `curriculum`); independent of the number of processes.
+"""
 
-from alpaca_ppo.functional.rng import seeded_permutation
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.functional.rng import seeded_generator, seeded_permutation
+
+_PART = 4096
+"""Indices that become Python integers at once: a step needs few of a large dataset."""
 
 
 class PromptSchedule:
     """The dataset indices of each step: a seeded permutation per epoch, split into steps.
 
-    The last step of an epoch may be smaller.
+    The last step of an epoch may be smaller. The permutations of all epochs, one after the other, are a sequence
+    without end, of which each step takes the next prompts. If earlier steps have drawn more than their own
+    (`extra_prompts`), a step begins so much later in the sequence; its size stays. `epoch_at` does not count these.
 
     Args:
         num_prompts: prompts in the dataset.
@@ -55,15 +67,70 @@ class PromptSchedule:
         Raises:
             ValueError: if `step` is outside the schedule.
         """
+        return self.prompts_of(step).indices
+
+    def prompts_of(self, step: int, extra_prompts: int = 0, chances: Tensor | None = None) -> "StepPrompts":
+        """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
+
+        Args:
+            step: from 0.
+            extra_prompts: drawn or passed over.
+            chances: of the dataset's prompts, as for `draw`.
+
+        Raises:
+            ValueError: if `step` is outside the schedule.
+        """
         if not 0 <= step < self.num_steps:
             raise ValueError(
                 f"step {step} is outside the schedule of {self.num_steps} steps; raise total_epochs or total_episodes"
             )
+        return StepPrompts(self, self.start(step) + extra_prompts, self.num_prompts_at(step), chances)
+
+    def start(self, step: int) -> int:
+        """Returns the place in the sequence at which `step` begins, if no step before it has drawn extra prompts."""
         epoch, within = divmod(step, self._steps_per_epoch)
-        start = within * self.rollout_batch_size
-        stop = min(start + self.rollout_batch_size, self.num_prompts, self.num_episodes - epoch * self.num_prompts)
-        indices: list[int] = seeded_permutation(self.num_prompts, self.seed, epoch)[start:stop].tolist()
-        return indices
+        return epoch * self.num_prompts + within * self.rollout_batch_size
+
+    def draw(
+        self, place: int, count: int, *, without: Collection[int] = (), chances: Tensor | None = None
+    ) -> tuple[list[int], int]:
+        """Returns the next `count` different dataset indices of the sequence, and the place after the last of them;
+        fewer if the dataset has no more. The others in between are passed over.
+
+        Args:
+            place: in the sequence, from which on they are taken.
+            count: how many.
+            without: indices to pass over.
+            chances: (num_prompts,) in (0, 1], how likely each index is to be taken at each of its places, by random
+                numbers that depend on seed and place alone; None takes all.
+        """
+        left_out = set(without)
+        count = min(count, self.num_prompts - len(left_out.intersection(range(self.num_prompts))))
+        drawn: list[int] = []
+        candidates = self._candidates(place, chances)
+        while len(drawn) < count:
+            index, after = next(candidates)
+            if index not in left_out:
+                left_out.add(index)
+                drawn.append(index)
+                place = after
+        return drawn, place
+
+    def _candidates(self, place: int, chances: Tensor | None) -> Iterator[tuple[int, int]]:
+        """The indices from `place` on that may be taken, each with the place after it, without end."""
+        while True:
+            epoch, within = divmod(place, self.num_prompts)
+            order = seeded_permutation(self.num_prompts, self.seed, epoch)[within:]
+            places = torch.arange(len(order))
+            if chances is not None:
+                # A key of its own: one number more than the permutation's.
+                generator = seeded_generator(self.seed, epoch, 0)
+                levels = torch.rand(self.num_prompts, generator=generator, dtype=torch.float64)[within:]
+                places = places[levels < chances[order]]
+            for part in torch.split(places, _PART):
+                for index, offset in zip(order[part].tolist(), part.tolist(), strict=True):
+                    yield index, place + offset + 1
+            place += len(order)
 
     def num_prompts_at(self, step: int) -> int:
         """Returns the number of prompts of `step` without building the permutation."""
@@ -72,3 +139,28 @@ class PromptSchedule:
         return min(
             self.rollout_batch_size, self.num_prompts - start, self.num_episodes - epoch * self.num_prompts - start
         )
+
+
+class StepPrompts:
+    """The prompts of one step: those that the schedule gives it, `indices`, and any number that is drawn after them.
+
+    Args:
+        schedule: of the run.
+        start: the place in the sequence at which the step begins.
+        count: the number of the step's own prompts.
+        chances: of the dataset's prompts, as for `PromptSchedule.draw`.
+    """
+
+    def __init__(self, schedule: PromptSchedule, start: int, count: int, chances: Tensor | None) -> None:
+        self._schedule, self._end, self._chances = schedule, start + count, chances
+        self.indices, self._place = schedule.draw(start, count, chances=chances)
+
+    def draw(self, count: int, *, without: Collection[int]) -> list[int]:
+        """Draws `count` more prompts that are not in `without`; fewer if the dataset has no more."""
+        drawn, self._place = self._schedule.draw(self._place, count, without=without, chances=self._chances)
+        return drawn
+
+    @property
+    def extra_prompts(self) -> int:
+        """How many prompts of the sequence the step has drawn or passed over so far, beyond its own."""
+        return self._place - self._end

@@ -61,7 +61,9 @@ def with_known_backend(args: PPOConfig, sharding: Sharding) -> PPOConfig:
     are sharded. Whether a model can be sampled in slots is found by trying it; here it is assumed.
     """
     if args.generation_backend == "auto" and sharding.stage == 3 and not args.ds3_gather_for_generation:
-        return replace(args, generation_backend="decode")
+        # A prompt's responses are then sampled together, however few rows are asked for.
+        rows = max(args.rollout_per_device_batch_size, args.num_return_sequences)
+        return replace(args, generation_backend="decode", rollout_per_device_batch_size=rows)
     return args
 
 

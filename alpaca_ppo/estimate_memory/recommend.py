@@ -9,7 +9,9 @@ from typing import Any
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.distributed.optimizer import replays_decoding
 from alpaca_ppo.estimate_memory.sharding import Sharding
+from alpaca_ppo.registry import GENERATION_BACKENDS
 
 Change = dict[str, Any]
 """New values of options: fields of PPOConfig, `use_peft`, `zero_stage`."""
@@ -134,6 +136,9 @@ def changes(settings: Settings) -> list[list[Change]]:
     layouts = ["adapter" if adapters else "side", "shared"]
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
+    # A backend that refills its slots samples a prompt's responses in any number of them.
+    refills = GENERATION_BACKENDS.trait(args.generation_backend, "refills")
+    fewest_rows = 1 if refills else args.num_return_sequences
     default_budget, longest = args.max_tokens_per_micro_batch is None, args.query_len + args.response_len
     last_stage = 0 if sharding.processes == 1 else 2 if args.load_in_4bit else 3
     return [
@@ -141,9 +146,11 @@ def changes(settings: Settings) -> list[list[Change]]:
         # It sets the default of the budget, and limits rows where they are padded.
         _halvings("step_per_device_batch_size", args.step_per_device_batch_size) if default_budget else [],
         [] if default_budget else _halvings("max_tokens_per_micro_batch", args.micro_batch_tokens, longest),
-        _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, args.num_return_sequences),
+        _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, fewest_rows),
         _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
         [{"kept_logits_gib": 0.0}] if args.kept_logits_gib else [],
+        # Frees the cache, and copies of trained weights, after each rollout.
+        [{"cuda_graphs": False}] if replays_decoding(args) and not args.use_cpu and sharding.stage != 3 else [],
         reference,
         [{"bf16": True}] if in_float32 and not args.bf16 else [],
         ([lora] if lora else []) + ([lora | half] if in_float32 else []),

@@ -1,10 +1,10 @@
 """Random numbers that depend only on integer keys, never on how often or in which order they are drawn.
 
-Two kinds: `stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, prompt,
-sample, position); `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such as the order
-of the prompts. The former use a counter-based generator, SplitMix64, in int64 tensor operations, which wrap around in
-the same way on every device. It has no state, so neither the batch that a row is in, nor the rank, nor the order of
-generation can change a token.
+Two kinds: `stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, round,
+prompt, sample, position); `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such as
+the order of the prompts. The former use a counter-based generator, SplitMix64, in int64 tensor operations, which wrap
+around in the same way on every device. It has no state, so neither the batch that a row is in, nor the rank, nor the
+order of generation can change a token.
 """
 
 import torch
@@ -14,7 +14,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def stream_keys(*, seed: int, step: int, prompt_ids: Tensor, num_return_sequences: int) -> Tensor:
+def stream_keys(
+    *, seed: int, step: int, prompt_ids: Tensor, num_return_sequences: int, sampling_round: int = 0
+) -> Tensor:
     """The key of each response's stream of random numbers, (B * num_return_sequences,) int64, prompt-major.
 
     Each coordinate selects one output of a generator that the coordinates before it seeded, so neighbouring tuples
@@ -25,11 +27,15 @@ def stream_keys(*, seed: int, step: int, prompt_ids: Tensor, num_return_sequence
         step: the step of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
         num_return_sequences: samples of each prompt.
+        sampling_round: from 0; of later rounds each has keys of its own for all prompts of the step.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), its output function.
     """
     state = torch.tensor(_signed(seed), device=prompt_ids.device)
     state = _next(_next(state, 0), step)
+    if sampling_round:
+        # Outputs that no prompt takes, because prompts count from 0.
+        state = _next(state, -sampling_round)
     samples = torch.arange(num_return_sequences, device=prompt_ids.device)
     return _next(_next(state, prompt_ids).unsqueeze(1), samples).flatten()
 

@@ -1,6 +1,7 @@
 """`generate`, the entry point of the sampler: it checks its arguments and restores the model's modes afterwards."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
+# Tensors that are kept for the next call must not be inference tensors, which only a call in inference mode may change.
+@torch.inference_mode(False)
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -29,6 +32,7 @@ def generate(
     seed: int,
     step: int,
     prompt_ids: Tensor,
+    sampling_round: int = 0,
     temperature: float = 1.0,
     do_sample: bool = True,
     top_k: int | None = None,
@@ -47,10 +51,10 @@ def generate(
 ) -> Generation:
     """Returns responses to `queries`, on the model's device, with the log-prob of each chosen token.
 
-    The random number behind a token is a function of (seed, step, prompt id, sample index, position) only. A response
-    therefore does not depend on padding, on the other rows or on their order, except through rounding inside the model.
-    The model's own generation config is ignored. The model runs in eval mode without gradients; its modes are restored
-    afterwards, also after an exception.
+    The random number behind a token is a function of (seed, step, round, prompt id, sample index, position) only. A
+    response therefore does not depend on padding, on the other rows or on their order, except through rounding inside
+    the model. The model's own generation config is ignored. The model runs in eval mode without gradients; its modes
+    are restored afterwards, also after an exception. A surrounding `torch.inference_mode` does not apply to it.
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
@@ -62,6 +66,7 @@ def generate(
         seed: seed of the run.
         step: step of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
+        sampling_round: of the step; in another round, a prompt gets other responses.
         temperature: divides the logits, for the choice of a token and for its log-prob.
         do_sample: True samples from the softmax; False takes the most likely token.
         top_k: sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax.
@@ -86,7 +91,8 @@ def generate(
 
     Raises:
         ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
-            support dropping rows, the model's logits are not finite, or the backend does not take turns.
+            support dropping rows, the model's logits are not finite, the backend does not take turns, or
+            `compile_decoding` is not possible for the model.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -102,9 +108,8 @@ def generate(
         backend=backend,
         cuda_graphs=cuda_graphs,
         compile_decoding=compile_decoding,
-        seed=seed,
-        step=step,
     )
+    params = replace(params, seed=seed, step=step, sampling_round=sampling_round)
     _check_params(params, slots, turns)
     queries, mask = (tensor.to(model.device) for tensor in _trim(queries, query_attn_masks))
     with eval_mode(model):

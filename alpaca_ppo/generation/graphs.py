@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -40,6 +41,12 @@ _WARM_UP = 2
 
 _COMPILED_SHAPES = 1024
 """The most numbers of slots and columns, over all models of the process, for which a step is compiled."""
+
+_KEPT_SETTINGS = 4
+"""Settings of the sampler, such as temperatures, whose outputs and captured steps a memory keeps: the latest ones."""
+
+_UNUSED_CACHE = 1.5
+"""The most that a kept cache may exceed what its largest call needs, as a factor."""
 
 _kept: WeakKeyDictionary[PreTrainedModel, "SlotMemory"] = WeakKeyDictionary()
 _unfit: WeakSet[PreTrainedModel] = WeakSet()
@@ -93,6 +100,7 @@ class SlotMemory:
         self.new_capture = new_capture
         self._key: SamplingParams
         self._buffers: dict[SamplingParams, tuple[SlotOutputs, StepRules]] = {}
+        """In the order of their latest calls."""
         self._steps: dict[tuple[SamplingParams, int, int, int], Step] = {}
         self._capture: Capture
         self._binding: Any = None
@@ -104,16 +112,26 @@ class SlotMemory:
         """Makes all slots idle and the outputs empty, with at least `rows` rows."""
         # What varies between the rollouts of a run reaches a step through the keys of the random numbers.
         self._key = dataclasses.replace(params, seed=0, step=0, num_return_sequences=1)
-        if self._key not in self._buffers or self._buffers[self._key][0].scratch_row < rows:
+        buffers = self._buffers.pop(self._key, None)
+        if buffers is None or buffers[0].scratch_row < rows:
+            buffers = None
+            self._drop_steps(self._key)
             dtype = torch.float64 if torch.float64 in self.precision.weights else torch.float32
             outputs = SlotOutputs.empty(rows, params, logprob_dtype=dtype, device=self._device)
-            self._buffers[self._key] = outputs, StepRules(self._key, self._device)
-            self._steps = {key: step for key, step in self._steps.items() if key[0] != self._key}
-        self.outputs, self.rules = self._buffers[self._key]
+            buffers = outputs, StepRules(self._key, self._device)
+        self._buffers[self._key] = self.outputs, self.rules = buffers
+        while len(self._buffers) > _KEPT_SETTINGS:
+            # The first key is that of the least recent call.
+            oldest = next(iter(self._buffers))
+            del self._buffers[oldest]
+            self._drop_steps(oldest)
         self.outputs.clear(params.pad_token_id)
         self.state.clear(scratch_row=self.outputs.scratch_row)
         self.cache.clear()
         self._copied, self._is_bound = None, False
+
+    def _drop_steps(self, key: SamplingParams) -> None:
+        self._steps = {step_key: step for step_key, step in self._steps.items() if step_key[0] != key}
 
     def step(self, model: PreTrainedModel, *, slots: int, columns: int) -> None:
         """Makes a decode step of the first `slots` slots over the first `columns` columns; see `decode_step`."""
@@ -137,7 +155,11 @@ class SlotMemory:
                     self._steps[key] = self._without_rows(partial(self._capture, run))
             except RuntimeError as error:
                 # A capture that an error has interrupted ends with an error of its own.
-                self._give_up(model, str(error.__context__ or error).partition("\n")[0])
+                cause = error.__context__ or error
+                if isinstance(cause, torch.OutOfMemoryError):
+                    self._do_without(model)
+                else:
+                    self._give_up(model, str(cause).partition("\n")[0])
         self._steps.get(key, run)()
 
     def _drop_outdated(self, model: PreTrainedModel) -> None:
@@ -152,15 +174,28 @@ class SlotMemory:
 
     def _give_up(self, model: PreTrainedModel, reason: str) -> None:
         """Runs all steps of `model` as they are from now on."""
-        self.new_capture = None
-        self._steps.clear()
+        self._drop_captures(model)
         _unfit.add(model)
-        _kept.pop(model, None)
         warnings.warn(
             f"the decode steps of {type(model).__name__} cannot be captured in CUDA graphs ({reason}); they run as "
             f"with cuda_graphs: false",
             stacklevel=3,
         )
+
+    def _do_without(self, model: PreTrainedModel) -> None:
+        """Runs the other steps of this call as they are: a capture needs memory that its step alone may not."""
+        self._drop_captures(model)
+        warnings.warn(
+            f"the device ran out of memory while a decode step of {type(model).__name__} was captured in a CUDA graph; "
+            f"the other steps of this call run as with cuda_graphs: false, and the next call captures again. Lower "
+            f"rollout_per_device_batch_size (slots), or set cuda_graphs: false",
+            stacklevel=3,
+        )
+
+    def _drop_captures(self, model: PreTrainedModel) -> None:
+        self.new_capture = None
+        self._steps.clear()
+        _kept.pop(model, None)
 
     def _without_rows(self, call: Callable[[], Any]) -> Any:
         """Returns `call()`, during which no row runs, so that steps in it record nothing and advance no row."""
@@ -222,18 +257,29 @@ def slot_memory(
 
 
 def _kept_memory(model: PreTrainedModel, sizes: tuple[int, int, int]) -> SlotMemory:
-    """The memory that is kept for `model`, which is replaced if it is too small or of another precision."""
+    """The memory that is kept for `model`, which is replaced if it is too small or of another precision.
+
+    A replacement is large enough for the call before too, unless one of them is wide and the other long.
+    """
     precision, kept = precision_of(model), _kept.get(model)
     if kept is not None and kept.precision == precision:
         slots, extra_slots, columns = map(max, sizes, kept.sizes)
-        sizes = (slots, extra_slots, columns)
-        if sizes == kept.sizes:
+        both = (slots, extra_slots, columns)
+        if both == kept.sizes:
             return kept
+        if _cells(both) <= _UNUSED_CACHE * max(_cells(sizes), _cells(kept.sizes)):
+            sizes = both
     # Freed first: two of them may not fit into the device's memory.
     kept = None
     _kept.pop(model, None)
     memory = _kept[model] = SlotMemory(*sizes, precision=precision, new_capture=CudaCapture)
     return memory
+
+
+def _cells(sizes: tuple[int, int, int]) -> int:
+    """The tokens for which a cache with slots, extra slots and columns of these numbers has room."""
+    slots, extra_slots, columns = sizes
+    return (slots + extra_slots) * columns
 
 
 def captures(model: PreTrainedModel, params: SamplingParams) -> bool:
@@ -244,27 +290,50 @@ def captures(model: PreTrainedModel, params: SamplingParams) -> bool:
     return not any("ds_id" in vars(parameter) for parameter in model.parameters())
 
 
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A block in which `device` is torch's current one; streams and events without a device of their own are its."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _on_cuda(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream that it has ever worked on."""
+    return torch.cuda.Stream(device)
+
+
+_capturing = RLock()
+"""Held during a capture: what another thread launches on the same stream would become part of the graph."""
 
 
 class CudaCapture:
     """Captures steps in CUDA graphs that share their memory, which they may since no two of them run at a time.
 
     Once all of its graphs are gone it must not capture another one: torch refuses a pool that no graph uses any more.
+    It captures on torch's current device.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = _capture_stream(torch.cuda.current_device())
 
     def __call__(self, run: Step) -> Step:
         """Returns a step that replays what `run` does; `run` is called before the capture to warm up."""
+        with _capturing:
+            return self._capture(run)
+
+    def _capture(self, run: Step) -> Step:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP):
-                run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UP):
+                    run()
+        finally:
+            # After an error, too, steps that run as they are come after those of the warm-up.
+            torch.cuda.current_stream().wait_stream(self._stream)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Other threads, such as those of reward functions, may use the device meanwhile.
@@ -333,10 +402,17 @@ def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., N
     """`decode_step` through `torch.compile`, for each number of slots and columns as one graph."""
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)
 
-    def step(*args: Any, **kwargs: Any) -> None:
+    def step(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         # Slots halve and columns come in steps, so there are more shapes than the eight that torch allows a function.
         with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES, accumulated_recompile_limit=_COMPILED_SHAPES):
-            compiled(*args, **kwargs)
+            try:
+                compiled(model, *args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    f"compile_decoding (True): the decode step of {type(model).__name__} cannot be compiled as one "
+                    f"graph ({type(error).__name__}: {reason}); set compile_decoding: false"
+                ) from error
 
     return step
 

@@ -42,7 +42,11 @@ class SamplingParams:
     seed: int = 0
     """Seed of the run."""
     step: int = 0
-    """Step of the rollout; with `seed`, prompt id, sample index and position, it determines a token's random number."""
+    """Step of the rollout; with `seed`, `sampling_round`, prompt id, sample index and position, it determines a token's
+    random number."""
+    sampling_round: int = 0
+    """Round of the step in which the prompts were drawn: 0, or from 1 for those that `dynamic_sampling` draws after it.
+    A prompt that is drawn in two rounds gets other responses."""
 
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
         """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
@@ -54,5 +58,9 @@ class SamplingParams:
             prompt_ids: (P,) int64, index of each prompt in its dataset.
         """
         return stream_keys(
-            seed=self.seed, step=self.step, prompt_ids=prompt_ids, num_return_sequences=self.num_return_sequences
+            seed=self.seed,
+            step=self.step,
+            sampling_round=self.sampling_round,
+            prompt_ids=prompt_ids,
+            num_return_sequences=self.num_return_sequences,
         )

@@ -132,3 +132,16 @@ class SlotCache(Cache):
 
 def _zeros(states: Tensor, cache: SlotCache) -> Tensor:
     return states.new_zeros(cache.slots, states.size(1), cache.columns, states.size(3))
+
+
+def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> Tensor:
+    """Returns (..., columns) bool, True = the token in column `at` (...) of its slot sees this column.
+
+    A token beyond `columns`, of an idle slot or of padding, sees what the last of them sees: no row of the mask is
+    empty, since the softmax over nothing may be NaN.
+    """
+    each, at = torch.arange(columns, device=at.device), at.unsqueeze(-1)
+    visible = each <= at
+    if sliding_window is not None:
+        visible = visible & (each > at.clamp(max=columns - 1) - sliding_window)
+    return visible

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.packing import Span
-from alpaca_ppo.generation.slot_cache import SlotCache
-from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention
+from alpaca_ppo.generation.slot_cache import SlotCache, visible_columns
+from alpaca_ppo.models.packed_attention import DUMMY_MASK, AttentionSettings, dense_attention
 from alpaca_ppo.models.packed_sequences import PackedSequences
 
 
@@ -91,31 +91,17 @@ class ExtendAttention:
         self._allowed: dict[int | None, Tensor] = {}
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Returns (1, N, heads, width) for query (1, heads, N, d), key and value (k, kv_heads, columns, d)."""
         padded = query[0][:, self._tokens].transpose(0, 1)
-        attended = dense_attention(
-            padded, key, value, self._mask(sliding_window), scaling=scaling, softcap=softcap, sinks=sinks
-        )
+        attended = dense_attention(padded, key, value, self._mask(settings.sliding_window), settings)
         return attended.transpose(1, 2).flatten(0, 1)[self._cells].unsqueeze(0)
 
     def _mask(self, sliding_window: int | None) -> Tensor:
         """(k, 1, padded, columns) bool, True = the query sees the column."""
         if sliding_window not in self._allowed:
-            at = (self._past.unsqueeze(1) + self._offsets).unsqueeze(2)
-            columns = torch.arange(self.columns, device=at.device)
-            allowed = columns <= at
-            if sliding_window is not None:
-                allowed &= columns > at - sliding_window
+            at = self._past.unsqueeze(1) + self._offsets
+            allowed = visible_columns(at, self.columns, sliding_window=sliding_window)
             self._allowed[sliding_window] = allowed.unsqueeze(1)
         return self._allowed[sliding_window]

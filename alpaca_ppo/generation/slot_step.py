@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.slot_cache import visible_columns
 from alpaca_ppo.generation.stopping_criteria import StopRule
 from alpaca_ppo.generation.token_sampling import choose_tokens
-from alpaca_ppo.models.packed_attention import dense_attention
+from alpaca_ppo.models.packed_attention import AttentionSettings, dense_attention
 
 
 class StepCache(Protocol):
@@ -36,7 +37,8 @@ class SlotState:
     tokens: Tensor
     """(S,) int64: the token that each slot reads next."""
     lengths: Tensor
-    """(S,) int64: tokens in the cache. This is also the position id of `tokens` and the column that is written next."""
+    """(S,) int64: tokens in the cache. This is also the column that is written next and, where a row runs, the position
+    id of `tokens`."""
     positions: Tensor
     """(S,) int64: the response position that is chosen next."""
     turn_starts: Tensor
@@ -139,21 +141,34 @@ def decode_step(
         slots: how many slots take part; a row that runs must be in one of them.
         columns: how many columns of the cache are read; more than `lengths` of every row that runs.
     """
-    logits = read_tokens(model, cache, state, slots=slots, columns=columns)
-    state.lengths[:slots].add_(state.running[:slots])
+    lengths, running = state.lengths[:slots], state.running[:slots]
+    # A row that has ended stays at its last position: the next one may be more than the model has.
+    position_ids = (lengths + running - 1).clamp(min=0)
+    logits = read_tokens(model, cache, state, slots=slots, columns=columns, position_ids=position_ids)
+    lengths.add_(running)
     choose_and_record(logits, state, outputs, rules, slots=slice(0, slots))
 
 
-def read_tokens(model: PreTrainedModel, cache: StepCache, state: SlotState, *, slots: int, columns: int) -> Tensor:
+def read_tokens(
+    model: PreTrainedModel,
+    cache: StepCache,
+    state: SlotState,
+    *,
+    slots: int,
+    columns: int,
+    position_ids: Tensor | None = None,
+) -> Tensor:
     """Returns the logits (slots, V) after the next token of the first `slots` slots, whose states go into the cache.
 
-    The arguments are those of `decode_step`; `state` is not changed.
+    The arguments are those of `decode_step`; `state` is not changed. `position_ids` (slots,) int64 are those of the
+    tokens; None takes `lengths`.
     """
     lengths = state.lengths[:slots]
+    position_ids = lengths if position_ids is None else position_ids
     cache.start_step(lengths, columns)
     output = model(
         input_ids=state.tokens[:slots].unsqueeze(1),
-        position_ids=lengths.unsqueeze(1),
+        position_ids=position_ids.unsqueeze(1),
         # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lengths.device),
         past_key_values=cache,
@@ -210,37 +225,25 @@ class SlotAttention:
     """
 
     def __init__(self, lengths: Tensor, columns: int) -> None:
-        self._lengths, self._columns = lengths.unsqueeze(1), columns
+        self._lengths, self._columns = lengths, columns
         self._allowed: dict[int | None, Tensor] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Returns (slots, 1, heads, width) for query (slots, heads, 1, d), key (slots, kv_heads, columns, d) and value
         (slots, kv_heads, columns, width).
         """
-        plain = softcap is None and sinks is None
-        mask = self._bias(sliding_window, query.dtype) if plain else self._allow(sliding_window)
-        attended = dense_attention(query, key, value, mask, scaling=scaling, softcap=softcap, sinks=sinks)
-        return attended.transpose(1, 2)
+        window = settings.sliding_window
+        plain = settings.softcap is None and settings.sinks is None
+        mask = self._bias(window, query.dtype) if plain else self._allow(window)
+        return dense_attention(query, key, value, mask, settings).transpose(1, 2)
 
     def _allow(self, sliding_window: int | None) -> Tensor:
         """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column."""
         if sliding_window not in self._allowed:
-            columns = torch.arange(self._columns, device=self._lengths.device)
-            allowed = columns <= self._lengths
-            if sliding_window is not None:
-                allowed = allowed & (columns > self._lengths - sliding_window)
+            allowed = visible_columns(self._lengths, self._columns, sliding_window=sliding_window)
             self._allowed[sliding_window] = allowed[:, None, None]
         return self._allowed[sliding_window]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.graphs import SlotMemory, slot_memory
+from alpaca_ppo.generation.graphs import SlotMemory, current_device, slot_memory
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.shared_beginnings import PromptGroup, group_prompts
@@ -95,6 +95,9 @@ def sample_in_slots(
         before_token: called before the tokens of each pass are chosen, and several times a second while all rows wait
             for answers; an exception in it ends the sampling.
         shapes: of the steps; None chooses by the device.
+
+    Raises:
+        RuntimeError: if steps have no effect, so that a row would never end.
     """
     prompts = [
         [token for token, real in zip(tokens, mask, strict=True) if real]
@@ -107,14 +110,17 @@ def sample_in_slots(
     slots = min(slots or len(keys), len(keys))
     longest, groups = max(map(len, prompts)), group_prompts(prompts)
     most_columns = shapes.columns(longest + sampling_params.max_new_tokens)
-    with slot_memory(
-        model,
-        sampling_params,
-        slots=slots,
-        extra_slots=SlotPrompts.extra_slots(groups, sampling_params.num_return_sequences),
-        columns=min(shapes.columns(longest + shapes.growth), most_columns),
-        rows=len(keys),
-    ) as memory:
+    with (
+        current_device(queries.device),
+        slot_memory(
+            model,
+            sampling_params,
+            slots=slots,
+            extra_slots=SlotPrompts.extra_slots(groups, sampling_params.num_return_sequences),
+            columns=min(shapes.columns(longest + shapes.growth), most_columns),
+            rows=len(keys),
+        ) as memory,
+    ):
         loop = _SlotLoop(model, prompts, groups, keys, sampling_params, slots, shapes, memory, most_columns)
         loop.on_finished, loop.turns, loop.before_token = on_finished, turns, before_token
         loop.run()
@@ -307,6 +313,9 @@ class _SlotLoop:
     def _decode(self) -> None:
         """Makes the steps up to the next look."""
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
+        if steps <= 0:
+            # The flags of the last look are from before its last step.
+            self._check_ended()
         slots = self._step_slots(max(self._busy) + 1)
         self._idle_steps += steps * len(self._answered())
         for step in range(steps):
@@ -322,6 +331,18 @@ class _SlotLoop:
             for row in self._busy.values():
                 row.length += 1
                 row.position += 1
+
+    def _check_ended(self) -> None:
+        """Raises a RuntimeError if a row still runs on the device though all have reached their limits on the host."""
+        running = self._memory.running()
+        rows = [row.index for slot, row in self._busy.items() if running[slot]]
+        if rows:
+            raise RuntimeError(
+                f"decode steps of {type(self._model).__name__} had no effect: the responses {rows} still run after as "
+                f"many steps as they may have tokens (max_new_tokens is {self._params.max_new_tokens}); set "
+                f"cuda_graphs ({self._params.cuda_graphs}) and compile_decoding ({self._params.compile_decoding}) to "
+                f"false"
+            )
 
     def _reserve(self, columns: int) -> None:
         """Enlarges the cache for rows of `columns` columns, rounded up."""

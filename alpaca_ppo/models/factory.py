@@ -116,9 +116,7 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     activation checkpointing.
     """
     disable_dropout(built)
-    # A subclass that reads the rows itself knows whether it can do without padding.
-    if type(built.policy).states is Policy.states:
-        _decide_padding(built.policy, built.policy.model, args)
+    _decide_padding(built.policy, built.policy.model, args)
     backbones: list[Any] = [built.policy.model]
     if built.critic is not None:
         built.critic.head.configure(args)
@@ -133,6 +131,9 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
 
 
 def _decide_padding(model: Policy | Critic, backbone: PreTrainedModel, args: PPOConfig) -> None:
+    if isinstance(model, Policy) and type(model).states is not Policy.states:
+        # A subclass that reads the rows itself knows whether it can do without padding.
+        return
     model.padding_reason = padding_reason(backbone, args.padding_free)
     model.padding_free = model.padding_reason is None
 

@@ -9,7 +9,7 @@ padding are in `packed_sequences`, and which models can have them is decided in 
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,24 @@ _PREFIX = "packed_"
 _UNDERLYING = ("sdpa", "eager")
 
 
+class AttentionSettings(NamedTuple):
+    """How a layer attends, whatever its queries see."""
+
+    scaling: float | None = None
+    """Of the scores; None = 1 / sqrt(d)."""
+    sliding_window: int | None = None
+    """Keys that a query sees, itself included; None = all before it."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118); None leaves them."""
+    sinks: Tensor | None = None
+    """(heads,) scores of a key without a value, one for each head (gpt-oss); None without."""
+
+
 class Packing(Protocol):
     """What the keyword `packing` of a forward pass holds."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Returns what each of N queries reads, (1, N, heads, width of the values).
 
@@ -48,10 +52,7 @@ class Packing(Protocol):
             query: (1, heads, N, d), rotated.
             key: (1, kv_heads, M, d), rotated.
             value: (1, kv_heads, M, width).
-            scaling: of the scores; None = 1 / sqrt(d).
-            sliding_window: keys that a query sees, itself included; None = all before it.
-            softcap: scores become softcap * tanh(scores / softcap); None leaves them.
-            sinks: (heads,) scores of a key without a value, one for each head; None without.
+            settings: those of the layer.
         """
         ...
 
@@ -119,17 +120,13 @@ def _attention(
 ) -> Any:
     if packing is None:
         return underlying(module, query, key, value, attention_mask, *args, **kwargs)
-    attended = packing.attend(
-        module,
-        query,
-        key,
-        value,
+    settings = AttentionSettings(
         scaling=kwargs.get("scaling"),
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    return attended, None
+    return packing.attend(module, query, key, value, settings), None
 
 
 def dense_attention(
@@ -137,10 +134,7 @@ def dense_attention(
     key: Tensor,
     value: Tensor,
     allowed: Tensor | None,
-    *,
-    scaling: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    settings: AttentionSettings,
 ) -> Tensor:
     """Returns softmax(scores of the allowed keys) @ value, (B, heads, N, width).
 
@@ -150,10 +144,9 @@ def dense_attention(
         value: (B, kv_heads, M, width).
         allowed: bool, broadcast to (B, heads, N, M): True = the query sees the key, at least one for each query; None =
             query i sees the keys 0 to i (N = M).
-        scaling: of the scores; None = 1 / sqrt(d).
-        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118).
-        sinks: (heads,) scores of a key without a value (gpt-oss).
+        settings: of the layer; a sliding window is up to `allowed`.
     """
+    scaling, _, softcap, sinks = settings
     groups = query.size(1) // key.size(1)
     if softcap is None and sinks is None:
         if groups > 1 and query.size(2) == 1 and (allowed is None or allowed.dim() < 3 or allowed.size(-3) == 1):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 
 from alpaca_ppo.functional.packing import PackedRows, Span
-from alpaca_ppo.models.packed_attention import DUMMY_MASK, dense_attention, is_installed
+from alpaca_ppo.models.packed_attention import DUMMY_MASK, AttentionSettings, dense_attention, is_installed
 
 
 class RowLayout(NamedTuple):
@@ -63,6 +63,8 @@ class PackedSequences:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
         self.longest = max(span.prefix_length + span.length for span in spans)
+        # Neighbours that attend alike: they are computed in one batch.
+        self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._masks: dict[int | None, Tensor] = {}
         self._kernel_arguments: tuple[Any, ...] | None = None
 
@@ -72,27 +74,22 @@ class PackedSequences:
         return cls([Span(end - length, length) for end, length in zip(accumulate(lengths), lengths, strict=True)])
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
-        window = None if sliding_window is None or sliding_window >= self.longest else sliding_window
+        scaling, window, softcap, sinks = settings
+        if window is not None and window >= self.longest:
+            window = None
         if softcap is None and sinks is None and (dtype := kernel_serves(query, key, value, window=window)):
             heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
             return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
+        # The backward pass of one split is one concatenation; that of a slice fills a whole sequence with zeros.
+        sizes = [len(rows) * rows[0].length for rows in self._batches]
+        parts = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
         outputs = []
-        for (length, prefix_start, prefix), neighbours in groupby(self.spans, key=lambda span: span[1:]):
-            rows = list(neighbours)
-            columns = slice(rows[0].start, rows[0].start + len(rows) * length)
-            q, k, v = (_as_batch(part[:, :, columns], len(rows)) for part in (query, key, value))
+        for rows, own_parts in zip(self._batches, parts, strict=True):
+            _, length, prefix_start, prefix = rows[0]
+            q, k, v = (_as_batch(part, len(rows)) for part in own_parts)
             if prefix:
                 shared = slice(prefix_start, prefix_start + prefix)
                 k, v = (
@@ -102,7 +99,7 @@ class PackedSequences:
             allowed = None
             if prefix or (window is not None and length > window):
                 allowed = self._mask(window, query.device)[prefix : prefix + length, : prefix + length]
-            out = dense_attention(q, k, v, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+            out = dense_attention(q, k, v, allowed, settings)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0)
 
@@ -181,7 +178,8 @@ def variable_length_attention(
     """
     width = value.size(-1)
     # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
-    value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+    if width < query.size(-1):
+        value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
     out = varlen.varlen_attn(
         query,
         key,
@@ -236,13 +234,15 @@ def kernel_works(
         else:
             q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in inputs)
             # Tensors on the CPU never take the kernel.
-            options: Any = {"scaling": None, "sliding_window": window, "softcap": None, "sinks": None}
-            out = PackedSequences(spans).attend(nn.Identity(), q, k, v, **options)[0]
+            out = PackedSequences(spans).attend(nn.Identity(), q, k, v, AttentionSettings(sliding_window=window))[0]
         return [out.detach(), *torch.autograd.grad((out * parts[3]).sum(), inputs)]
 
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             found = gradients([part.to(device, dtype) for part in drawn], by_kernel=True)
+    except torch.OutOfMemoryError:
+        # It says nothing about the kernel.
+        raise
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return False
     wanted = gradients(drawn, by_kernel=False)

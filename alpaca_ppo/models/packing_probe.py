@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_attention import (
+    AttentionSettings,
     dense_attention,
     install_attention,
     is_installed,
@@ -198,7 +199,7 @@ def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
             problems.append(f"a layer with a window of {window} tokens has the keyword {kw.get('sliding_window')}")
         if kw.get("is_causal") is False or kw.get("position_bias") is not None:
             problems.append("a layer is not causal, or has biases of positions")
-        out = dense_attention(query, key, value, None, scaling=kw.get("scaling"))
+        out = dense_attention(query, key, value, None, AttentionSettings(kw.get("scaling")))
         return out.transpose(1, 2).contiguous(), None
 
     called: list[bool] = []

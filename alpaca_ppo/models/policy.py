@@ -1,7 +1,8 @@
 """A causal language model that computes log-probabilities and entropies of response tokens.
 
-The forward pass runs the backbone on left-aligned rows without mask and position ids (see `packing.pack_rows`). Logits
-are computed only for the hidden states that predict response tokens, one chunk at a time. Policy, old policy and
+The forward pass runs the backbone on rows that lie end to end, with position ids (`packed_sequences`), or, where the
+model needs padding, on left-aligned rows without mask and position ids; see `packing.pack_rows`. Logits are computed
+only for the hidden states that predict response tokens, one chunk at a time. Policy, recomputed old policy and
 reference all use this one path. Sampling is in `alpaca_ppo.generation`.
 """
 
@@ -44,7 +45,8 @@ class Policy(nn.Module):
 
     Raises:
         ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
-            encoder-decoder, or computes its logits in a way that this class does not support.
+            encoder-decoder, or computes its logits in a way that this class does not support. The last is not checked
+            for a subclass that overrides `outputs_from_states`.
     """
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
@@ -58,7 +60,9 @@ class Policy(nn.Module):
         self.adapters = adapters
         self.padding_free = False
         self.padding_reason: str | None = None
-        self._check_logits()
+        # An override may be there to compute what this class cannot.
+        if type(self).outputs_from_states is Policy.outputs_from_states:
+            self._check_logits()
 
     @property
     def head(self) -> nn.Linear:
@@ -101,7 +105,7 @@ class Policy(nn.Module):
     ) -> PolicyOutputs:
         """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`.
 
-        The keywords are those of `forward`.
+        The keywords are those of `forward`; an override gets all four.
         """
         scale, transform = logit_scaling(self.model.config)
         weight, bias = head_weights(self.head)
@@ -175,8 +179,9 @@ class Policy(nn.Module):
             raise ValueError(
                 f"the logits of {type(self.model).__name__} (model_type {self.model.config.model_type!r}) cannot be "
                 f"reproduced from its head with scaling and soft-capping: they differ by "
-                f"{float((logits - expected).abs().max()):.3g} on a test input; subclass Policy and override "
-                "outputs_from_states, or use another model"
+                f"{float((logits - expected).abs().max()):.3g} on a test input; override outputs_from_states(self, "
+                "states, packed, responses, *, temperature, chunk_size, with_entropies, kept_bytes) in a subclass of "
+                "Policy and pass an ActorCritic with it as the model, or use another model"
             )
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.packing import PackedRows
-from alpaca_ppo.models.packed_attention import dense_attention
+from alpaca_ppo.models.packed_attention import AttentionSettings, dense_attention
 from alpaca_ppo.models.packed_sequences import PackedSequences
 
 _HEAD_SIZE = 64
@@ -149,9 +149,9 @@ class _Block(nn.Module):
         parts = self.query_key_value(states).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = (part.transpose(1, 2) for part in parts.unbind(dim=-3))
         if packing is None:
-            heads = dense_attention(query, key, value, None, scaling=None).transpose(1, 2)
+            heads = dense_attention(query, key, value, None, AttentionSettings()).transpose(1, 2)
         else:
-            heads = packing.attend(self, query, key, value, scaling=None, sliding_window=None, softcap=None, sinks=None)
+            heads = packing.attend(self, query, key, value, AttentionSettings())
         return heads.flatten(-2)
 
 

@@ -5,7 +5,6 @@ The trials may end differently where machines, devices or versions of libraries 
 micro-batches would train on other rows and wait for each other forever.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from accelerate import Accelerator
@@ -14,26 +13,36 @@ from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.actor_critic import Critic
-from alpaca_ppo.models.policy import Policy
 
 
-def agree_on_padding(models: Mapping[str, Policy | Critic], accelerator: Accelerator) -> str:
-    """Lets the rows of a model have padding on every process if they have on any; returns which of `models` have, and
-    why, in words: empty if none has.
+def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, accelerator: Accelerator) -> str:
+    """Lets the rows of policy, critic and copied reference each have padding on every process if they have on any;
+    returns which of them have, and why, in words: empty if none has. All ranks must call this.
     """
+    models: dict[str, Policy | Critic] = {"policy": actor_critic.policy}
+    if actor_critic.critic is not None and actor_critic.critic.backbone is not None:
+        # Any other critic reads rows as the policy does.
+        models["critic"] = actor_critic.critic
+    if isinstance(reference, CopiedReference):
+        models["reference"] = reference.policy
     own = {
         name: model.padding_reason or f"{type(model).__name__} reads padded rows"
         for name, model in models.items()
         if not model.padding_free
     }
-    reasons: dict[str, str] = {}
+    reasons: dict[str, tuple[str, str]] = {}
     for rank, found in enumerate(gather_list(own, accelerator)):
         for name in found.keys() - reasons.keys():
             place = "" if name in own else f" on process {rank}"
-            reasons[name] = f"{name}{place}: {found[name]}"
+            reasons[name] = place, found[name]
             models[name].padding_free = False
-    return "; ".join(reasons[name] for name in models if name in reasons)
+    by_reason: dict[str, list[str]] = {}
+    for name in [name for name in models if name in reasons]:
+        place, reason = reasons[name]
+        by_reason.setdefault(reason, []).append(name + place)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 def agree_on_backend(sampling_params: SamplingParams, engine: Engine) -> SamplingParams:

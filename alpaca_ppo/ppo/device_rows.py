@@ -59,5 +59,7 @@ class DeviceRows:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; to CUDA from pinned memory, so that the host does not wait for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """`tensor` on `device`; from the CPU to CUDA through pinned memory, so that the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

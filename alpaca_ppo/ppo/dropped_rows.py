@@ -126,7 +126,7 @@ def gather_kept_rows(
         kept &= ~alone
         num_alone = int(alone.sum())
         everywhere = everywhere._replace(num_dropped=everywhere.num_dropped + num_alone, num_alone=num_alone)
-        if num_alone and not bool(kept.any()):
+        if num_alone and not may_be_empty and not bool(kept.any()):
             _raise_failure(own, everywhere)
     return {key: value[kept] for key, value in gathered.items()}, everywhere
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -106,6 +107,44 @@ def update_stats(kinds: Sequence[tuple[StatsAccumulator, int]]) -> dict[str, flo
             losses[name] = losses.get(name, 0.0) + value / steps
         whole.merge(stats)
     return {**whole.compute(1), **losses}
+
+
+@dataclass
+class RolloutCounts:
+    """What was sampled for a step and is not in its rollouts, over all ranks."""
+
+    dropped_rows: int = 0
+    """Responses that were left out because their reward failed."""
+    sampling_rounds: int = 0
+    """Rounds of fresh prompts (`dynamic_sampling`)."""
+    redrawn_prompts: int = 0
+    """Fresh prompts in these rounds."""
+    discarded_tokens: int = 0
+    """Tokens of responses to prompts that fresh ones have replaced."""
+    discarded_prompts: list[int] = field(default_factory=list)
+    """The prompt of each of these responses."""
+    discarded_scores: list[float] = field(default_factory=list)
+    """The raw score of each of them."""
+    uninformative_prompts: int = 0
+    """Prompts in the step's rollouts whose responses all have the same score."""
+    extra_prompts: int = 0
+    """How much further than by the step's own prompts the sequence of prompts has moved."""
+
+    def stats(self, args: PPOConfig) -> dict[str, float]:
+        """The metrics of a step, as far as the options can change them."""
+        stats = self.evaluation_stats(args, prefix="objective")
+        if args.dynamic_sampling:
+            stats["objective/sampling_rounds"] = float(self.sampling_rounds)
+            stats["objective/redrawn_prompts"] = float(self.redrawn_prompts)
+            stats["objective/uninformative_prompts"] = float(self.uninformative_prompts)
+            stats["tokens/discarded"] = float(self.discarded_tokens)
+        if args.dynamic_sampling or args.curriculum:
+            stats["objective/extra_prompts"] = float(self.extra_prompts)
+        return stats
+
+    def evaluation_stats(self, args: PPOConfig, *, prefix: str = "eval") -> dict[str, float]:
+        """The metrics of an evaluation, which replaces no prompts."""
+        return {f"{prefix}/dropped_rows": float(self.dropped_rows)} if args.failed_rewards == "drop" else {}
 
 
 class Timers:
@@ -217,6 +256,8 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     }
     if "ref_entropies" in rollouts:
         stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
+    if "overlong_penalties" in rollouts:
+        stats["objective/overlong_penalty"] = float(rollouts["overlong_penalties"].mean())
     if "baseline_scores" in rollouts:
         stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
     if "entropies" in rollouts:

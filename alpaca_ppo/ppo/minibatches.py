@@ -89,19 +89,21 @@ def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> 
     """Returns the indices of `lengths` in chunks of at most `max_tokens` tokens, in their order, for passes without
     padding.
 
-    The rows of a group of `group` neighbours (the samples of a prompt) are always in one chunk, even if they alone
-    exceed `max_tokens`.
+    The rows of a group of `group` neighbours (the samples of a prompt) are in one chunk, unless they alone exceed
+    `max_tokens`.
     """
     chunks: list[list[int]] = []
     tokens = 0
     for start in range(0, len(lengths), group):
         rows = list(range(start, min(start + group, len(lengths))))
-        more = sum(lengths[row] for row in rows)
-        if not chunks or tokens + more > max_tokens:
-            chunks.append([])
-            tokens = 0
-        chunks[-1] += rows
-        tokens += more
+        fit = sum(lengths[row] for row in rows) <= max_tokens
+        for part in [rows] if fit else [[row] for row in rows]:
+            more = sum(lengths[row] for row in part)
+            if not chunks or tokens + more > max_tokens:
+                chunks.append([])
+                tokens = 0
+            chunks[-1] += part
+            tokens += more
     return chunks
 
 

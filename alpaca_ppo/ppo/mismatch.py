@@ -170,16 +170,16 @@ class MismatchGuard:
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         samples, logprobs = self._sample(collector, prompts, short)
         rollout_logprobs, mask = samples["rollout_logprobs"], samples["response_mask"]
-        stats = self._largest(mismatch_stats(logprobs, rollout_logprobs, mask))
+        stats = self.largest(mismatch_stats(logprobs, rollout_logprobs, mask))
         clipped = clipped_difference(logprobs, rollout_logprobs, mask)
         clipped = max_over_ranks({"clipped": clipped}, self._accelerator)["clipped"]
         self._short_agreed = not self._judge(stats)
         if self._short_agreed:
             return
         again = self._logprobs(collector, samples, short)
-        repeated = self._largest(mismatch_stats(again, logprobs, mask))
+        repeated = self.largest(mismatch_stats(again, logprobs, mask))
         alone, logprobs = self._sample(replace(collector, per_device_batch_size=n), prompts, short)
-        one_at_a_time = self._largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
+        one_at_a_time = self.largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
         if self._judge(repeated):
             difference = repeated["mismatch/logprob_abs_mean"]
             cause = (
@@ -213,7 +213,11 @@ class MismatchGuard:
     def stats(self, rollouts: Rollouts) -> dict[str, float]:
         """`mismatch/*` of global rollouts that the trainer has evaluated (`recomputed`). Every rank must call it."""
         mask = rollouts["response_mask"]
-        return self._largest(mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask))
+        return self.largest(mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask))
+
+    def largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
+        """The largest of each number on any rank, so that all ranks decide alike. Every rank must call it."""
+        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._accelerator)
 
     def check(self, stats: Mapping[str, float]) -> None:
         """Judges `mismatch/*` of all ranks' responses in one step.
@@ -244,9 +248,6 @@ class MismatchGuard:
         with self._engine.autocast():
             outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)
         return outputs["logprobs"]
-
-    def _largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
-        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._accelerator)
 
     def _likely_causes(self) -> str:
         model, args = self._engine.actor_critic.policy.model, self._args

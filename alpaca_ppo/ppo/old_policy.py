@@ -111,7 +111,9 @@ class OldPolicySource:
         self._guard.check(stats)
         agrees = self._decides and not self._disagrees(stats, step) and self._disagreed_at is None
         mask = rollouts["response_mask"]
-        distance = float(masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask))
+        from_reference = masked_mean((rollouts["logprobs"] - rollouts["ref_logprobs"]).abs(), mask)
+        # Each rank computes it, on a CPU that may round in another way.
+        distance = self._guard.largest({"distance": from_reference})["distance"]
         difference = stats["mismatch/logprob_abs_mean"]
         too_close = self._has_reference and difference >= SHARE_OF_KL * distance
         if self._pretraining.includes(step):

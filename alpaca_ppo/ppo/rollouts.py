@@ -23,7 +23,6 @@ from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
-from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceBatch, DeviceRows
 from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
@@ -101,7 +100,7 @@ def sample_responses(
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
     At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
-    length together. A token does not depend on that choice.
+    length together, each with all of its n responses, even if n is larger than that. A token does not depend on either.
 
     Args:
         model: the policy, not wrapped.
@@ -272,7 +271,6 @@ class RolloutCollector:
     def prepare_frozen_models(self, engine: Engine) -> None:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
-            agree_on_padding({"reference": self.reference.policy}, self.accelerator)
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in self.scorer.sources:
             if isinstance(source, ModelReward):

@@ -37,11 +37,10 @@ class TokenBudget:
         padding_free: whether rows are packed without padding; otherwise a micro-batch costs its rows times the longest
             of them.
         num_ranks: number of processes.
-        padding: why rows have padding where they need not (`padding_free: auto`); empty where they have none.
     """
 
-    def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int, padding: str = "") -> None:
-        self.padding_free, self.padding, self._num_ranks = padding_free, padding, num_ranks
+    def __init__(self, args: PPOConfig, *, padding_free: bool, num_ranks: int) -> None:
+        self.padding_free, self._num_ranks = padding_free, num_ranks
         self._rows, self._step_rows = args.step_per_device_batch_size, args.step_batch_size
         self._row_tokens = args.query_len + args.response_len
         # On one process nobody waits for others, and no number moves from what it was without token budgets.
@@ -74,11 +73,13 @@ class TokenBudget:
         The new budget is half of the tokens that did not fit, so that the next plan is another one.
 
         Raises:
-            torch.OutOfMemoryError: if a single response did not fit.
+            torch.OutOfMemoryError: if a single response did not fit, or a micro-batch without any.
         """
         least = min(failures, key=lambda failure: (failure.rows > 1, failure.tokens, failure.rank))
         what = f"process {least.rank} ran out of memory in a micro-batch of"
-        if least.rows <= 1:
+        if least.rows == 0:
+            raise torch.OutOfMemoryError(_without_rows(least))
+        if least.rows == 1:
             raise torch.OutOfMemoryError(
                 f"{what} one response ({least.tokens} tokens), so smaller micro-batches cannot help; {REMEDIES}, or "
                 f"lower query_len or response_len. {least.cause}"
@@ -94,6 +95,8 @@ class TokenBudget:
 
     def unrepeatable(self, failure: OutOfMemory) -> torch.OutOfMemoryError:
         """The error where the optimizer step cannot be made again, because ranks have exchanged parts of a gradient."""
+        if failure.rows == 0:
+            return torch.OutOfMemoryError(_without_rows(failure))
         smaller = max(failure.tokens // 2, self._row_tokens)
         return torch.OutOfMemoryError(
             f"process {failure.rank} ran out of memory in a micro-batch of {failure.rows} responses "
@@ -113,3 +116,11 @@ class TokenBudget:
         budget = state.get("token_budget", {})
         if budget.get("configured") == self.configured:
             self.max_tokens = budget["max_tokens"]
+
+
+def _without_rows(failure: OutOfMemory) -> str:
+    return (
+        f"process {failure.rank} ran out of memory in a micro-batch without responses, which it makes because others "
+        "have more of them; its memory is taken by something else, such as weights, the optimizer's state, a captured "
+        f"sampler or another program: smaller micro-batches cannot help; {REMEDIES}. {failure.cause}"
+    )

@@ -32,7 +32,6 @@ from alpaca_ppo.distributed.random_states import random_states, set_random_state
 from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.agreements import agree_on_padding
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, DeviceRows, upload
 from alpaca_ppo.ppo.dropped_rows import trained_rows
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
@@ -128,7 +127,7 @@ class Updater:
         rows = trained_rows(rollouts, rows, self.args)
         shared = step_denominators(rollouts, rows, self.args)
         shared |= {} if value_taus is None else {"value_taus": value_taus}
-        before = random_states()
+        before = random_states() if self.engine.can_repeat else None
         while True:
             stats, failures = self._add_gradients(
                 rollouts,
@@ -144,6 +143,7 @@ class Updater:
             message(self.budget.lower(failures))
             clear_device_cache()
             # A `compute_loss` that draws random numbers begins again, too.
+            assert before is not None, "without can_repeat there are no failures to return"
             set_random_states(before)
         prompt_ids = rollouts["prompt_ids"][rows]
         self._check_losses(prompt_ids)
@@ -423,7 +423,8 @@ def make_updater(
     args: PPOConfig,
     schedule: PromptSchedule,
 ) -> Updater:
-    """The updater of a run; if `optimizer` or `scheduler` is None, the default one is created.
+    """The updater of a run; if `optimizer` or `scheduler` is None, the default one is created. All processes must have
+    agreed on padding (`agreements`).
 
     Raises:
         ValueError: when `optimizer` is given together with AdamW settings of the critic, or does not hold every
@@ -439,15 +440,7 @@ def make_updater(
     micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()
     engine = make_engine(accelerator, actor_critic, optimizer, args, micro_batches)
-    # An adapter critic reads rows as the policy does.
-    own = None if actor_critic.critic is None or actor_critic.critic.backbone is None else actor_critic.critic
-    padding = agree_on_padding({"policy": actor_critic.policy} | ({"critic": own} if own else {}), accelerator)
-    budget = TokenBudget(
-        args,
-        padding_free=actor_critic.padding_free,
-        num_ranks=accelerator.num_processes,
-        padding=padding if args.padding_free == "auto" else "",
-    )
+    budget = TokenBudget(args, padding_free=actor_critic.padding_free, num_ranks=accelerator.num_processes)
     return Updater(engine, schedules, budget=budget, args=args)
 
 

@@ -24,15 +24,18 @@ class AdapterClassifier(nn.Module):
         adapters: the policy's adapters; the reward adapter is loaded beside them.
         folder: the adapter's folder or hub id, as `examples/train_reward_model.py --use_peft` writes it.
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
+        padding_free: whether the base can read rows without padding (`models.packing_probe`).
 
     Raises:
         ValueError: if the folder has no score head, or the adapter belongs to another base model.
     """
 
-    def __init__(self, adapters: AdapterSet, folder: str, *, pad_token_id: int | None) -> None:
+    def __init__(
+        self, adapters: AdapterSet, folder: str, *, pad_token_id: int | None, padding_free: bool = False
+    ) -> None:
         super().__init__()
         weight = adapters.load_reward(REWARD, folder)
-        self.adapters = adapters
+        self.adapters, self.padding_free = adapters, padding_free
         self.score = nn.Parameter(weight.to(torch.float32), requires_grad=False)
         self.config: Any = adapters.model.config.__class__(**{**adapters.model.config.to_dict(), "num_labels": 1})
         self.config.name_or_path = folder

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
@@ -24,6 +24,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_sequences import sequence_keywords
 from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.remote_code import remote_code
@@ -85,7 +86,7 @@ class ModelReward:
 
     @torch.no_grad()
     def __call__(self, batch: RewardBatch) -> list[float]:
-        """Returns the B scores. The model scores in eval mode, rows of similar length together.
+        """Returns the B scores, none for no rows. The model scores in eval mode, rows of similar length together.
 
         Raises:
             RewardError: if a row is too long for the model, or consists of messages although the
@@ -93,7 +94,7 @@ class ModelReward:
         """
         sequences = self._tokenize(batch)
         scores = torch.zeros(len(batch), dtype=torch.float32)
-        with _eval_mode(self.model):
+        with eval_mode(self.model):
             packs = self._packs
             for rows in self._groups([len(ids) for ids in sequences], packs=packs):
                 score = self._score_packed if packs else self._score_padded
@@ -135,7 +136,7 @@ class ModelReward:
         `batch_size`.
         """
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        if self._equal_passes:
+        if self._equal_passes or not order:
             return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         budget, groups, tokens = self.batch_size * lengths[order[0]], [[order[0]]], lengths[order[0]]
         for row in order[1:]:
@@ -155,16 +156,19 @@ class ModelReward:
 
     @torch.no_grad()
     def _can_pack(self) -> bool:
-        """Tries it: the backbone must be able to, and the score be read as in rows of their own."""
-        is_adapter = isinstance(self.model, AdapterClassifier)
-        if not (is_adapter or self._head) or not supports_packing(self._language_model):
+        """Tries it: the backbone must be able to, and the score be read as in rows of their own. The base of a reward
+        adapter may be sharded by now, so it has been tried before.
+        """
+        if isinstance(self.model, AdapterClassifier):
+            return self.model.padding_free
+        if not self._head or not supports_packing(self.model):
             return False
         pad = _padding_id(self._config, [])
         rows = [[i * 7 % self._config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
         rows = [*rows, [*rows[0], pad], [rows[0][0], pad, rows[0][1]]]
         tried = [torch.tensor(row) for row in rows]
         device = next(self.model.parameters()).device
-        with _eval_mode(self.model), torch.autocast(device.type, enabled=False):
+        with eval_mode(self.model), torch.autocast(device.type, enabled=False):
             try:
                 found = self._score_packed(tried)
             except (torch.OutOfMemoryError, MemoryError):
@@ -306,16 +310,6 @@ def _check_one_label(config: Any, name: str) -> None:
 
 def _messages(content: Prompt, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _end_to_end(sequences: Sequence[Tensor], columns: Sequence[int], device: torch.device) -> PackedRows:

@@ -1,18 +1,34 @@
-"""From sampled responses to rewards: decode the text, call the reward sources, apply the penalty for a missing stop.
+"""From sampled responses to rewards: decode the text, call the reward sources, apply the penalties for a missing stop
+and for length.
 
 The KL penalty is not here; it is added when rewards are shaped.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.shaping import last_token_index, sequence_scores
+from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, response_lengths, sequence_scores
 from alpaca_ppo.rewards.batch import RewardBatch, make_reward_batch
 from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.scorer import RewardScorer
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is taken from scores for how a response ends."""
+
+    missing_stop: float | None = None
+    """Replaces the reward of a response that did not stop: a per-token reward becomes zero everywhere except at the
+    last chosen token, which gets the penalty. None keeps the reward."""
+    overlong_buffer_len: int | None = None
+    """Columns before the last one over which a penalty grows that is added to the reward (of the last chosen token),
+    also to a `missing_stop`. The length of a response is the number of columns up to that token. None adds nothing."""
+    overlong_factor: float = 1.0
+    """That penalty for a response that fills all columns, in reward units."""
 
 
 def score_responses(
@@ -21,7 +37,7 @@ def score_responses(
     samples: dict[str, Tensor],
     rows: list[dict[str, Any]],
     *,
-    penalty: float | None,
+    penalties: Penalties,
     early: EarlyCalls | None = None,
 ) -> dict[str, Tensor]:
     """Returns `scores`, `rewards` and `scores_by_source` of B sampled responses, on the CPU.
@@ -35,16 +51,16 @@ def score_responses(
         samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
             bool, on the CPU; other keys are ignored.
         rows: the dataset row of each of the B responses, with its `prompt`.
+        penalties: for a missing stop token and for length.
         early: the calls of reward functions that have begun already, of whose chunks these rows are the next; None
             calls the functions here.
-        penalty: replaces the reward of a response that did not stop; a per-token reward becomes zero everywhere
-            except at the last chosen token, which gets the penalty. None keeps the reward.
 
     Returns:
-        scores (B,) float32, summed over the sources, before the penalty; rewards (B,) float32, or (B, R) if a source
+        scores (B,) float32, summed over the sources, before the penalties; rewards (B,) float32, or (B, R) if a source
         scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
-        None. If the scorer's policy drops rows, also dropped (B,) int64: 0 for a row to keep, k > 0 for one to leave
-        out, whose error is `scorer.failures[k - 1]`.
+        None. With a penalty for length also overlong_penalties (B,) float32, at most 0, which the rewards include. If
+        the scorer's policy drops rows, also dropped (B,) int64: 0 for a row to keep, k > 0 for one to leave out, whose
+        error is `scorer.failures[k - 1]`.
 
     Raises:
         RewardError: as `RewardScorer`.
@@ -53,10 +69,15 @@ def score_responses(
     result = scorer(**_texts(processing_class, samples, rows)) if early is None else scorer.next_early(early)
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
-    if penalty is not None:
-        rewards = _penalize(rewards, mask, ~samples["stopped"], penalty)
+    if penalties.missing_stop is not None:
+        rewards = _penalize(rewards, mask, ~samples["stopped"], penalties.missing_stop)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
+    if (buffer_len := penalties.overlong_buffer_len) is not None:
+        scored["overlong_penalties"] = overlong_penalty(
+            response_lengths(mask), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
+        )
+        scored["rewards"] = _add_to_sequence(rewards, scored["overlong_penalties"], mask)
     if scorer.policy.drop:
         dropped = sorted(result.failures)
         last = len(scorer.failures)
@@ -96,6 +117,13 @@ def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
     rewards = token_rewards.new_zeros(mask.shape)
     rewards[mask] = token_rewards[is_token]
     return rewards
+
+
+def _add_to_sequence(rewards: Tensor, added: Tensor, mask: Tensor) -> Tensor:
+    """`rewards` with `added` (B,) on each response; on its last chosen token, if they are per token."""
+    if rewards.dim() == 1:
+        return rewards + added
+    return rewards.scatter_add(1, last_token_index(mask).unsqueeze(1), added.unsqueeze(1))
 
 
 def _penalize(rewards: Tensor, mask: Tensor, truncated: Tensor, penalty: float) -> Tensor:

@@ -49,10 +49,11 @@ class TextTokens:
         for rendered in (False, True):
             new = [text for text in dict.fromkeys(texts) if text not in found and text.rendered == rendered]
             if new:
+                words = [text.text for text in new]
                 # Not add_special_tokens=True: some tokenizers have a default of their own.
-                how = {"add_special_tokens": False} if rendered else {}
-                encoded = self.tokenizer([text.text for text in new], **how)["input_ids"]
-                found |= {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(new, encoded, strict=True)}
+                encoded = self.tokenizer(words, add_special_tokens=False) if rendered else self.tokenizer(words)
+                tensors = [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
+                found |= dict(zip(new, tensors, strict=True))
         self._keep(found)
         return [found[text] for text in texts]
 

@@ -5,14 +5,15 @@ What a step computes is not here (`ppo_trainer`); how a checkpoint is written is
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import TrainerState
 
 from alpaca_ppo.checkpoint import export
@@ -21,7 +22,7 @@ from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Com
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
-from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.data.schedule import PromptSchedule, StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
@@ -29,9 +30,10 @@ from alpaca_ppo.distributed.random_states import random_states, seed_random_stat
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
+from alpaca_ppo.ppo.curriculum import PassRates, learnable_weights
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
 from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.mismatch import SamplerMismatch
+from alpaca_ppo.ppo.mismatch import SamplerMismatch, spread_by_length
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
@@ -56,6 +58,8 @@ class BaseTrainer(ABC):
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
     sampling_params: SamplingParams
+    padding: str
+    """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
@@ -89,6 +93,7 @@ class BaseTrainer(ABC):
         self.callback_handler = CallbackHandler(callbacks, self.state)
         self.preemption = PreemptionHandler(self.accelerator)
         self.progress = TrainProgress(self.accelerator, self.state, self.updater)
+        self.pass_rates = PassRates(len(self.train_prompts), self.args)
         best = BestCheckpoint(
             self.state, self.args.metric_for_best_model, greater_is_better=self.args.greater_is_better
         )
@@ -115,6 +120,7 @@ class BaseTrainer(ABC):
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
         own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
+        own |= {"pass_rates": self.pass_rates}
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(
@@ -131,6 +137,11 @@ class BaseTrainer(ABC):
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
         return self.updater.engine.actor_critic
+
+    @property
+    def model(self) -> Any:
+        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
+        return self.updater.model
 
     @property
     def run_log(self) -> RunLog:
@@ -216,7 +227,45 @@ class BaseTrainer(ABC):
         """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
         there are ranks.
         """
-        return self.collate(self.train_prompts, self.schedule.indices(step))
+        return self.collate(self.train_prompts, self.step_prompts(step).indices)
+
+    def step_prompts(self, step: int) -> StepPrompts:
+        """The dataset indices of `step` (from 0), on all ranks."""
+        chances = None
+        if self.args.curriculum:
+            chances = self.pass_rates.chances(self._prompt_weights(self.pass_rates.rates.clone()))
+        return self.schedule.prompts_of(step, self.progress.extra_prompts(step), chances)
+
+    def _prompt_weights(self, pass_rates: Tensor) -> Tensor:
+        """With `curriculum`: how likely each of the dataset's N prompts is to be drawn next, as weights of any scale.
+
+        Override it for another curriculum. What it returns must be the same on every rank, and in a run that is
+        resumed: a function of its argument alone.
+
+        Args:
+            pass_rates: (N,) float64, from 0 to 1, or NaN for prompts that have not been sampled yet.
+
+        Returns:
+            (N,) of at least 0; weights below a hundredth of the largest count as that.
+        """
+        return learnable_weights(pass_rates)
+
+    def spread_prompts(self, step: int) -> PromptBatch:
+        """At most 4 of the first prompts of `step`, of lengths as different as possible; the same on every rank."""
+        ids = self.step_prompts(step).indices[:16]
+        items = [self.train_prompts[i] for i in ids]
+        chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
+        return self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
+
+    @contextmanager
+    def in_sampling_round(self, number: int) -> Iterator[None]:
+        """A block whose responses have the random numbers of another round of the step."""
+        of_step = self.sampling_params
+        self.sampling_params = replace(of_step, sampling_round=number)
+        try:
+            yield
+        finally:
+            self.sampling_params = of_step
 
     def collate(self, prompts: PromptDataset, indices: Sequence[int]) -> list[PromptBatch]:
         """This rank's share of `prompts[indices]` as a batch; an empty list if it has none."""
@@ -227,6 +276,10 @@ class BaseTrainer(ABC):
         """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
         pad = self.sampling_params.pad_token_id
         return collate_prompts(items, prompt_ids, pad_token_id=pad, query_len=self.args.query_len)
+
+    def dummy_prompts(self, count: int) -> PromptBatch:
+        """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""
+        return self.prompt_batch([self.train_prompts[0]] * count, [0] * count)
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
@@ -335,7 +388,7 @@ class BaseTrainer(ABC):
             f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
             f"{self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches of at most "
             f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {padding}" if (padding := self.updater.budget.padding) else "")
+            + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
         if not self._finished:

@@ -31,11 +31,13 @@ from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, facto
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
-from alpaca_ppo.ppo.agreements import agree_on_backend
+from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.dropped_rows import add_baseline
+from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
+from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import update_steps
-from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
+from alpaca_ppo.ppo.mismatch import MismatchGuard
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.updates import make_updater
@@ -45,7 +47,7 @@ from alpaca_ppo.rewards.scoring import early_calls, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.preflight import DiskCheck, check_output_dir
+from alpaca_ppo.trainer.preflight import DiskCheck, check_class, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -99,6 +101,7 @@ class PPOTrainer(BaseTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
     ) -> None:
+        check_class(type(self))
         check_output_dir(args)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
@@ -122,6 +125,7 @@ class PPOTrainer(BaseTrainer):
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer)
         self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
+        self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
@@ -134,14 +138,9 @@ class PPOTrainer(BaseTrainer):
         )
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
-        self.timers, self.rollout_poll, self.dropped_rows = metrics.Timers(), RolloutPoll(), 0
+        self.timers, self.rollout_poll, self.counts = metrics.Timers(), RolloutPoll(), RolloutCounts()
         self._early: EarlyCalls | None = None
         scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
-
-    @property
-    def model(self) -> Any:
-        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
-        return self.updater.model
 
     def check_sampler(self) -> None:
         """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a
@@ -153,10 +152,7 @@ class PPOTrainer(BaseTrainer):
         hooks = (self.rollout, self._generate)
         inherited = hooks == (MethodType(PPOTrainer.rollout, self), MethodType(PPOTrainer._generate, self))
         if self.mismatch_guard.active and inherited:
-            ids = self.schedule.indices(self.state.global_step)[:16]
-            items = [self.train_prompts[i] for i in ids]
-            chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
-            prompts = self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
+            prompts = self.spread_prompts(self.state.global_step)
             self.mismatch_guard.check_short_responses(self.collector, prompts, self.sampling_params)
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
@@ -165,16 +161,17 @@ class PPOTrainer(BaseTrainer):
         A run that is resumed in the middle of a step's update continues with the rollouts stored in the checkpoint.
         """
         self.run_lock.acquire()
-        self.timers, self.dropped_rows = metrics.Timers(), 0
+        self.timers, self.counts = metrics.Timers(), RolloutCounts()
         step, update = self.state.global_step, self.progress.pop_resumed_update()
         if update is None:
             rollouts = self._rollouts_with_advantages(prompt_batches)
-            self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds, self.dropped_rows))
+            self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds, self.counts))
         else:
-            rollouts, self.timers.seconds, self.dropped_rows = update.rollouts, update.seconds, update.dropped_rows
+            rollouts, self.timers.seconds, self.counts = update.rollouts, update.seconds, update.counts
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         self.mark_step_done(step)
+        self.pass_rates.record(rollouts, self.counts)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
         if not self.critic_pretraining.includes(step):
@@ -186,6 +183,10 @@ class PPOTrainer(BaseTrainer):
         """The global rollouts with shaped rewards, advantages and returns."""
         rollouts = self.rollout(prompt_batches)
         hook_checks.check_rollouts(rollouts)
+        if self.args.dynamic_sampling or self.args.curriculum:
+            prompts = self.step_prompts(self.state.global_step)
+            rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
+            rollouts = replace_uninformative(rollouts, prompts, self._redraw, max_rounds=rounds, counts=self.counts)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
             responses=rollouts["responses"],
@@ -206,6 +207,11 @@ class PPOTrainer(BaseTrainer):
         hook_checks.add_to_rollouts(rollouts, "_estimate_advantage", estimated, hook_checks.ESTIMATED)
         return rollouts
 
+    def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
+        """The global rollouts of fresh prompts (dataset indices), which `dynamic_sampling` has drawn in a round."""
+        with self.in_sampling_round(sampling_round):
+            return self.rollout(self.collate(self.train_prompts, prompt_ids))
+
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and evaluates them under
         policy, critic and reference.
@@ -220,6 +226,7 @@ class PPOTrainer(BaseTrainer):
             with_policy=self.old_policy.recomputes(step),
             policy_is_reference=self.old_policy.reads_reference(step),
             with_entropies=metrics.logs_entropies(step, self.args),
+            may_be_empty=sampling_params.sampling_round > 0,
         )
         return self._rollout(prompt_batches, sampling_params, passes)
 
@@ -228,7 +235,7 @@ class PPOTrainer(BaseTrainer):
     ) -> Rollouts:
         engine, n = self.updater.engine, sampling_params.num_return_sequences
         count = sum(len(batch["rows"]) for batch in prompt_batches)
-        prompts = self.collector.local_prompts(engine, prompt_batches, self._dummy_prompts)
+        prompts = self.collector.local_prompts(engine, prompt_batches, self.dummy_prompts)
         local = None
         with self.run_log.progress(count * (n + passes.greedy_baseline), "rollout", leave=False) as bar:
             self.rollout_poll = self.preemption.for_rollout(
@@ -242,7 +249,7 @@ class PPOTrainer(BaseTrainer):
                 local = {key: value[: count * n] for key, value in rows.items() if count}
         rollouts, dropped = self.collector.gather(local, passes, samples_per_prompt=n, poll=self.rollout_poll)
         if dropped.num_dropped:
-            self.dropped_rows += dropped.num_dropped
+            self.counts.dropped_rows += dropped.num_dropped
             self.run_log.message(str(dropped))
         return rollouts
 
@@ -328,9 +335,8 @@ class PPOTrainer(BaseTrainer):
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
             of the token; `scores_by_source` (C, sources).
         """
-        penalty = self.args.penalty_reward_value
-        scorer = self.collector.scorer
-        return score_responses(scorer, self.processing_class, samples, rows, penalty=penalty, early=self._early)
+        scorer, penalties = self.collector.scorer, setup.make_penalties(self.args)
+        return score_responses(scorer, self.processing_class, samples, rows, penalties=penalties, early=self._early)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -468,7 +474,7 @@ class PPOTrainer(BaseTrainer):
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts, self.args),
             **self.old_policy.stats(rollouts),
-            **self._pop_dropped("objective"),
+            **self._pop_counts().stats(self.args),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
@@ -494,7 +500,7 @@ class PPOTrainer(BaseTrainer):
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
         # What a training loop of one's own has dropped so far is for the step's record.
-        of_step, self.dropped_rows = self.dropped_rows, 0
+        of_step = self._pop_counts()
         self.timers = metrics.Timers()
         with self.run_lock.for_a_while():
             rollouts = self._rollout(
@@ -505,15 +511,11 @@ class PPOTrainer(BaseTrainer):
             rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
             self.run_log.log_table("eval", rows, self.state.global_step)
         stats = {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
-        stats |= self._pop_dropped("eval")
-        self.dropped_rows = of_step
+        stats |= self.counts.evaluation_stats(self.args)
+        self.counts = of_step
         return stats
 
-    def _pop_dropped(self, prefix: str) -> dict[str, float]:
-        """The metric of the rows dropped since the last call, if rows may be."""
-        dropped, self.dropped_rows = self.dropped_rows, 0
-        return {f"{prefix}/dropped_rows": float(dropped)} if self.args.failed_rewards == "drop" else {}
-
-    def _dummy_prompts(self, count: int) -> PromptBatch:
-        """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""
-        return self.prompt_batch([self.train_prompts[0]] * count, [0] * count)
+    def _pop_counts(self) -> RolloutCounts:
+        """The counts of what was sampled since the last call."""
+        counts, self.counts = self.counts, RolloutCounts()
+        return counts

@@ -6,7 +6,7 @@ written is in `checkpoint`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import LearningRates
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.distributed.schedules import Part
-from alpaca_ppo.ppo.metrics import StatsAccumulator, update_stats
+from alpaca_ppo.ppo.metrics import RolloutCounts, StatsAccumulator, update_stats
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.types import Rollouts
 
@@ -29,8 +29,8 @@ class UpdateProgress:
     """The global rollouts, including shaped rewards and advantages."""
     seconds: dict[str, float]
     """This rank's seconds in each phase before the update."""
-    dropped_rows: int = 0
-    """Responses that were left out of the rollouts because their reward failed."""
+    counts: RolloutCounts = field(default_factory=RolloutCounts)
+    """What was sampled and is not in the rollouts."""
     steps: dict[Part, int] = field(default_factory=dict)
     """Optimizer steps taken, by what they trained."""
     skipped: int = 0
@@ -89,7 +89,7 @@ class UpdateProgress:
         """The complete state; `rank_states` holds the `rank_state` of each rank."""
         return {
             "rollouts": dict(self.rollouts),
-            "dropped_rows": self.dropped_rows,
+            "counts": asdict(self.counts),
             "steps": dict(self.steps),
             "skipped": self.skipped,
             "kl_stopped": self.kl_stopped,
@@ -116,7 +116,7 @@ class UpdateProgress:
         return cls(
             state["rollouts"],
             seconds,
-            state["dropped_rows"],
+            RolloutCounts(**state["counts"]),
             steps=dict(state["steps"]),
             skipped=state["skipped"],
             kl_stopped=state["kl_stopped"],
@@ -150,7 +150,7 @@ class TrainProgress:
         """Optimizer steps that were skipped in the whole run."""
         self.saved = False
         """Whether this point has been saved in a checkpoint of the output folder."""
-        self._num_updates = 0
+        self._num_updates = self._extra_prompts = 0
         self._resumed = False
         self._random = random_states()
         # `saved` and the random states before the rollouts of `update`; None if this process did not make them.
@@ -170,9 +170,21 @@ class TrainProgress:
         if step_ended is not _UNCHANGED:
             self.step_ended = step_ended
         if update is not _UNCHANGED:
+            if self.update is not None:
+                self._extra_prompts += self.update.counts.extra_prompts
             self.update = update
             self._before_rollouts = (self.saved, self._random)
         self.saved, self._random = False, random_states()
+
+    def extra_prompts(self, step: int) -> int:
+        """How many prompts the steps before `step` have drawn beyond those that the schedule gives them.
+
+        Args:
+            step: the one that is under way or next.
+        """
+        # An update stays recorded until the step's end, or the next update, is.
+        ended = self.update if step > self.step else None
+        return self._extra_prompts + (0 if ended is None else ended.counts.extra_prompts)
 
     def discard_rollouts(self) -> None:
         """Goes back to before the rollouts of an update that has taken no optimizer step of the policy, so that a
@@ -234,6 +246,7 @@ class TrainProgress:
             "step_ended": self.step_ended if current else True,
             "update": update and update.state_dict(gather_list(update.rank_state(), self._accelerator)),
             "skipped_updates": self.skipped_updates,
+            "extra_prompts": self.extra_prompts(self._state.global_step),
             **self._updater.budget.state_dict(),
         }
 
@@ -246,4 +259,5 @@ class TrainProgress:
         rank, num_ranks = self._accelerator.process_index, self._accelerator.num_processes
         update = UpdateProgress.from_state(state["update"], rank=rank, num_ranks=num_ranks) if state["update"] else None
         self.advance(stats=state["stats"], step_ended=state["step_ended"], update=update)
+        self._extra_prompts = state["extra_prompts"]
         self._before_rollouts, self._resumed = None, True

@@ -24,6 +24,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
 from alpaca_ppo.ppo import kl_controllers
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
@@ -31,6 +32,7 @@ from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater, planned_steps
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.tracking.run_log import RunLog
 
 
@@ -173,6 +175,15 @@ def _reward_tokenizer(args: PPOConfig) -> Any:
     return load_processing_class(str(name), trust_remote_code=trust, field="reward_adapter")
 
 
+def make_penalties(args: PPOConfig) -> Penalties:
+    """What is taken from scores for how a response ends."""
+    return Penalties(
+        missing_stop=args.penalty_reward_value,
+        overlong_buffer_len=args.overlong_buffer_len,
+        overlong_factor=args.overlong_penalty_factor,
+    )
+
+
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
     """Adds the reward source `args.reward_adapter` on the policy's base, and moves its head to `device`.
 
@@ -185,7 +196,11 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
     check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
-    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id)
+    # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
+    padding_free = bool(args.padding_free) and supports_packing(adapters.model)
+    model: Any = AdapterClassifier(
+        adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id, padding_free=padding_free
+    )
     source = ModelReward(
         model,
         tokenizer,

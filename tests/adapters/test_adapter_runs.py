@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
+from alpaca_ppo.models.factory import make_actor_critic
+from alpaca_ppo.rewards import RewardScorer
+from alpaca_ppo.trainer.setup import add_reward_adapter
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer, weights
 
@@ -280,16 +283,36 @@ def test_on_a_half_precision_base_too_every_adapter_starts_from_it(arch, setting
     assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] != 0.0
 
 
-def test_the_reward_model_may_be_a_third_adapter(tmp_path):
-    model = tiny_causal_lm("llama")
+def saved_reward_adapter(folder, model):
+    """A classifier with an adapter on the base of `model`, which is saved in `folder`."""
     classifier = tiny_sequence_classifier("llama")
     classifier.base_model.load_state_dict(model.base_model.state_dict())
     peft = get_peft_model(classifier, LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS"))
     for parameter in peft.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
-    peft.save_pretrained(tmp_path / "reward")
-    tiny_tokenizer().save_pretrained(tmp_path / "reward")
+    peft.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return peft
+
+
+@pytest.mark.parametrize("padding_free", ["auto", False])
+def test_a_reward_adapter_reads_rows_without_padding_though_its_base_has_been_sharded(padding_free, tmp_path):
+    saved_reward_adapter(tmp_path, tiny_causal_lm("llama"))
+    args = tiny_config(tmp_path, reward_adapter=str(tmp_path), padding_free=padding_free)
+    actor_critic = make_actor_critic(tiny_causal_lm("llama"), None, [], LORA, args)
+    scorer = RewardScorer([], [])
+    add_reward_adapter(scorer, actor_critic, args, torch.device("cpu"))
+    for parameter in actor_critic.parameters():
+        parameter.data = torch.empty(0)
+    (source,) = scorer.sources
+    source.prepare(equal_passes=True)
+    assert source._packs == bool(padding_free)
+
+
+def test_the_reward_model_may_be_a_third_adapter(tmp_path):
+    model = tiny_causal_lm("llama")
+    peft = saved_reward_adapter(tmp_path / "reward", model)
     settings = {"critic_layout": "adapter", "learning_rate": 1e-2}
     adapter = lora_trainer(
         tmp_path / "a", model=model, arguments={"reward_funcs": []}, reward_adapter=str(tmp_path / "reward"), **settings

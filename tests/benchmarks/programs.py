@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import alpaca_ppo
 from tests.benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,8 @@ class Program:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
+            # This package's own setting for all of them.
+            **alpaca_ppo._WAITING,
         }
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(

@@ -150,11 +150,11 @@ def describe(workload: Workload) -> str:
     low, high = min(workload.lengths), max(workload.lengths)
     mean = sum(workload.lengths) / workload.num_prompts
     lengths = f"of {low} tokens each" if low == high else f"of {low} to {high} tokens, {mean:.0f} on average"
+    steps = -(-workload.num_prompts // workload.step_batch_size)
     return (
         f"{workload.num_prompts} prompts of {workload.prompt_len} tokens, responses {lengths} (room for "
-        f"{workload.response_len}); {workload.ppo_epochs} epochs of "
-        f"{-(-workload.num_prompts // workload.step_batch_size)} optimizer steps in micro-batches of "
-        f"{workload.micro_batch_size} rows"
+        f"{workload.response_len}); {workload.ppo_epochs} epochs of {steps} optimizer step{'s' if steps > 1 else ''} "
+        f"in micro-batches of {workload.micro_batch_size} rows"
     )
 
 

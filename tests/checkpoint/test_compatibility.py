@@ -1,11 +1,16 @@
 """A run does not resume from what is not its own: an error names the difference, and the folder is unchanged."""
 
+import dataclasses
+import re
 import shutil
 
 import pytest
 from datasets import Dataset
 
+from alpaca_ppo import PPOConfig
+from alpaca_ppo.checkpoint.compatibility import _FREE_TO_CHANGE
 from alpaca_ppo.checkpoint.directory import FILES
+from tests.docs.markdown import ROOT, table_rows
 from tests.leftovers import work_folder
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
@@ -169,3 +174,11 @@ def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_pat
     tiny_trainer(other, **{**RUN, "total_episodes": 40}).train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(other)] == [3, 4]
     refuse(run, "holds a finished run ", resume=str(other / "checkpoint-3"))
+
+
+def test_the_page_names_every_option_that_may_change():
+    rows = table_rows((ROOT / "docs/fault-tolerance.md").read_text("utf-8"), "may change")
+    fields = {field.name for field in dataclasses.fields(PPOConfig)}
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row["options"])} & fields
+    # The reference is compared by its weights.
+    assert named - {"reference"} == set(_FREE_TO_CHANGE)

@@ -35,6 +35,19 @@ from tests.registered import temporary_choices
             "entropy_logging_steps is 10 and old_policy is 'auto', .* set entropy_logging_steps: 1 and old_policy: r",
         ),
         (
+            {"metric_for_best_model": "objective/entropies", "save_steps": 4, "old_policy": "rollout"},
+            "old_policy is 'rollout', .* set entropy_logging_steps: 1 and old_policy: recompute, or choose",
+        ),
+        (
+            {"metric_for_best_model": "objective/entropies", "old_policy": "rollout", "entropy_logging_steps": 1}
+            | {"save_steps": 4},
+            "old_policy is 'rollout', .* set old_policy: recompute, or choose",
+        ),
+        (
+            {"metric_for_best_model": "objective/ref_entropies", "save_steps": 4, "entropy_coef": 0.1},
+            "entropy_logging_steps is 10 .* set entropy_logging_steps: 1, or choose",
+        ),
+        (
             {"metric_for_best_model": "ppo/policy/entropy", "save_steps": 4, "entropy_logging_steps": 2},
             "entropy_logging_steps is 2 .* set entropy_logging_steps: 1, or choose another metric",
         ),
@@ -72,7 +85,11 @@ from tests.registered import temporary_choices
             "critic_step_batch_size is None, but with critic_layout 'shared' .* set both to null",
         ),
         ({"critic_epochs": 0}, "critic_epochs is 0; it must be at least 1 or null"),
-        ({"num_return_sequences": 33}, r"num_return_sequences \(33\) is larger than rollout_per_device_batch"),
+        (
+            {"num_return_sequences": 33, "generation_backend": "decode"},
+            r"num_return_sequences \(33\) is larger than rollout_per_device_batch_size \(32\), but generation_backend "
+            r"'decode' samples .* set rollout_per_device_batch_size to 33 or more, or generation_backend: auto",
+        ),
         (
             {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},
             "kl_horizon is 10, so one step of 64 responses could .* set it to 13 or more",
@@ -80,6 +97,13 @@ from tests.registered import temporary_choices
         ({"k_beta": 5.0}, "k_beta is 5.0; it must be above 0 and below 5"),
         ({"push_to_hub": True}, "hub_model_id is not set"),
         ({"eval_top_p": 0.9}, r"eval_top_p \(0.9\) and eval_top_k \(None\) apply to sampled responses only"),
+        ({"dynamic_sampling": True}, "dynamic_sampling is True, but num_return_sequences is 1, .* 2 or more"),
+        ({"max_sampling_rounds": 0}, "max_sampling_rounds is 0; it must be at least 1"),
+        (
+            {"overlong_buffer_len": 6, "response_len": 5},
+            r"overlong_buffer_len \(6\) is larger than response_len \(5\), .* set it to 5 or less, or to null",
+        ),
+        ({"overlong_penalty_factor": -1.0}, "overlong_penalty_factor is -1.0; it must be at least 0"),
         ({"truncate_after": 3}, "truncate_tokens is not set"),
         ({"critic": "c52"}, "critic is 'c52'; choose one of scalar, c51, hl_gauss, quantile, iqn"),
         ({"num_atoms": 1}, "num_atoms is 1; it must be at least 2"),
@@ -170,6 +194,19 @@ from tests.registered import temporary_choices
 def test_a_bad_value_is_named_with_its_remedy(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_an_entropy_that_every_step_has_may_choose_the_best_model():
+    PPOConfig(metric_for_best_model="ppo/policy/entropy", save_steps=4, entropy_coef=0.1)
+    for source in ("recompute", "correct"):
+        metric = {"metric_for_best_model": "objective/entropies", "entropy_logging_steps": 1}
+        PPOConfig(**metric, save_steps=4, old_policy=source)
+
+
+@pytest.mark.parametrize("backend", ["auto", "slots"])
+def test_a_prompt_may_have_more_responses_than_slots(backend):
+    args = PPOConfig(num_return_sequences=33, generation_backend=backend)
+    assert args.num_return_sequences > args.rollout_per_device_batch_size
 
 
 def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():

@@ -28,6 +28,27 @@ def test_fewer_episodes_than_a_step_make_one_short_step():
     assert [schedule.num_prompts_at(step) for step in range(schedule.num_steps)] == [3] == [len(schedule.indices(0))]
 
 
+def test_a_step_after_extra_prompts_begins_later_in_the_sequence_of_all_epochs():
+    schedule = PromptSchedule(10, 4, seed=0, total_epochs=2)
+    first, second = schedule.indices(0), schedule.indices(1) + schedule.indices(2)
+    third = [index for step in range(3, 6) for index in schedule.indices(step)]
+    # From place 4 + 3 on: three of the first epoch, then one of the second that is not among them.
+    step = schedule.prompts_of(1, 3)
+    assert step.indices == second[3:] + [index for index in third if index not in second[3:]][:1]
+    assert [len(schedule.prompts_of(step, 7).indices) for step in range(6)] == [4, 4, 2, 4, 4, 2]
+    passed_over = third.index(step.indices[3])
+    assert step.extra_prompts == passed_over
+    # Three more that are neither 0 nor the first ones of the second epoch.
+    without = {0, *third[:4]}
+    drawn = step.draw(3, without=without)
+    left = [index for index in third[passed_over + 1 :] if index not in without]
+    assert drawn == left[:3]
+    assert step.extra_prompts == third.index(drawn[-1]) + 1 - 1
+    # There are no more than 10 - 8 others, and none twice.
+    assert len(set(step.draw(5, without=set(range(8))))) == 2
+    assert first == schedule.prompts_of(0, 0).indices
+
+
 def test_a_schedule_without_prompts_or_with_two_totals_is_refused():
     with pytest.raises(ValueError, match="no prompt left"):
         PromptSchedule(0, 4, seed=0, total_epochs=1)

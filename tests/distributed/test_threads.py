@@ -265,10 +265,10 @@ def test_the_quota_of_control_groups_is_read_at_every_level(groups, quotas, core
     assert module._quota(tmp_path) == cores
 
 
-WAITING = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 TORCH_THAT_TELLS = """
 import os
-print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("KMP_BLOCKTIME"), flush=True)
+print(*map(os.environ.get, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")), flush=True)
 os._exit(0)
 """
 
@@ -287,23 +287,21 @@ os._exit(0)
 )
 def test_entry_points_set_how_threads_wait_before_torch_is_imported(command, tmp_path):
     (tmp_path / "torch.py").write_text(TORCH_THAT_TELLS)
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     # -P keeps the folder of a script, or the current one, from being searched before the imitation of torch.
     python = [sys.executable, "-P", *command]
     done = subprocess.run(python, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout == "PASSIVE 0\n", done.stderr
+    assert done.stdout == "None 3000 0\n", done.stderr
 
 
-@pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"KMP_BLOCKTIME": "200"}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "200"}], ids=str
+)
 def test_a_waiting_policy_of_the_users_own_stays(own):
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     code = f"import os, sys, alpaca_ppo; print(*map(os.environ.get, {WAITING}), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**environment, **own}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == [own.get("OMP_WAIT_POLICY", "None"), own.get("KMP_BLOCKTIME", "None"), "False"]
+    assert done.stdout.split() == [*(own.get(name, "None") for name in WAITING), "False"]

@@ -33,6 +33,10 @@ RUNS = {
         "reference": "none",
         "use_kl_in_reward": False,
         "target_kl_stop": 1.0,
+        "num_return_sequences": 2,
+        "dynamic_sampling": True,
+        "curriculum": True,
+        "overlong_buffer_len": 2,
     },
 }
 

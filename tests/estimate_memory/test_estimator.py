@@ -317,6 +317,9 @@ def test_auto_decodes_where_parameters_stay_sharded():
     # Four prompts on each process: five slots of 16 + 48 columns, or four rows of 16 + 65; as above.
     assert sizes == [5 * 2 * 32 * 2 * 4 * 4 * (16 + 48), 4 * 2 * 32 * 2 * 4 * 4 * (16 + 65)]
     assert with_known_backend(settings(), Sharding(2, 3)) == settings()
+    few = settings(num_return_sequences=4, rollout_per_device_batch_size=2, ds3_gather_for_generation=False)
+    known = with_known_backend(few, Sharding(2, 3))
+    assert (known.generation_backend, known.rollout_per_device_batch_size) == ("decode", 4)
 
 
 def test_a_micro_batch_has_the_tokens_of_its_budget():
@@ -761,6 +764,18 @@ def test_a_reference_is_not_offloaded_where_host_memory_is_device_memory():
 
     assert singles(settings(use_cpu=False), is_offloaded) == ["reference: copy_offloaded"]
     assert singles(settings(), is_offloaded) == []
+
+
+def test_decode_steps_are_not_captured_where_that_saves_memory():
+    def captures_none(s: Settings) -> bool:
+        return not s.args.cuda_graphs
+
+    assert singles(settings(use_cpu=False), captures_none) == ["cuda_graphs: false"]
+    assert singles(settings(use_cpu=False, cuda_graphs=False), lambda s: False) == []
+    assert singles(settings(use_cpu=False, generation_backend="decode"), captures_none) == []
+    assert singles(settings(), captures_none) == []
+    sharded = Settings(settings(use_cpu=False), LoraArguments(), Sharding(2, stage=3))
+    assert not any(change["fits"] for change in single_changes(sharded, weight(captures_none), 2.0))
 
 
 def test_a_policy_that_is_an_adapter_gets_the_changes_of_one(folder, tmp_path, monkeypatch):

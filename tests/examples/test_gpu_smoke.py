@@ -84,7 +84,7 @@ time.sleep(60)
         same_run.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", launcher], **options)
     )
     with pytest.raises(gpu_smoke.OutOfTime), gpu_smoke.time_limit(60):
-        same_run.launch(tmp_path, "single", "full", 4)
+        same_run.launch(tmp_path, "single", "full", 192)
     child = int((tmp_path / "pid").read_text())
     for _ in range(100):
         # Whoever inherits it may never ask how it ended.

@@ -68,6 +68,20 @@ def test_a_key_is_the_generator_started_by_each_coordinate_in_turn() -> None:
     assert keys.tolist() == [signed(splitmix64(prompt, sample)) for prompt in prompts for sample in range(2)]
 
 
+def test_a_later_round_has_keys_of_its_own_and_the_first_has_those_without_rounds() -> None:
+    # Round r takes output -r of the generator that the step seeded, before the prompt's.
+    step = splitmix64(splitmix64(9, 0), 4)
+    for number in (1, 2):
+        keys = stream_keys(seed=9, step=4, sampling_round=number, prompt_ids=torch.tensor([3]), num_return_sequences=1)
+        assert keys.item() == signed(splitmix64(splitmix64(splitmix64(step, -number), 3), 0))
+    rounds = [
+        stream_keys(seed=9, step=4, sampling_round=r, prompt_ids=torch.arange(9), num_return_sequences=2).tolist()
+        for r in range(4)
+    ]
+    assert len(set(sum(rounds, []))) == 4 * 18
+    assert rounds[0] == stream_keys(seed=9, step=4, prompt_ids=torch.arange(9), num_return_sequences=2).tolist()
+
+
 def test_uniforms_reach_neither_zero_nor_one() -> None:
     # The output function maps 0 to 0, so the key -GOLDEN gives the smallest number. The key of the largest is found by
     # running the function backwards from 2^64 - 1.

@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from alpaca_ppo.generation.graphs import Capture, Step
 
+NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
 
 class _Tape(TorchDispatchMode):
     """Records operators with the memory of their arguments and results, which later changes of a tensor's `data` and of
@@ -40,11 +42,12 @@ class Tapes:
 
     Args:
         fails_at: the number of the capture, from 1, that raises an error.
+        error: that it raises.
     """
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, *, error: RuntimeError = NOT_PERMITTED) -> None:
         self.captured = 0
-        self._fails_at = fails_at
+        self._fails_at, self._error = fails_at, error
 
     def __call__(self) -> Capture:
         return self._capture
@@ -57,7 +60,7 @@ class Tapes:
             with tape:
                 run()
                 if self.captured == self._fails_at:
-                    raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+                    raise self._error
         except RuntimeError:
             # As at the end of `torch.cuda.graph`.
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904

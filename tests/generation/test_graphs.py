@@ -233,6 +233,15 @@ def test_nothing_of_a_call_with_nan_is_left_for_the_next_one(tapes: Tapes) -> No
     assert_same(ask(model, shorter), ask(model, shorter, backend="decode"))
 
 
+def test_a_call_in_inference_mode_leaves_tensors_that_any_other_call_may_change(tapes: Tapes) -> None:
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    with torch.inference_mode():
+        first = ask(model)
+        assert torch.is_inference_mode_enabled()
+    assert not first.logprobs.is_inference() and not first.logprobs.requires_grad
+    assert_same(ask(model), first)
+
+
 def test_a_memory_is_freed_before_a_larger_one_is_allocated_and_after_an_error(tapes: Tapes) -> None:
     model = tiny_causal_lm("llama", dtype=torch.float64)
     ask(model)
@@ -268,6 +277,31 @@ def test_a_capture_that_fails_is_reported_once_and_done_without(fails_at: int, m
     assert_same(found, expected)
     assert_same(ask(model, **settings), expected)
     assert tapes.captured == fails_at
+
+
+def test_steps_without_effect_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A graph is empty if the kernels were launched on another device than that of the capture.
+    monkeypatch.setattr(Tapes, "_capture", lambda self, run: lambda: None)
+    installed(Tapes(), monkeypatch)
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    message = r"LlamaForCausalLM had no effect: the responses \[0, 1\] still run .*set cuda_graphs \(True\)"
+    with pytest.raises(RuntimeError, match=message):
+        ask(model)
+    assert model not in graphs._kept
+    assert_same(ask(model, cuda_graphs=False), ask(model, backend="decode"))
+
+
+def test_a_capture_that_finds_no_memory_is_tried_again_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tapes = installed(Tapes(2, error=torch.OutOfMemoryError("as a GPU's")), monkeypatch)
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    settings: dict[str, Any] = {"max_new_tokens": 20}
+    expected = ask(model, backend="decode", **settings)
+    message = "ran out of memory while a decode step of LlamaForCausalLM .*Lower rollout_per_device_batch_size"
+    with pytest.warns(UserWarning, match=message) as warned:
+        assert_same(ask(model, **settings), expected)
+    assert len(warned) == 1 and tapes.captured == 2 and model not in graphs._kept
+    assert_same(ask(model, **settings), expected)
+    assert tapes.captured == 2 + len(graphs._kept[model]._steps) > 3
 
 
 @pytest.mark.parametrize(
@@ -334,6 +368,41 @@ def test_what_was_captured_is_kept_for_the_next_call_with_the_model(monkeypatch:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_only_the_latest_settings_keep_their_captured_steps(tapes: Tapes) -> None:
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+    expected = {t: ask(model, temperature=t, backend="decode") for t in (0.5, 0.6, 0.7, 0.8, 0.9)}
+
+    def captures_of(temperature: float) -> int:
+        before = tapes.captured
+        assert_same(ask(model, temperature=temperature), expected[temperature])
+        memory = graphs._kept[model]
+        assert {key[0] for key in memory._steps} == memory._buffers.keys()
+        assert [params.temperature for params in memory._buffers][-1] == temperature
+        return tapes.captured - before
+
+    # As evaluations at 0.5 between rollouts whose temperature rises: 0.6 makes way for 0.9, then 0.7 for 0.6.
+    temperatures = (0.5, 0.6, 0.5, 0.7, 0.5, 0.8, 0.5, 0.9, 0.5, 0.8, 0.6, 0.5)
+    assert [captures_of(t) for t in temperatures] == [1, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0]
+    assert [params.temperature for params in graphs._kept[model]._buffers] == [0.9, 0.8, 0.6, 0.5]
+
+
+def test_a_kept_cache_is_not_both_as_wide_as_one_call_and_as_long_as_another(tapes: Tapes) -> None:
+    model = tiny_causal_lm("llama", dtype=torch.float64, **SMALLEST)
+
+    def sizes_after(rows: int, columns: int) -> tuple[int, int, int]:
+        with slot_memory(model, params_of(), slots=rows, extra_slots=0, columns=columns, rows=rows) as memory:
+            return memory.sizes
+
+    assert sizes_after(2, 200) == (2, 0, 200)
+    # 64 * 200 is more than 1.5 times 64 * 10.
+    assert sizes_after(64, 10) == (64, 0, 10)
+    # 64 * 15 is 1.5 times 64 * 10: large enough for both calls.
+    assert sizes_after(8, 15) == (64, 0, 15)
+    assert sizes_after(64, 10) == (64, 0, 15)
+    assert sizes_after(8, 16) == (64, 0, 16)
+    assert sizes_after(2, 200) == (2, 0, 200)
 
 
 def test_parameters_that_zero_3_gathers_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

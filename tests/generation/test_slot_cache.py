@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from alpaca_ppo.generation.slot_cache import SlotCache
+from alpaca_ppo.generation.slot_cache import SlotCache, visible_columns
 
 
 def states(tokens: list[int]) -> tuple[Tensor, Tensor]:
@@ -82,3 +82,14 @@ def test_memory_is_what_the_estimate_counts() -> None:
         cache.update(torch.ones(5, 2, 1, 4, dtype=torch.bfloat16), torch.ones(5, 2, 1, 4, dtype=torch.bfloat16), layer)
     kept = [tensor for storage in cache._storage.values() for tensor in storage]
     assert sum(tensor.nbytes for tensor in kept) == 5 * 7 * 3 * 2 * 2 * 4 * 2
+
+
+def test_a_token_sees_the_columns_up_to_its_own_and_within_its_window() -> None:
+    def shown(window: int | None) -> list[str]:
+        mask = visible_columns(torch.tensor([[0, 3], [4, 9]]), 5, sliding_window=window)
+        return ["".join("x" if visible else "." for visible in row) for row in mask.flatten(0, 1).tolist()]
+
+    assert shown(None) == ["x....", "xxxx.", "xxxxx", "xxxxx"]
+    # Column 9 is beyond the five that are read: the slot is idle, and sees what a token in column 4 sees.
+    assert shown(2) == ["x....", "..xx.", "...xx", "...xx"]
+    assert shown(1) == ["x....", "...x.", "....x", "....x"]

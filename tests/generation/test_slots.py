@@ -1,5 +1,7 @@
 """The slot loop gives the tokens of the decode loop, whatever shares the slots and whoever waits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation import Generation, SamplingParams, generate
+from alpaca_ppo.generation import Generation, SamplingParams, generate, graphs, slot_step
+from alpaca_ppo.generation import slots as slot_loop
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
 from alpaca_ppo.models.packed_attention import is_installed
@@ -93,6 +96,28 @@ def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str,
     )
 
 
+def test_idle_slots_see_something_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = model_of("gemma3", sliding_window=4), slot_step.dense_attention
+
+    def strict(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *settings: Any) -> Tensor:
+        # Some kernels answer NaN here.
+        assert (mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()
+        return plain(query, key, value, mask, *settings)
+
+    monkeypatch.setattr(slot_step, "dense_attention", strict)
+    # The longest row ends after three tokens, the others after up to twelve.
+    prompts = [COMMON + SYSTEM[0], *PROMPTS[1:]]
+    settings = {"num_return_sequences": 1, "stop_token_ids": tuple(range(2, 64, 9)), "seed": 2}
+    assert_same(in_slots(model, prompts, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
+
+
+def test_idle_slots_need_no_position_beyond_those_of_the_rows() -> None:
+    # Each prompt has 5 tokens, and the last of 12 new tokens is never read.
+    model, prompts = model_of("gpt2", n_positions=16), [[5, 6, 7, 8, 9]] * 4
+    settings = {"truncate_token_ids": ()}
+    assert_same(in_slots(model, prompts, slots=3, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
+
+
 class Passes:
     """Records the shape of what a model reads in each pass."""
 
@@ -116,7 +141,7 @@ def test_each_prompt_is_computed_once_and_no_row_after_its_end() -> None:
     passes = Passes(model)
     for slots in (2, 5, None):
         found, prefills, steps = passes.of(lambda slots=slots: in_slots(model, slots=slots, truncate_token_ids=()))
-        assert sum(prefills) + sum(1 for rows in steps if slots is not None and rows == 0) <= sum(map(len, PROMPTS))
+        assert sum(prefills) <= sum(map(len, PROMPTS))
         # The prompt of one token alone is a pass of shape (1, 1), which counts as a step here.
         lengths = found.response_mask.sum(dim=1)
         assert sum(prefills) + sum(steps) == sum(map(len, PROMPTS)) + int((lengths - 1).sum())
@@ -227,3 +252,21 @@ def test_an_exception_between_tokens_leaves_a_model_that_samples_the_same_again(
         assert len(calls) == stop_at
         found = in_slots(model, slots=3)
         assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
+
+
+def test_the_device_of_the_prompts_is_current_while_slots_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Streams and events are those of the current device.
+    assert graphs.current_device(torch.device("cuda", 1)).idx == 1
+    current: list[torch.device] = []
+
+    @contextmanager
+    def record(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        with graphs.current_device(device):
+            yield
+        current.pop()
+
+    monkeypatch.setattr(slot_loop, "current_device", record)
+    during: list[list[torch.device]] = []
+    in_slots(model_of("llama"), slots=3, before_token=lambda: during.append(list(current)))
+    assert during and all(devices == [torch.device("cpu")] for devices in during) and not current

@@ -35,6 +35,10 @@ NOT_COMPARED = {
     "reward_retries": "calls a failing source again; tests/rewards",
     "reward_retry_pause": "between those calls; tests/rewards",
     "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",
+    "dynamic_sampling": "which prompts a step learns from; tests/trainer/test_dynamic_sampling.py",
+    "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
+    "curriculum": "which prompts a step learns from; tests/ppo/test_curriculum.py",
+    "curriculum_threshold": "with it; tests/ppo/test_curriculum.py",
     "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
 }
 

@@ -45,7 +45,8 @@ RUNS = {
         *("truncate_tokens=[10,14,18,22,26,30,34,38,42,46]", "positive_nll_coef=0.3", "positive_nll_threshold=1"),
     ),
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE, "critic_layout=side"),
-    "rloo": RLOO,
+    # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
+    "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
@@ -114,6 +115,11 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
                 assert second[key] == pytest.approx(first[key], rel=1e-6, abs=1e-8), key
 
 
+def test_prompts_are_redrawn_on_two_processes_as_on_one(runs):
+    redrawn = [line["objective/redrawn_prompts"] for line in metric_lines(runs / "two/rloo")]
+    assert len(redrawn) == 2 and 0 < redrawn[0] != redrawn[1] > 0
+
+
 def test_rows_that_one_rank_drops_are_dropped_on_all(runs):
     steps, two = metric_lines(runs / "one" / "dropping"), metric_lines(runs / "two" / "dropping")
     dropped = [[line.get(f"{kind}/dropped_rows") for line in steps] for kind in ("eval", "objective")]
@@ -138,7 +144,7 @@ def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
 
 
 def test_a_rank_that_needs_padding_makes_all_pad(runs):
-    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1: another machine; critic on ")):
+    for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1, critic on process 1, ")):
         output = (runs / processes / "output.txt").read_text().split(" processes")[1 + list(RUNS).index("padded_rank")]
         assert output.startswith(reason or "\n")
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from transformers import AutoTokenizer
 
+from alpaca_ppo.ppo.minibatches import plan_micro_batches
 from examples import same_run
 from examples.same_run import Difference, compare, launch, write_run
 from tests.warm_python import warm_python
 
-PART = [("ddp", "full", 1), ("zero2", "lora", 2), ("zero3", "full", 4)]
+SMALL, MIDDLE, LARGE = same_run.MICRO_BATCHES
+PART = [("ddp", "full", SMALL), ("zero2", "lora", MIDDLE), ("zero3", "full", LARGE)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,18 +34,29 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("same")
     write_run(folder)
     for trained in same_run.TRAINED:
-        launch(folder, "single", trained, 4)
+        launch(folder, "single", trained, LARGE)
     return folder
 
 
 @pytest.mark.parametrize(("processes", "trained", "micro_batch"), PART)
 def test_processes_stage_and_micro_batches_do_not_change_the_run(processes, trained, micro_batch, folder):
-    difference = compare(launch(folder, processes, trained, micro_batch), folder / f"single-{trained}-4")
+    difference = compare(launch(folder, processes, trained, micro_batch), folder / f"single-{trained}-{LARGE}")
     assert difference.within_bounds, difference
 
 
+def test_the_numbers_of_tokens_are_different_micro_batches(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    lines = (folder / f"single-full-{LARGE}/rollouts/step_000001.jsonl").read_text().splitlines()
+    rows = map(json.loads, lines[: same_run.STEP_ROWS])
+    lengths = [len(tokenizer(row["prompt"])["input_ids"]) + len(row["tokens"]) for row in rows]
+    for ranks in (1, 2):
+        plans = [plan_micro_batches(lengths, num_ranks=ranks, max_tokens=tokens) for tokens in same_run.MICRO_BATCHES]
+        small, middle, large = (len(plan[0]) for plan in plans)
+        assert small > middle > large == 1
+
+
 def test_a_difference_in_tokens_metrics_or_weights_is_found(folder, tmp_path):
-    reference = folder / "single-full-4"
+    reference = folder / f"single-full-{LARGE}"
     for name in ("tokens", "metric", "weights"):
         shutil.copytree(reference, tmp_path / name)
     path = tmp_path / "tokens/rollouts/step_000001.jsonl"

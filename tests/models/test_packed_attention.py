@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from alpaca_ppo.models.packed_attention import (
+    AttentionSettings,
     dense_attention,
     install_attention,
     underlying_attention,
@@ -57,13 +58,13 @@ def test_dense_attention_is_a_softmax_over_the_allowed_keys(softcap, sinks):
             for c in (0, 1)
         ]
 
-    options = {"scaling": 0.5, "softcap": softcap, "sinks": None if sinks is None else torch.tensor(sinks).double()}
+    settings = AttentionSettings(0.5, softcap=softcap, sinks=None if sinks is None else torch.tensor(sinks).double())
     causal = torch.tensor([[expected(head, q, list(range(q + 1))) for q in (0, 1)] for head in (0, 1)]).double()
     parts = (query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
     tolerance = {"rtol": 1e-6, "atol": 1e-6}
-    assert_close(dense_attention(*parts, None, **options)[0], causal, **tolerance)
-    assert_close(dense_attention(*parts, torch.ones(2, 2).tril().bool(), **options)[0], causal, **tolerance)
+    assert_close(dense_attention(*parts, None, settings)[0], causal, **tolerance)
+    assert_close(dense_attention(*parts, torch.ones(2, 2).tril().bool(), settings)[0], causal, **tolerance)
     # One query of each head, which sees the second key only.
     last = (parts[0][:, :, 1:], *parts[1:])
     only = torch.tensor([[expected(head, 1, [1])] for head in (0, 1)]).double()
-    assert_close(dense_attention(*last, torch.tensor([[False, True]]), **options)[0], only, **tolerance)
+    assert_close(dense_attention(*last, torch.tensor([[False, True]]), settings)[0], only, **tolerance)

@@ -229,6 +229,15 @@ def test_a_kernel_is_used_only_where_it_computes_what_it_should(kernel, works, m
     assert try_out(cpu, torch.bfloat16, 4, 2, 8, 8, windowed=False) is False
 
 
+def test_running_out_of_memory_says_nothing_about_the_kernel(monkeypatch):
+    def out_of_memory(q, k, v, qe, ke, lq, lk, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(varlen, "varlen_attn", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        packed_sequences.kernel_works.__wrapped__(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 8, windowed=False)
+
+
 def test_a_flash_attention_of_transformers_gets_the_lengths(monkeypatch):
     def flash(module, query, key, value, attention_mask, *, scaling, cu_seq_lens_q=None, max_length_q=None, **kwargs):
         if cu_seq_lens_q is None:

@@ -1,8 +1,19 @@
 """Batches of a rollout's rows, which a `compute_loss` may change in place."""
 
+from unittest import mock
+
+import pytest
 import torch
 
-from alpaca_ppo.ppo.device_rows import DeviceRows
+from alpaca_ppo.ppo.device_rows import DeviceRows, upload
+
+
+@pytest.mark.parametrize("source", ["cpu", "cuda"])
+def test_only_a_tensor_of_the_cpu_is_pinned_on_its_way_to_a_gpu(source):
+    tensor, gpu = mock.Mock(device=torch.device(source)), torch.device("cuda")
+    pinned = tensor.pin_memory.return_value
+    assert upload(tensor, gpu) is (pinned if source == "cpu" else tensor).to.return_value
+    assert tensor.pin_memory.called == (source == "cpu")
 
 
 def test_what_is_changed_in_a_batch_reaches_neither_the_rollouts_nor_another_batch():

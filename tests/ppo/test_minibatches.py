@@ -76,9 +76,9 @@ def test_chunks_hold_rows_of_like_length():
 
 
 def test_chunks_by_tokens_keep_the_order_and_the_samples_of_a_prompt_together():
-    # Groups of 7, 3, 8 and 9 tokens; the last is more than the budget.
-    lengths = [3, 4, 1, 2, 4, 4, 9, 0]
-    assert chunks_by_tokens(lengths, 8, group=2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # Groups of 7, 3, 8 and 9 tokens; the last is more than the first budget, and its rows are divided.
+    lengths = [3, 4, 1, 2, 4, 4, 5, 4]
+    assert chunks_by_tokens(lengths, 8, group=2) == [[0, 1], [2, 3], [4, 5], [6], [7]]
     assert chunks_by_tokens(lengths, 11, group=2) == [[0, 1, 2, 3], [4, 5], [6, 7]]
     assert chunks_by_tokens([5, 5, 5], 10, group=1) == [[0, 1], [2]]
     assert chunks_by_tokens([], 10, group=1) == []

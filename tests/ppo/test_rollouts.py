@@ -10,6 +10,7 @@ from alpaca_ppo.generation import generate
 from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.rollouts import merge_prompt_batches
 from alpaca_ppo.tracking.rollout_tables import evaluation_rows, rollout_rows
+from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import prompts, tiny_trainer
 
 
@@ -40,6 +41,25 @@ def test_samples_of_a_prompt_are_neighbours_and_differ(tmp_path):
     assert rollouts["sample_ids"].tolist() == [0, 1, 2] * 10
     assert rollouts["prompt_ids"].view(10, 3).unique(dim=1).size(1) == 1
     assert len({tuple(row.tolist()) for row in rollouts["responses"]}) > 20
+
+
+@pytest.mark.parametrize(("arch", "asked"), [("llama", [30]), ("bloom", [3] * 10)])
+def test_a_prompt_may_have_more_samples_than_rows_are_sampled_at_once(arch, asked, tmp_path, monkeypatch):
+    settings = {"model": tiny_causal_lm(arch), "num_return_sequences": 3}
+    expected = rollouts_of(tmp_path, "a", **settings)
+    sizes = []
+
+    def spy(model, queries, *args, **keywords):
+        sizes.append(len(queries) * keywords["num_return_sequences"])
+        assert keywords["slots"] == 2
+        return generate(model, queries, *args, **keywords)
+
+    monkeypatch.setattr(rollouts, "generate", spy)
+    actual = rollouts_of(tmp_path, "b", rollout_per_device_batch_size=2, **settings)
+    # Without slots, the samples of a prompt are one batch.
+    assert sizes == asked
+    for key, value in expected.items():
+        assert_close(actual[key], value, rtol=1e-5, atol=1e-5)
 
 
 def test_everything_is_zero_outside_the_response_mask(tmp_path):

@@ -116,6 +116,8 @@ def test_where_gradients_have_been_exchanged_the_error_names_a_budget(tmp_path):
     trainer = crowded(tmp_path, 3)
     with (
         mock.patch.object(Engine, "can_repeat", False),
+        # Nothing is kept for an attempt that there cannot be.
+        mock.patch("alpaca_ppo.ppo.updates.random_states", side_effect=AssertionError),
         pytest.raises(torch.OutOfMemoryError, match=r"10 responses \(\d+ tokens\).*max_tokens_per_micro_batch: \d+"),
     ):
         trainer.step(trainer.prompt_batches(0))
@@ -154,6 +156,13 @@ def test_the_budget_becomes_half_of_the_smallest_micro_batch_that_failed():
     assert "set max_tokens" not in some.lower([OutOfMemory(0, 2, 16, "a")]), "the configuration would refuse 8"
     with pytest.raises(torch.OutOfMemoryError, match="process 1 ran out of memory in a micro-batch of one response"):
         some.lower([OutOfMemory(0, 2, 8, "a"), OutOfMemory(1, 1, 9, "b")])
+    empty = OutOfMemory(1, 0, 0, "b")
+    with pytest.raises(
+        torch.OutOfMemoryError, match="process 1 .* without responses.*taken by something else"
+    ) as lowered:
+        some.lower([OutOfMemory(0, 2, 8, "a"), empty])
+    assert str(some.unrepeatable(empty)) == str(lowered.value)
+    assert "query_len" not in str(lowered.value) and "max_tokens_per_micro_batch" not in str(lowered.value)
 
 
 class Copies(TorchDispatchMode):

@@ -48,6 +48,20 @@ def ids_of(tokenizer):
     return [tokenizer(p + c)["input_ids"] for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
 
 
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_no_rows_have_no_scores(padding_free):
+    model = tiny_sequence_classifier("llama")
+    source = ModelReward(model, tiny_tokenizer(WORDS), name="model", batch_size=2, padding_free=padding_free)
+    assert source(RewardBatch([], [], [], [])) == []
+
+
+def test_every_module_keeps_its_own_mode():
+    model = tiny_sequence_classifier("llama").train()
+    model.model.layers[0].eval()
+    score(model, tiny_tokenizer(WORDS))
+    assert model.training and model.score.training and not model.model.layers[0].mlp.training
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("pad_token_id", [PAD, EOS, None])

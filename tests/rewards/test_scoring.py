@@ -1,10 +1,12 @@
-"""From sampled responses to rewards: the columns that per-token scores go to, and the penalty for a missing stop."""
+"""From sampled responses to rewards: the columns that per-token scores go to, and the penalties for a missing stop
+and for length.
+"""
 
 import pytest
 import torch
 
 from alpaca_ppo.rewards import RewardError, build_reward
-from alpaca_ppo.rewards.scoring import score_responses
+from alpaca_ppo.rewards.scoring import Penalties, score_responses
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -29,9 +31,10 @@ def with_holes() -> dict[str, torch.Tensor]:
     return samples([[1, 1, 0, 0, 1], [0, 0, 1, 0, 0], [0, 1, 0, 1, 0]], [True, False, False])
 
 
-def score(function, sampled, penalty):
+def score(function, sampled, penalty, **overlong):
+    penalties = Penalties(missing_stop=penalty, **overlong)
     rows = [{"prompt": "w20"}] * len(sampled["responses"])
-    return score_responses(build_reward(function), tiny_tokenizer(), sampled, rows, penalty=penalty)
+    return score_responses(build_reward(function), tiny_tokenizer(), sampled, rows, penalties=penalties)
 
 
 def token_ids(completion_ids, **columns):
@@ -52,6 +55,22 @@ def test_the_penalty_of_token_rewards_goes_to_the_last_token():
     scored = score(lambda completion_ids: [[1.0] * len(ids) for ids in completion_ids], without_holes(), penalty=-5.0)
     assert scored["rewards"].tolist() == [[1, 1, 1], [0, -5, 0], [-5, 0, 0]]
     assert scored["scores"].tolist() == [3.0, 2.0, 1.0]
+
+
+def test_the_penalty_for_length_grows_over_the_last_columns_and_leaves_the_scores():
+    # Last columns 4, 2 and 3 of 5 are lengths of 5, 3 and 4, with a buffer of 4 columns after the first: -2 * 4/4, 2/4
+    # and 3/4. The last two did not stop.
+    overlong = {"overlong_buffer_len": 4, "overlong_factor": 2.0}
+    ones = {"function": lambda prompts, **columns: [1.0, 2.0, 3.0], "sampled": with_holes()}
+    scored = score(**ones, penalty=None, **overlong)
+    assert scored["overlong_penalties"].tolist() == [-2.0, -1.0, -1.5]
+    assert scored["rewards"].tolist() == [-1.0, 1.0, 1.5]
+    assert scored["scores"].tolist() == [1.0, 2.0, 3.0] and scored["scores_by_source"].tolist() == [[1.0], [2.0], [3.0]]
+    # Beside the penalty for a missing stop, and on the last chosen token.
+    assert score(**ones, penalty=-5.0, **overlong)["rewards"].tolist() == [-1.0, -6.0, -6.5]
+    tokens = score(token_ids, with_holes(), penalty=-5.0, **overlong)
+    assert tokens["rewards"].tolist() == [[10.0, 11.0, 0.0, 0.0, 12.0], [0, 0, -6.0, 0, 0], [0, 0, 0, -6.5, 0]]
+    assert tokens["scores"].tolist() == [35.0, 22.0, 64.0]
 
 
 def test_sources_see_the_chosen_tokens_of_a_response_with_holes():

@@ -157,7 +157,7 @@ def test_responses_whose_greedy_baseline_failed_are_dropped(tmp_path):
     assert len(batches[0]) == 20 and len(batches[1]) == 10
     kept = [i for i, row in enumerate(given[0]["rows"]) if row["prompt"] != bad]
     assert rollouts["prompt_ids"].tolist() == [int(given[0]["prompt_ids"][i]) for i in kept for _ in range(2)]
-    assert trainer.dropped_rows == 20 - 2 * len(kept) > 0
+    assert trainer.counts.dropped_rows == 20 - 2 * len(kept) > 0
 
 
 def test_an_evaluation_is_over_the_other_prompts(tmp_path):

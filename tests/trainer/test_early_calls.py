@@ -86,7 +86,7 @@ def test_the_same_responses_are_dropped_whether_functions_are_called_early_or_la
         functions = {"reward_funcs": [failing, judge]}
         trainer = tiny_trainer(folder, trainer_class=trainer_class, **run, trainer_arguments=functions)
         random.seed(3)
-        return trainer.rollout(trainer.prompt_batches(0)), trainer.dropped_rows, calls
+        return trainer.rollout(trainer.prompt_batches(0)), trainer.counts.dropped_rows, calls
 
     late, dropped, calls = rollout(AfterSampling, 0.0)
     assert 0 < dropped < 10 and len(late["responses"]) == 10 - dropped

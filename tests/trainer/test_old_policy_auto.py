@@ -223,6 +223,21 @@ def test_after_a_disagreement_no_agreement_is_announced(tmp_path):
     assert len(said) == 1 and said[0].startswith("step 1: sampler and trainer disagree")
 
 
+def test_the_distance_to_the_reference_is_the_largest_of_any_rank(tmp_path, monkeypatch):
+    guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
+    source = OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+    # 1e-5 is more than 1% of this rank's 9e-4, but not of another one's 1.1e-3.
+    other = {"distance": 1.1e-3}
+    monkeypatch.setattr(
+        "alpaca_ppo.ppo.mismatch.max_over_ranks",
+        lambda own, _: {name: max(own[name], other.get(name, 0)) for name in own},
+    )
+    for step in range(2):
+        source.check_rollouts(one_token(1e-5, 9e-4), step)
+        source.record_optimizer_step(step, moved_policy=True)
+    assert source.state_dict()["agreed_at"] == [0, 1]
+
+
 def test_an_update_that_is_resumed_does_not_count_its_own_moves(tmp_path):
     source = tiny_trainer(tmp_path, **RUN).old_policy
     source.check_rollouts(one_token(1e-6, 1.0), 0)

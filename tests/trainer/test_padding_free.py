@@ -4,10 +4,12 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.testing import assert_close
+from transformers import LlamaForCausalLM
 
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.models import ActorCritic, Policy
 from alpaca_ppo.models.packing_probe import packing_problem
+from alpaca_ppo.models.policy import PolicyOutputs
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
 
@@ -57,7 +59,43 @@ def test_a_policy_with_states_of_its_own_gets_padded_rows(tmp_path):
     trainer = tiny_trainer(tmp_path, model=model, adv_estimator="rloo", num_return_sequences=2, total_episodes=10)
     trainer.train()
     assert not trainer.actor_critic.padding_free
-    assert trainer.updater.budget.padding == "policy: OwnStates reads padded rows"
+    assert trainer.padding == "policy, reference: OwnStates reads padded rows"
+
+
+class LouderLlama(LlamaForCausalLM):
+    """Its logits are 1.5 times what the head computes, as no field of its configuration says."""
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        output = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+
+class LouderPolicy(Policy):
+    def outputs_from_states(
+        self, states, packed, responses, *, temperature, chunk_size, with_entropies, kept_bytes
+    ) -> PolicyOutputs:
+        return super().outputs_from_states(
+            states,
+            packed,
+            responses,
+            temperature=temperature / 1.5,
+            chunk_size=chunk_size,
+            with_entropies=with_entropies,
+            kept_bytes=kept_bytes,
+        )
+
+
+def test_a_policy_with_outputs_of_its_own_trains_a_model_that_is_refused_otherwise(tmp_path):
+    model = LouderLlama(tiny_causal_lm("llama").config)
+    with pytest.raises(ValueError, match="LouderLlama .* cannot be reproduced from its head"):
+        Policy(model)
+    settings = {"adv_estimator": "rloo", "num_return_sequences": 2, "total_episodes": 20, "old_policy": "recompute"}
+    tiny_trainer(tmp_path, model=ActorCritic(LouderPolicy(model), None), **settings).train()
+    first, second = metric_lines(tmp_path)
+    # The reference is a copy of the policy, and the sampler runs the model itself.
+    assert first["objective/kl_sum_seq"] == 0 and second["objective/kl_sum_seq"] != 0
+    assert first["mismatch/logprob_abs_mean"] < 1e-5
 
 
 def test_a_model_that_needs_padding_is_refused_where_there_must_be_none(tmp_path):
@@ -74,4 +112,7 @@ def test_the_first_line_says_why_rows_have_padding_where_they_need_not(tmp_path,
         assert trainer.actor_critic.padding_free is (arch == "llama")
         said.append(capsys.readouterr().out.splitlines()[0].partition(" tokens on each of 1 processes")[2])
     reason = packing_problem(tiny_causal_lm("bloom"))
-    assert reason and said == [f", with padding: policy: {reason}", "", ""]
+    assert reason and said == [f", with padding: policy, reference: {reason}", "", ""]
+    trainer = tiny_trainer(tmp_path / "other", trainer_arguments={"ref_model": tiny_causal_lm("bloom")})
+    trainer._begin(None)
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" 1 processes, with padding: reference: {reason}")

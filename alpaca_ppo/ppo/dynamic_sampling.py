@@ -1,0 +1,105 @@
+"""Dynamic sampling: prompts whose responses all have the same score are replaced by fresh ones (DAPO,
+arXiv:2503.14476).
+
+Every rank has the rollouts of all ranks, so all of them decide the same without a collective operation. Which prompts
+are drawn is in `data.schedule`; how they are sampled and scored is not here.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from alpaca_ppo.data.schedule import StepPrompts
+from alpaca_ppo.functional import informative_rows
+from alpaca_ppo.ppo import hook_checks
+from alpaca_ppo.ppo.metrics import RolloutCounts
+from alpaca_ppo.types import Rollouts
+
+
+def replace_uninformative(
+    rollouts: Rollouts,
+    prompts: StepPrompts,
+    rollout: Callable[[list[int], int], Rollouts],
+    *,
+    max_rounds: int,
+    counts: RolloutCounts,
+) -> Rollouts:
+    """The global rollouts of a step in which prompts without information are replaced, round by round.
+
+    A prompt is informative if the raw scores (`scores`) of its responses differ. Each other one gives its place in the
+    batch to a fresh prompt. A fresh prompt is never one that is in the batch as an informative one; it may be one that
+    was replaced in an earlier round, if the dataset is that small. After the last round, uninformative prompts stay in
+    the batch, so that a step has as many rows as without dynamic sampling, and the run as many optimizer steps. A fresh
+    prompt all of whose responses were dropped (`failed_rewards`) replaces nothing.
+
+    Args:
+        rollouts: of the step's own prompts, of all ranks.
+        prompts: draws fresh ones; moved on.
+        rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
+        max_rounds: of fresh prompts.
+        counts: of the step; what is done here is added.
+
+    Raises:
+        ValueError: if `rollout` returns other tensors in one round than in another.
+    """
+    for sampling_round in range(1, max_rounds + 1):
+        informative = informative_rows(rollouts["scores"], rollouts["prompt_ids"])
+        uninformative = _distinct(rollouts["prompt_ids"][~informative])
+        kept = _distinct(rollouts["prompt_ids"][informative])
+        fresh = prompts.draw(len(uninformative), without=kept)
+        if not fresh:
+            break
+        counts.sampling_rounds += 1
+        counts.redrawn_prompts += len(fresh)
+        new = rollout(fresh, sampling_round)
+        hook_checks.check_rollouts(new)
+        rollouts = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)), counts)
+    informative = informative_rows(rollouts["scores"], rollouts["prompt_ids"])
+    counts.uninformative_prompts += len(_distinct(rollouts["prompt_ids"][~informative]))
+    counts.extra_prompts += prompts.extra_prompts
+    return rollouts
+
+
+def _distinct(prompt_ids: torch.Tensor) -> list[int]:
+    """In the order in which they come first."""
+    return list(dict.fromkeys(prompt_ids.tolist()))
+
+
+def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int], counts: RolloutCounts) -> Rollouts:
+    """`rollouts` with the rows of each prompt of `fresh` replaced by those of its value in `new`, if it has any."""
+    count = len(rollouts["prompt_ids"])
+    new_rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(new["prompt_ids"].tolist()):
+        new_rows.setdefault(prompt, []).append(count + row)
+    old_rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(rollouts["prompt_ids"].tolist()):
+        old_rows.setdefault(prompt, []).append(row)
+    rows: list[int] = []
+    for prompt, own in old_rows.items():
+        if fresh.get(prompt) in new_rows:
+            rows += new_rows[fresh[prompt]]
+        elif prompt not in new_rows:
+            # Otherwise it was drawn again, for the place of another prompt.
+            rows += own
+    if not new_rows:
+        return rollouts
+    _check_same_tensors(rollouts, new)
+    every: dict[str, torch.Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
+    discarded = sorted(set(range(len(every["prompt_ids"]))) - set(rows))
+    counts.discarded_tokens += int(every["response_mask"][discarded].sum())
+    counts.discarded_prompts += every["prompt_ids"][discarded].tolist()
+    counts.discarded_scores += every["scores"][discarded].tolist()
+    merged: Rollouts = {key: value[rows] for key, value in every.items()}  # type: ignore[assignment]
+    return merged
+
+
+def _check_same_tensors(rollouts: Rollouts, new: Rollouts) -> None:
+    shapes = [{key: tuple(value.shape[1:]) for key, value in part.items()} for part in (rollouts, new)]  # type: ignore
+    for key in sorted(shapes[0].keys() | shapes[1].keys()):
+        first, second = (part.get(key) for part in shapes)
+        if first != second:
+            raise ValueError(
+                f"rollout() returned {key} with rows of shape {first} for the prompts of one round of "
+                f"dynamic_sampling, and of shape {second} for those of the next (None = not at all); return the same "
+                "tensors for all prompts, for example per-token rewards always or never"
+            )

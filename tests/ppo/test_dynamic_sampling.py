@@ -1,0 +1,119 @@
+"""Which prompts are replaced, by which, and in which place; each case by hand."""
+
+import pytest
+import torch
+
+from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
+from alpaca_ppo.ppo.metrics import RolloutCounts
+
+
+def rows_of(scores):
+    """Rollouts of prompts with the given scores, {prompt: [score of each response]}, one token for each point."""
+    flat = [(prompt, score) for prompt, several in scores.items() for score in several]
+    given = torch.tensor([score for _, score in flat])
+    return {
+        "prompt_ids": torch.tensor([prompt for prompt, _ in flat], dtype=torch.int64),
+        "responses": torch.arange(len(flat)).unsqueeze(1).expand(-1, 9),
+        "response_mask": torch.arange(9) < given.unsqueeze(1),
+        "scores": given,
+    }
+
+
+class Prompts:
+    """Draws the numbers from 10 on, but `drawn` first."""
+
+    def __init__(self, *drawn):
+        self.left, self.asked = [*drawn, *range(10, 30)], []
+
+    def draw(self, count, *, without):
+        self.asked.append((count, list(without)))
+        taken, self.left = self.left[:count], self.left[count:]
+        return taken
+
+    extra_prompts = 5
+
+
+def replaced(first, *rounds, prompts=None, max_rounds=5):
+    """The prompts and scores after all rounds, what was asked for, and the counts."""
+    left, counts, prompts = list(rounds), RolloutCounts(), prompts or Prompts()
+    given = []
+
+    def rollout(fresh, number):
+        given.append((fresh, number))
+        return rows_of(left.pop(0))
+
+    result = replace_uninformative(rows_of(first), prompts, rollout, max_rounds=max_rounds, counts=counts)
+    found: dict[int, list[float]] = {}
+    for prompt, score in zip(result["prompt_ids"].tolist(), result["scores"].tolist(), strict=True):
+        found.setdefault(prompt, []).append(score)
+    assert list(found) == list(dict.fromkeys(result["prompt_ids"].tolist())) and not left
+    assert torch.equal(result["response_mask"].sum(dim=1), result["scores"].long())
+    return list(found.items()), given, prompts.asked, counts
+
+
+def test_groups_without_spread_are_replaced_in_their_places_until_all_have_one():
+    found, given, asked, counts = replaced(
+        {3: [1.0, 1.0], 4: [2.0, 0.0], 5: [3.0, 3.0]}, {10: [1.0, 2.0], 11: [4.0, 4.0]}, {12: [0.0, 1.0]}
+    )
+    assert found == [(10, [1.0, 2.0]), (4, [2.0, 0.0]), (12, [0.0, 1.0])]
+    assert given == [([10, 11], 1), ([12], 2)]
+    # The third time there is nothing left to replace.
+    assert asked == [(2, [4]), (1, [10, 4]), (0, [10, 4, 12])]
+    # Discarded: 1 + 1 + 3 + 3 tokens in the first round, 4 + 4 in the second.
+    assert counts == RolloutCounts(
+        sampling_rounds=2,
+        redrawn_prompts=3,
+        discarded_tokens=16,
+        discarded_prompts=[3, 3, 5, 5, 11, 11],
+        discarded_scores=[1.0, 1.0, 3.0, 3.0, 4.0, 4.0],
+        uninformative_prompts=0,
+        extra_prompts=5,
+    )
+
+
+def test_after_the_last_round_groups_without_spread_stay():
+    found, given, _, counts = replaced({3: [1.0, 1.0], 4: [2.0, 0.0]}, {10: [2.0, 2.0]}, max_rounds=1)
+    assert found == [(10, [2.0, 2.0]), (4, [2.0, 0.0])] and len(given) == 1
+    assert (counts.sampling_rounds, counts.uninformative_prompts) == (1, 1)
+
+
+def test_a_single_response_that_is_left_of_a_group_has_no_spread():
+    assert replaced({3: [1.0], 4: [2.0, 0.0]}, {10: [1.0, 2.0]})[0] == [(10, [1.0, 2.0]), (4, [2.0, 0.0])]
+
+
+def test_a_fresh_prompt_without_a_response_replaces_nothing():
+    found, given, _, counts = replaced({3: [1.0, 1.0], 4: [1.0, 1.0]}, {11: [0.0, 2.0]}, {}, max_rounds=2)
+    assert found == [(3, [1.0, 1.0]), (11, [0.0, 2.0])]
+    assert given == [([10, 11], 1), ([12], 2)]
+    assert (counts.redrawn_prompts, counts.discarded_tokens, counts.uninformative_prompts) == (3, 2, 1)
+
+
+def test_a_prompt_that_is_drawn_for_the_place_of_another_is_in_the_batch_once():
+    # 4 is drawn again, in the place of 3, and 10, in the place of 4, has no response.
+    found, *_ = replaced({3: [1.0, 1.0], 4: [1.0, 1.0]}, {4: [0.0, 2.0]}, prompts=Prompts(4, 10), max_rounds=1)
+    assert found == [(4, [0.0, 2.0])]
+    # Its own place may be given to it too.
+    assert replaced({3: [1.0, 1.0]}, {3: [0.0, 2.0]}, prompts=Prompts(3))[0] == [(3, [0.0, 2.0])]
+
+
+def test_a_dataset_that_has_fewer_prompts_left_gives_those():
+    schedule = PromptSchedule(3, 3, seed=1, total_epochs=4)
+    step = schedule.prompts_of(0)
+    spread = {prompt: [0.0, float(prompt == step.indices[0])] for prompt in step.indices}
+    again = {prompt: [0.0, 1.0] for prompt in step.indices[1:]}
+    counts = RolloutCounts()
+    result = replace_uninformative(
+        rows_of(spread), step, lambda fresh, number: rows_of({p: again[p] for p in fresh}), max_rounds=9, counts=counts
+    )
+    assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
+    # All three of the next epoch, of which the one in the batch is passed over.
+    assert counts.extra_prompts in (2, 3)
+
+
+@pytest.mark.parametrize("other", [{"rewards": torch.zeros(2, 9)}, {"extra": torch.zeros(2)}])
+def test_rounds_with_other_tensors_are_refused(other):
+    first = rows_of({3: [1.0, 1.0]}) | {"rewards": torch.zeros(2)}
+    new = rows_of({10: [1.0, 2.0]}) | {"rewards": torch.zeros(2)} | other
+    with pytest.raises(ValueError, match=f"{next(iter(other))} with rows of shape"):
+        replace_uninformative(first, Prompts(), lambda *_: new, max_rounds=1, counts=RolloutCounts())
