@@ -243,7 +243,8 @@ def test_help_shows_the_defaults(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "Discount per token. (default: 1.0)" in shown
     assert "Advantages: --adv_estimator" in shown
-    assert "or a preset (alpaca_farm, trl, verl); flags win over it." in shown
+    presets = "alpaca_farm, cispo, dapo, gspo, nemo_ppo, orz, trl, vapo, vc_ppo, verl, verl_gsm8k"
+    assert f"or a preset ({presets}); flags win over it." in shown
     assert "--critic_layout {separate,shared,adapter,side}" in shown
 
 

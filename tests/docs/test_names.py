@@ -6,6 +6,7 @@ import re
 import pytest
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments
+from alpaca_ppo.presets import preset_names
 from tests.docs.markdown import ROOT, code_spans, named, pages, table_rows
 
 FIELDS = {field.name for cls in (PPOConfig, ScriptArguments, LoraArguments) for field in dataclasses.fields(cls)}
@@ -27,7 +28,7 @@ def words_of_the_code() -> set[str]:
     texts = [p.read_text("utf-8") for p in files if p.suffix in (".py", ".sh", ".yaml", ".json")]
     texts += [(ROOT / name).read_text("utf-8") for name in ("Makefile", "setup.cfg", "tests/test_layout.py")]
     tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
-    return set(re.findall(r"\w+", "\n".join(texts))) | set(re.findall(r"def (test_\w+)", tests))
+    return set(re.findall(r"\w+", "\n".join(texts))) | set(re.findall(r"def (test_\w+)", tests)) | set(preset_names())
 
 
 def without_foreign_tables(text: str) -> str:

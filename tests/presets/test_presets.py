@@ -1,19 +1,29 @@
 """The presets are what their publishers use, are found by name, and are part of an installed package."""
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from setuptools import Distribution
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_yaml
+from alpaca_ppo.data.templates import resolve_template
+from alpaca_ppo.ppo.minibatches import update_steps
 from alpaca_ppo.presets import preset_names, preset_path
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_runs import tiny_trainer, weights
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
+REQUIRED = ["--model_name_or_path", "m", "--reward_funcs", "a:b"]
+NAMES = "alpaca_farm, cispo, dapo, gspo, nemo_ppo, orz, trl, vapo, vc_ppo, verl, verl_gsm8k"
+PPO_FIELDS = {field.name for field in dataclasses.fields(PPOConfig)}
 
 # What the presets' comments claim, typed from the publishers' own files: AlpacaFarm's rlhf_ppo.sh and its
-# TrainingArguments, TRL's PPOConfig, verl's ppo_trainer.yaml with its actor, critic and algorithm parts.
+# TrainingArguments, TRL's PPOConfig, verl's ppo_trainer.yaml with its actor, critic and algorithm parts; and, of
+# the others, from the sections of papers, the scripts and the log that their comments name.
 PUBLISHED = {
     "alpaca_farm": {
         "query_len": 192,
@@ -78,6 +88,7 @@ PUBLISHED = {
         "cliprange": 0.2,
         "clip_ratio_c": 3.0,
         "old_policy": "recompute",
+        "vf_coef": 1.0,
         "cliprange_value": 0.5,
         "loss_agg_mode": "token-mean",
         "kl_coef": 0.0,
@@ -85,13 +96,306 @@ PUBLISHED = {
         "adam_epsilon": 1e-8,
         "total_epochs": 30,
     },
+    "verl_gsm8k": {
+        "dataset_name": "openai/gsm8k",
+        "query_len": 1024,
+        "response_len": 512,
+        "rollout_batch_size": 256,
+        "num_return_sequences": 1,
+        "step_batch_size": 64,
+        "step_per_device_batch_size": 2,
+        "ppo_epochs": 1,
+        "total_epochs": 15,
+        "learning_rate": 1e-6,
+        "critic_learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 1.0,
+        "temperature": 1.0,
+        "adv_estimator": "gae",
+        "gamma": 1.0,
+        "lam": 1.0,
+        "cliprange": 0.2,
+        "entropy_coef": 0.001,
+        "kl_coef": 0.001,
+        "kl_estimator": "k1",
+        "kl_controller": "fixed",
+        "vf_coef": 1.0,
+        "cliprange_value": 0.5,
+        "gradient_checkpointing": False,
+        "critic_pretraining_steps": 0,
+        "eval_steps": 10,
+    },
+    "dapo": {
+        "query_len": 2048,
+        # 16,384 tokens and a soft margin of 4,096.
+        "response_len": 16384 + 4096,
+        "overlong_buffer_len": 4096,
+        "overlong_penalty_factor": 1.0,
+        "mask_truncated": False,
+        "rollout_batch_size": 512,
+        "num_return_sequences": 16,
+        "dynamic_sampling": True,
+        # Ten rounds with the first.
+        "max_sampling_rounds": 10 - 1,
+        # 32 prompts, of 16 responses each.
+        "step_batch_size": 32 * 16,
+        "ppo_epochs": 1,
+        "total_epochs": 1,
+        "temperature": 1.0,
+        "eval_do_sample": True,
+        "eval_top_p": 0.7,
+        "adv_estimator": "grpo",
+        "policy_loss": "clip",
+        "cliprange": 0.2,
+        "cliprange_high": 0.28,
+        "clip_ratio_c": 10.0,
+        "loss_agg_mode": "token-mean",
+        "entropy_coef": 0.0,
+        "use_kl_loss": False,
+        "kl_coef": 0.0,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant_with_warmup",
+        # 20 rollouts of 16 optimizer steps.
+        "warmup_steps": 20 * 16,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    },
+    "cispo": {
+        "adv_estimator": "grpo",
+        "policy_loss": "cispo",
+        "cliprange_high": 0.8,
+        "loss_agg_mode": "token-mean",
+        "dynamic_sampling": True,
+        "overlong_buffer_len": 4096,
+        "overlong_penalty_factor": 1.0,
+        "use_kl_loss": False,
+        "kl_coef": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-15,
+    },
+    "gspo": {
+        "query_len": 2048,
+        "response_len": 8192,
+        "rollout_batch_size": 512,
+        "num_return_sequences": 16,
+        # A quarter of the rollout: four optimizer steps on it.
+        "step_batch_size": 512 * 16 // 4,
+        "ppo_epochs": 1,
+        "total_epochs": 10,
+        "temperature": 1.0,
+        "eval_do_sample": True,
+        "eval_top_p": 0.7,
+        "adv_estimator": "grpo",
+        "policy_loss": "gspo",
+        "cliprange": 3e-4,
+        "cliprange_high": 4e-4,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "entropy_coef": 0.0,
+        "use_kl_loss": False,
+        "kl_coef": 0.0,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant_with_warmup",
+        # 5 % of 500 rollouts, of four optimizer steps each.
+        "warmup_steps": 25 * 4,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    },
+    "vapo": {
+        "rollout_batch_size": 512,
+        "num_return_sequences": 16,
+        "step_batch_size": 512,
+        "eval_do_sample": True,
+        "eval_top_p": 0.7,
+        "temperature": 1.0,
+        "adv_estimator": "gae",
+        "gamma": 1.0,
+        "lam_policy": "adaptive",
+        "lam_alpha": 0.05,
+        "lam_critic": 1.0,
+        "policy_loss": "clip",
+        "cliprange": 0.2,
+        "cliprange_high": 0.28,
+        "loss_agg_mode": "token-mean",
+        "positive_nll_coef": 0.1,
+        "critic_pretraining_steps": 50,
+        "learning_rate": 1e-6,
+        "critic_learning_rate": 2e-6,
+        "lr_scheduler_type": "constant_with_warmup",
+    },
+    "vc_ppo": {
+        "lam_policy": 0.95,
+        "lam_critic": 1.0,
+        # The plain PPO of VAPO's paper.
+        "rollout_batch_size": 8192,
+        "num_return_sequences": 1,
+        "step_batch_size": 512,
+        "adv_estimator": "gae",
+        "gamma": 1.0,
+        "policy_loss": "clip",
+        "cliprange": 0.2,
+        "cliprange_high": None,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "positive_nll_coef": 0.0,
+        "critic_pretraining_steps": 50,
+        "learning_rate": 1e-6,
+        "critic_learning_rate": 2e-6,
+        "lr_scheduler_type": "constant_with_warmup",
+    },
+    "orz": {
+        "query_len": 2048,
+        "response_len": 8000,
+        "penalty_reward_value": 0.0,
+        "rollout_batch_size": 128,
+        "num_return_sequences": 64,
+        # One optimizer step of the policy on all responses.
+        "step_batch_size": 128 * 64,
+        "ppo_epochs": 1,
+        "critic_epochs": 1,
+        "total_epochs": 20,
+        "temperature": 1.0,
+        "adv_estimator": "gae",
+        "gamma": 1.0,
+        "lam": 1.0,
+        "lam_policy": None,
+        "lam_critic": None,
+        "whiten_advantages": True,
+        "cliprange": 0.2,
+        "cliprange_value": 0.2,
+        "entropy_coef": 0.0,
+        "use_kl_loss": False,
+        "kl_coef": 0.0,
+        "critic_pretraining_steps": 0,
+        "learning_rate": 1e-6,
+        "critic_learning_rate": 5e-6,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 50,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+    },
+    "nemo_ppo": {
+        "query_len": 2048,
+        "response_len": 14336,
+        "overlong_buffer_len": 2048,
+        "overlong_penalty_factor": 1.0,
+        "mask_truncated": False,
+        "dynamic_sampling": False,
+        "rollout_batch_size": 32,
+        "num_return_sequences": 16,
+        "step_batch_size": 512,
+        "step_per_device_batch_size": 4,
+        "ppo_epochs": 4,
+        "critic_epochs": 4,
+        "critic_pretraining_steps": 0,
+        "temperature": 1.0,
+        "adv_estimator": "gae",
+        "gamma": 1.0,
+        "lam": 0.95,
+        "lam_policy": None,
+        "lam_critic": None,
+        "whiten_advantages": True,
+        "cliprange": 0.2,
+        "cliprange_high": 0.28,
+        "clip_ratio_c": 10.0,
+        "loss_agg_mode": "token-mean",
+        "positive_nll_coef": 0.0,
+        "kl_coef": 0.0,
+        "vf_coef": 0.4,
+        "cliprange_value": 0.2,
+        "learning_rate": 1e-6,
+        "critic_learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+        "seed": 42,
+    },
 }
+
+# What the files set besides, because their sources do not say it or say it of something else.
+OWN_CHOICES = {
+    "alpaca_farm": {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template"}
+    | {"eval_steps"},
+    "trl": {"rollout_batch_size", "step_batch_size", "init_value_with_reward"},
+    "verl": set(),
+    "verl_gsm8k": {"dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template", "bf16"}
+    | {"policy_loss", "loss_agg_mode", "weight_decay"},
+    "dapo": set(),
+    "cispo": {"query_len", "response_len", "rollout_batch_size", "num_return_sequences", "max_sampling_rounds"}
+    | {"step_batch_size", "ppo_epochs", "temperature", "cliprange", "learning_rate", "lr_scheduler_type"}
+    | {"warmup_steps", "weight_decay"},
+    "gspo": set(),
+    "vapo": {"query_len", "response_len", "ppo_epochs", "positive_nll_threshold", "kl_coef", "vf_coef"}
+    | {"cliprange_value", "warmup_steps"},
+    "vc_ppo": {"query_len", "response_len", "ppo_epochs", "temperature", "kl_coef", "vf_coef", "cliprange_value"}
+    | {"warmup_steps"},
+    "orz": {"policy_loss", "vf_coef", "critic_step_batch_size"},
+    "nemo_ppo": {"policy_loss"},
+}
+
+# Memory and speed, or how a thing is computed that the sources have in another form.
+EVERYWHERE = {"rollout_per_device_batch_size", "step_per_device_batch_size", "gradient_checkpointing", "reference"}
+EVERYWHERE |= {"old_policy"}
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_preset_has_the_defaults_that_were_published(name):
-    _, args = parse_args([ScriptArguments, PPOConfig], ["--config", name, *REQUIRED])
-    assert {field: getattr(args, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+    required = [*REQUIRED, *([] if "dataset_name" in read_yaml(name) else ["--dataset_name", "d"])]
+    script, args = parse_args([ScriptArguments, PPOConfig], ["--config", name, *required])
+    assert {field: {**vars(script), **vars(args)}[field] for field in PUBLISHED[name]} == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_a_preset_sets_nothing_that_is_neither_published_nor_declared_a_choice_of_its_own(name):
+    assert set(read_yaml(name)) - EVERYWHERE - set(PUBLISHED[name]) == OWN_CHOICES[name]
+
+
+def test_the_critic_of_open_reasoner_zero_takes_twelve_steps_on_each_rollout():
+    _, args = parse_args([ScriptArguments, PPOConfig], ["--config", "orz", "--dataset_name", "d", *REQUIRED])
+    steps = list(update_steps(args.responses_per_step, args, (0, 0), critic_only=False))
+    assert [step.part for step in steps] == ["critic"] * 12 + ["policy"]
+    assert [len(step.rows) for step in steps] == [683] * 11 + [679, 8192]
+
+
+# Smaller in size, and one response more or less a mini-batch; what is computed stays.
+TINY = {
+    "query_len": 4,
+    "response_len": 4,
+    "rollout_batch_size": 2,
+    "rollout_per_device_batch_size": 4,
+    "step_batch_size": 2,
+    "step_per_device_batch_size": 2,
+    "total_epochs": None,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("alpaca_farm", "trl", "verl")])
+def test_a_preset_takes_a_step(name, tmp_path):
+    given = {option: value for option, value in read_yaml(name).items() if option in PPO_FIELDS}
+    sizes = {
+        "num_return_sequences": 2 if given["num_return_sequences"] > 1 else 1,
+        "overlong_buffer_len": 2 if "overlong_buffer_len" in given else None,
+        "critic_step_batch_size": 1 if "critic_step_batch_size" in given else None,
+        "critic_pretraining_steps": 1 if "critic_pretraining_steps" in given else 0,
+        "max_sampling_rounds": 2,
+        "warmup_steps": 0,
+        "eval_steps": 0,
+        "total_episodes": 4 if "critic_pretraining_steps" in given else 2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    settings = {**given, **TINY, **sizes, "prompt_template": None}
+    trainer = tiny_trainer(tmp_path, **settings)
+    before = weights(trainer)
+    stats = trainer.train()
+    assert math.isfinite(stats["ppo/loss/policy"])
+    changed = {key.split(".")[0] for key, value in weights(trainer).items() if not torch.equal(value, before[key])}
+    assert changed == ({"policy"} if given["adv_estimator"] == "grpo" else {"policy", "critic"})
 
 
 def test_every_preset_is_checked_here_and_names_no_model_reward_or_folder():
@@ -101,9 +405,38 @@ def test_every_preset_is_checked_here_and_names_no_model_reward_or_folder():
         assert not {"model_name_or_path", "reward_funcs", "reward_model_name_or_path", "output_dir"} & set(given)
 
 
+# What Qwen2.5's template makes of messages without a system message: ChatML with a system message of its own.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("config", ["verl_gsm8k", str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
+def test_the_prompt_on_gsm8k_is_what_qwens_chat_template_renders(config):
+    request = "1 + 1?\nReason step by step. Write the result on a last line of the form #### number."
+    messages = [
+        {"role": "system", "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."},
+        {"role": "user", "content": request},
+    ]
+    rendered = tiny_tokenizer().apply_chat_template(
+        messages, chat_template=CHATML, tokenize=False, add_generation_prompt=True
+    )
+    template = resolve_template(read_yaml(config)["prompt_template"], ["question", "answer"])
+    assert template.render({"question": "1 + 1?", "answer": "2"}) == rendered
+
+
+def test_the_example_on_gsm8k_gives_the_critic_five_to_ten_times_the_rate_and_a_start():
+    _, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
+    assert 5 <= args.critic_learning_rate / args.learning_rate <= 10.000001
+    assert args.critic_pretraining_steps > 0
+    # transformers' schedule "constant" has no warm-up.
+    assert args.lr_scheduler_type == "constant_with_warmup" and args.warmup_steps > 0
+
+
 def test_a_preset_is_a_file_that_is_found_by_name():
     assert preset_path("trl").read_text().startswith("# The defaults of TRL")
-    with pytest.raises(ValueError, match="there is no preset 'grpo'; choose one of alpaca_farm, trl, verl"):
+    with pytest.raises(ValueError, match=f"there is no preset 'grpo'; choose one of {NAMES}"):
         preset_path("grpo")
 
 
@@ -117,9 +450,9 @@ def test_a_file_of_the_name_wins_over_the_preset(tmp_path, monkeypatch):
 
 def test_a_config_that_is_neither_file_nor_preset_lists_the_presets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = f"--config is 'tlr', but there is no such file .*{tmp_path}.* the presets are alpaca_farm, trl, verl"
+    message = f"--config is 'tlr', but there is no such file .*{tmp_path}.* the presets are {NAMES}"
     with pytest.raises(ValueError, match=message):
-        parse_args([ScriptArguments, LoraArguments, PPOConfig], ["--config", "tlr", *REQUIRED])
+        parse_args([ScriptArguments, LoraArguments, PPOConfig], ["--config", "tlr", "--dataset_name", "d", *REQUIRED])
 
 
 def test_a_build_of_the_package_contains_the_presets(monkeypatch):
