@@ -65,7 +65,7 @@ def test_each_place_of_the_sequence_is_taken_with_the_chance_of_its_prompt():
     chances = torch.tensor([1.0, 0.5, 0.01, 1.0, 0.2, 0.7], dtype=torch.float64)
     taken = []
     for epoch in range(9):
-        levels = torch.rand(6, generator=seeded_generator(3, epoch, 0), dtype=torch.float64).tolist()
+        levels = torch.rand(6, generator=seeded_generator(3, epoch, 0, 0, 0), dtype=torch.float64).tolist()
         order = seeded_permutation(6, 3, epoch).tolist()
         taken += [(6 * epoch + i, p) for i, p in enumerate(order) if levels[i] < chances[p]]
     # Two at a time, so that no prompt comes twice; the place after the last one begins the next.
