@@ -84,7 +84,8 @@ class RolloutTrainer(BaseTrainer):
             pass_rates: (N,) float64, from 0 to 1, or NaN for prompts that have not been sampled yet.
 
         Returns:
-            (N,) of at least 0; weights below a hundredth of the largest count as that.
+            (N,) of at least 0; weights below a hundredth of the largest count as that, so if all are 0, all prompts are
+            equally likely.
         """
         return learnable_weights(pass_rates)
 
