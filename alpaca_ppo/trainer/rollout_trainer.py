@@ -84,7 +84,8 @@ class RolloutTrainer(BaseTrainer):
             pass_rates: (N,) float64, from 0 to 1, or NaN for prompts that have not been sampled yet.
 
         Returns:
-            (N,) of at least 0; weights below a hundredth of the largest count as that.
+            (N,) of at least 0; weights below a hundredth of the largest count as that, so if all are 0, all prompts are
+            equally likely.
         """
         return learnable_weights(pass_rates)
 
@@ -98,7 +99,9 @@ class RolloutTrainer(BaseTrainer):
             return rollouts
         prompts = self.step_prompts(self.state.global_step)
         rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
-        return replace_uninformative(rollouts, prompts, self._redraw, max_rounds=rounds, counts=self.counts)
+        return replace_uninformative(
+            rollouts, prompts, self._redraw, args=self.args, max_rounds=rounds, counts=self.counts
+        )
 
     @contextmanager
     def in_sampling_round(self, number: int) -> Iterator[None]:
