@@ -29,7 +29,7 @@ def _without(*names: str, **others: Any) -> Settings:
 
 
 MAIN: Mapping[str, Settings] = {
-    PPO: {},
+    PPO: {"learning_rate": 1.0e-3},
     "PPO, lam 1": {"lam": 1.0},
     "GRPO, 4 samples": {"adv_estimator": "grpo", "num_return_sequences": 4},
     "GRPO, 8 samples": {"adv_estimator": "grpo", "num_return_sequences": 8},
