@@ -15,8 +15,8 @@ from matplotlib.axes import Axes  # noqa: E402
 
 from examples.critics.distributions import DISTRIBUTIONS, TAIL, Predictions, ReturnDistribution  # noqa: E402
 
-COLOURS = {"scalar": "#777777", "c51": "#2c6fbb", "quantile": "#c98a00", "iqn": "#b3322c"}
-_MARKERS = {"c51": "", "quantile": "o", "iqn": "x"}
+COLOURS = {"scalar": "#777777", "c51": "#2c6fbb", "hl_gauss": "#2e8b57", "quantile": "#c98a00", "iqn": "#b3322c"}
+_MARKERS = {"c51": "", "hl_gauss": ".", "quantile": "o", "iqn": "x"}
 _RANGES = {"steady": (0.8, 5.2), "gamble": (-3.0, 6.5), "costly": (-7.5, 0.0)}
 
 

@@ -1,6 +1,6 @@
-"""Trains scalar, c51, quantile and iqn critics on known return distributions, and compares what they learned.
+"""Trains scalar, c51, hl_gauss, quantile and iqn critics on known return distributions, and compares what they learned.
 
-    python -m examples.critics.return_distributions        (a minute and a half on one core)
+    python -m examples.critics.return_distributions        (two minutes on one core)
 
 There are three prompts. The score of a response is drawn from the distribution of its prompt, whatever the response;
 two of the distributions have the same mean. The policy is frozen (`critic_pretraining_steps`), gamma and lambda are 1,
@@ -31,8 +31,9 @@ from examples.critics.distributions import DISTRIBUTIONS, QUARTILES, TAIL, Predi
 from examples.critics.plots import plot_distributions
 
 STEPS, DRAWS = 80, 240
-_RATES = {"scalar": 0.005, "c51": 0.01, "quantile": 0.005, "iqn": 0.005}
+_RATES = {"scalar": 0.005, "c51": 0.01, "hl_gauss": 0.01, "quantile": 0.005, "iqn": 0.005}
 KINDS = tuple(_RATES)
+CATEGORICAL = ("c51", "hl_gauss")
 _WORDS = ("<pad>", "<eos>", "<unk>", "play", "steady", "gamble", "costly", *(f"w{i}" for i in range(9)))
 
 
@@ -103,8 +104,8 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         kl_coef=0.0,
         critic=kind,
         num_quantiles=64,
-        value_min=-8.0 if kind == "c51" else None,
-        value_max=8.0 if kind == "c51" else None,
+        value_min=-8.0 if kind in CATEGORICAL else None,
+        value_max=8.0 if kind in CATEGORICAL else None,
         num_atoms=129,
         # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean: the
         # quartiles of `steady` by 2.4 % of its deviation.
@@ -146,11 +147,13 @@ def predict(critic: Critic, name: str) -> Prediction:
     tail_means, means, predictions = (part[0] for part in head(state))
     if head.kind == "scalar":
         return Prediction(float(means))
-    if head.kind == "c51":
+    if head.kind in CATEGORICAL:
         bounds = head.settings()
-        atoms = c51_atoms(len(predictions), v_min=bounds["v_min"], v_max=bounds["v_max"])
+        # The distribution function is known at an atom, and at the upper edge of a bin.
+        edges = len(predictions) + (head.kind == "hl_gauss")
+        returns = c51_atoms(edges, v_min=bounds["v_min"], v_max=bounds["v_max"])[-len(predictions) :]
         levels = predictions.softmax(dim=0).cumsum(dim=0)
-        return Prediction(float(means), float(tail_means), None, atoms.tolist(), levels.tolist())
+        return Prediction(float(means), float(tail_means), None, returns.tolist(), levels.tolist())
     # Not sorted: each quantile belongs to its own level.
     levels, quartiles = quantile_midpoints(len(predictions)), [_interpolate(predictions, level) for level in QUARTILES]
     return Prediction(float(means), float(tail_means), quartiles, predictions.tolist(), levels.tolist())

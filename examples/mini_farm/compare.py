@@ -21,9 +21,12 @@ from examples.mini_farm.results import WINDOW, ResultsArguments
 GROUP = 4
 """Answers to a prompt for the group estimators."""
 BASELINE = "scalar critic (GAE)"
+WITHOUT_CRITIC: dict[str, Any] = {"init_value_with_reward": False, "critic_learning_rate": None, "lam_critic": None}
+"""The defaults of the preset's options that an estimator without a critic refuses."""
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     "c51 critic": {"critic": "c51", "value_min": -4.0, "value_max": 4.0},
+    "hl_gauss critic": {"critic": "hl_gauss", "value_min": -4.0, "value_max": 4.0},
     "quantile critic": {"critic": "quantile", "quantile_huber_kappa": 0.1},
     "iqn critic": {"critic": "iqn", "quantile_huber_kappa": 0.1},
     "k3 KL in the loss": {
@@ -32,8 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl_loss_type": "k3",
         "loss_agg_mode": "token-mean",
     },
-    "GRPO": {"adv_estimator": "grpo"},
-    "RLOO": {"adv_estimator": "rloo"},
+    "GRPO": {"adv_estimator": "grpo", **WITHOUT_CRITIC},
+    "RLOO": {"adv_estimator": "rloo", **WITHOUT_CRITIC},
 }
 """The options that each line of the table changes in the preset."""
 

@@ -21,13 +21,15 @@ LORA: dict[str, Any] = {
     "lora_alpha": 32,
     "learning_rate": 1e-3,
     "critic_learning_rate": 1e-3,
+    # The adapter and the head on the policy have no weights of their own to start from the reward model.
+    "init_value_with_reward": False,
     "merge_on_save": True,
 }
 """Chosen with two reward models and a PPO seed that are not reported; at 1.5e-3, PPO exploited one of these models."""
 REWARD_ADAPTER = "adapter, reward adapter too"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    # The critic's whole backbone is trained, so it gets the rate of full fine-tuning.
-    "separate": {"critic_layout": "separate", "critic_learning_rate": 3e-4},
+    # The critic's whole backbone is trained, so it starts and learns as in full fine-tuning.
+    "separate": {"critic_layout": "separate", "init_value_with_reward": True},
     # The critic's loss also changes the policy's adapter, so it gets a small weight.
     "shared": {"critic_layout": "shared", "vf_coef": 0.1},
     "adapter": {"critic_layout": "adapter"},

@@ -47,6 +47,15 @@ def gold_at(metrics: Metrics, kl: float) -> float | None:
     return None
 
 
+def gold_within(metrics: Metrics, kl: float) -> float:
+    """Returns a run's highest gold score where its KL is at most `kl` nats, or at its first step.
+
+    Unlike `gold_at`, it counts what a run gains after its KL has come back. Both are means over 5 steps.
+    """
+    kls, golds = (smooth([row[key] for row in metrics]) for key in (KL, GOLD))
+    return max([golds[0], *(gold for reached, gold in zip(kls, golds, strict=True) if reached <= kl)])
+
+
 def plot_run(runs: Mapping[str, Metrics], summaries: Sequence[Summary], path: Path) -> None:
     """Writes the curves of `runs`: rewards, KL, length and explained variance by step, and gold by KL.
 
@@ -111,7 +120,7 @@ def plot_frontier(programs: Mapping[str, Sequence[Metrics]], summaries: Sequence
             axes[0].plot(smooth([row[KL] for row in metrics]), gold, line, color=colour, alpha=0.35, linewidth=1)
             axes[1].plot([row["step"] for row in metrics], gold, line, color=colour, alpha=0.35, linewidth=1)
         mean = _mean_frontier(runs)
-        axes[0].plot(*mean, line, color=colour, linewidth=3, label=f"{name}, in training")
+        axes[0].plot(*mean, line, color=colour, linewidth=3, label=f"{name}, highest up to a KL")
         shared = [fmean(step) for step in zip(*golds, strict=False)]
         axes[1].plot(range(1, len(shared) + 1), shared, line, color=colour, linewidth=3, label=name)
         points = [summary for summary in summaries[2:] if summary.method.startswith(name)]
@@ -146,16 +155,10 @@ def plot_frontier(programs: Mapping[str, Sequence[Metrics]], summaries: Sequence
 
 
 def _mean_frontier(runs: Sequence[Metrics]) -> tuple[list[float], list[float]]:
-    """Returns KLs that all runs reached, and the mean gold score at each."""
-    kls, golds = [], []
-    for root in range(1, 201):
-        found = [gold_at(metrics, (0.05 * root) ** 2) for metrics in runs]
-        known = [gold for gold in found if gold is not None]
-        if len(known) < len(found):
-            break
-        kls.append((0.05 * root) ** 2)
-        golds.append(fmean(known))
-    return kls, golds
+    """Returns KLs that all runs reached, and the mean over the runs of the highest gold score up to each."""
+    farthest = min(max(smooth([row[KL] for row in metrics])) for metrics in runs)
+    kls = [kl for root in range(201) if (kl := (0.05 * root) ** 2) <= farthest]
+    return kls, [fmean(gold_within(metrics, kl) for metrics in runs) for kl in kls]
 
 
 def _shade(number: int, runs: Mapping[str, Metrics], alone: str) -> str:

@@ -13,7 +13,7 @@ from examples.mini_farm.against_trl import OWN, TRL, Run, trl_optimizer_steps, t
 from examples.mini_farm.annotators import gold_score
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.pipeline import LabArguments
-from examples.mini_farm.plots import GOLD, KL, PROXY, gold_at
+from examples.mini_farm.plots import GOLD, KL, PROXY, gold_at, gold_within
 from examples.mini_farm.sampling import proxy_rewards
 from examples.mini_farm.splits import prompt_of
 from tests.examples.mini_farm_world import some_rows, write_language_model, write_reward_model
@@ -81,10 +81,10 @@ def test_seeds_must_differ(seeds):
         against_trl.AgainstTrlArguments(seeds=seeds)
 
 
-def test_the_preset_is_what_this_package_trains_with_and_trl_has_every_option_of_it():
+def test_the_preset_is_what_this_package_trains_with_and_trl_lacks_its_critics_own_options():
     args = against_trl.own_options(LabArguments(ppo_episodes=256))
     assert args.total_episodes == 256 and args.adam_epsilon == 1e-5
-    assert against_trl.without_counterpart(args) == []
+    assert against_trl.without_counterpart(args) == ["lam_critic: 1.0", "critic_learning_rate: 0.001"]
     recipe = options(lam_critic=1.0, kl_controller="proportional", learning_rate=1e-3, logging_steps=3)
     assert against_trl.without_counterpart(recipe) == ["lam_critic: 1.0", "kl_controller: proportional"]
 
@@ -97,6 +97,14 @@ def test_gold_at_equal_kl_is_read_where_the_kl_is_first_reached(monkeypatch):
     monkeypatch.undo()
     # Means over the steps so far: KL 0, 0.5, 4/3, 5/4; gold 1, 1.5, 7/3, 7/4. 1 nat is 3/5 of the way to 4/3.
     assert gold_at(metrics, 1.0) == pytest.approx(1.5 + 0.6 * (7 / 3 - 1.5))
+
+
+def test_gold_within_a_kl_is_the_highest_where_the_kl_is_no_more(monkeypatch):
+    metrics = some_metrics([1.0, 1.5, 1.2, 1.8, 2.0], [0.0, 1.0, 3.0, 1.0, 2.5])
+    monkeypatch.setattr(plots, "smooth", lambda numbers: list(numbers))
+    # 1.8 was found at 1 nat after the KL had come back from 3.
+    assert [gold_within(metrics, kl) for kl in (0.5, 1.0, 2.0, 2.5, 9.0)] == [1.0, 1.8, 1.8, 2.0, 2.0]
+    assert gold_within(some_metrics([1.3, 1.1], [0.4, 0.6]), 0.2) == 1.3
 
 
 def test_a_run_has_over_optimised_if_gold_falls_while_proxy_rises():
@@ -230,14 +238,16 @@ def test_the_report_and_the_figure_come_from_the_recorded_numbers(tmp_path, pyth
     assert "| seconds | 20 ± 0 | 100 ± 0 | -80 ± 0 |" in text
     # Over 5 steps, the KL is at most 3.5, and gold 1.2 + (KL - 1) / 5 from 1 nat on.
     assert "| gold score in training at 3 nats | 1.60 ± 0.00 | 1.00 ± 0.00 | +0.60 ± 0.00 |" in text
-    assert "at 4 nats" not in text and "higher than TRL's: +0.60 ± 0.00" in text
+    # Gold rises with the KL, so the highest up to 3 nats is that at 3 nats.
+    assert "| highest up to 3 nats | 1.60 ± 0.00 | 1.00 ± 0.00 | +0.60 ± 0.00 |" in text
+    assert "at 4 nats" not in text and "up to 4 nats" not in text and "higher than TRL's: +0.60 ± 0.00" in text
     assert "| over-optimised runs | 0 of 2 | 0 of 2 | |" in text
     assert f"| {TRL}, seed 2 | 1.00 ± 0.05 | 75.0 | 4.00 | 1.00, " in text
     assert "## Against TRL" in report.read_text() and (tmp_path / "against_trl.png").is_file()
     frontier, over_time = figures[0].axes
     assert [line.get_linestyle() for line in over_time.lines] == ["-"] * 3 + ["--"] * 3
     thick = [line for line in frontier.lines if line.get_linewidth() == 3]
-    assert [line.get_label() for line in thick] == [f"{OWN}, in training", f"{TRL}, in training"]
+    assert [line.get_label() for line in thick] == [f"{OWN}, highest up to a KL", f"{TRL}, highest up to a KL"]
     assert max(thick[0].get_xdata()) <= 3.5 < max(thick[1].get_xdata())
 
     before = report.read_text()

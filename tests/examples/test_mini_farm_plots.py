@@ -1,12 +1,16 @@
 """The laboratory's two figures, and the report that shows them."""
 
 import json
+from dataclasses import fields
 
 import pytest
 from PIL import Image
 
+from alpaca_ppo.config.parser import read_yaml
+from alpaca_ppo.config.ppo_config import PPOConfig
 from examples.mini_farm import compare, lora, overopt, plots, report, results
 from examples.mini_farm.evaluation import Summary
+from examples.mini_farm.pipeline import LabArguments
 from examples.mini_farm.plots import GOLD, KL, PROXY, plot_overoptimisation, plot_run, read_metrics, smooth
 
 SFT = Summary("SFT", 0.0, 1.0, 0.05, 0.5, 0.0, 10.0, 0.0)
@@ -173,6 +177,22 @@ def test_every_algorithm_has_the_same_number_of_answers_and_kl_coefficient():
     assert group["num_return_sequences"] * group["rollout_batch_size"] == 128
     assert group["num_return_sequences"] * group["total_episodes"] == 6400
     assert compare.settings_of(compare.BASELINE, preset) == {}
+
+
+def test_every_line_of_the_tables_is_a_configuration_with_its_critic():
+    preset = read_yaml(LabArguments().ppo_preset)
+
+    def with_changes(changes):
+        given = {key: value for key, value in changes.items() if key in {option.name for option in fields(PPOConfig)}}
+        return PPOConfig(**{"output_dir": "none", **preset, **given})
+
+    lines = {name: with_changes(compare.settings_of(name, preset)) for name in compare.VARIANTS}
+    critics = ["scalar", "c51", "hl_gauss", "quantile", "iqn", "scalar"]
+    assert [line.critic for line in lines.values() if line.uses_critic] == critics
+    assert [name for name, line in lines.items() if not line.uses_critic] == ["GRPO", "RLOO"]
+    assert all(line.value_support == (-4.0, 4.0) for line in (lines["c51 critic"], lines["hl_gauss critic"]))
+    layouts = [with_changes({**lora.LORA, **changes}).critic_layout for changes in lora.LAYOUTS.values()]
+    assert layouts == ["separate", "shared", "adapter", "adapter"]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ LEVELS = torch.tensor(QUARTILES, dtype=torch.float64)
 def learned(request, tmp_path_factory):
     """The kind of a critic, and what it predicts for each distribution after a short run."""
     # A low quantile that is too low rises only by the small weight of its level. In an iqn critic all levels share
-    # their parameters as well, so it needs the full run.
-    steps = return_distributions.STEPS if request.param == "iqn" else 50
+    # their parameters as well, so it needs the full run. A mean is found sooner.
+    steps = {"iqn": return_distributions.STEPS, "scalar": 25}.get(request.param, 50)
     critic = train_critic(request.param, tmp_path_factory.mktemp(request.param), seed=0, steps=steps)
     return request.param, {name: predict(critic, name) for name in DISTRIBUTIONS}
 
@@ -49,6 +49,17 @@ def test_quantile_critics_learn_the_quartiles_within_a_tenth_of_the_deviation(le
             )
         else:
             assert predictions[name].quartiles is None
+
+
+def test_distribution_functions_begin_at_the_first_atom_or_the_first_upper_edge(learned):
+    kind, predictions = learned
+    # 129 atoms over [-8, 8], or 129 bins of 16 / 129.
+    ends = {"c51": (-8.0, 8.0), "hl_gauss": (-8 + 16 / 129, 8.0)}
+    for prediction in predictions.values():
+        if kind in ends:
+            assert (prediction.returns[0], prediction.returns[-1]) == pytest.approx(ends[kind], abs=1e-6)
+            assert len(prediction.returns) == len(prediction.levels) == 129
+            assert prediction.levels[-1] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_true_values_equal_the_closed_forms():
@@ -98,8 +109,8 @@ def made_up_predictions():
 
 def test_the_table_has_the_mean_error_and_the_largest_over_the_seeds():
     lines = table(made_up_predictions()).splitlines()
-    # For each distribution 4 means, 3 tail means, 2 * 3 quartiles; and the header.
-    assert len(lines) == 1 + 3 * (4 + 3 + 6)
+    # For each distribution 5 means, 4 tail means, 2 * 3 quartiles; and the header.
+    assert len(lines) == 1 + 3 * (5 + 4 + 6)
     # True 3, learned 3.0 and 3.1: mean 3.05, error 0.05 / 3 = 1.7 %, largest error 0.1 / 3 = 3.3 %.
     assert lines[1].split() == ["steady", "scalar", "mean", "3.000", "3.050", "3.000", "..", "3.100", "+1.7%", "3.3%"]
 
