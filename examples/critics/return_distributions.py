@@ -1,6 +1,6 @@
 """Trains scalar, c51, hl_gauss, quantile and iqn critics on known return distributions, and compares what they learned.
 
-    python -m examples.critics.return_distributions        (a minute and a half on one core)
+    python -m examples.critics.return_distributions        (two minutes on one core)
 
 There are three prompts. The score of a response is drawn from the distribution of its prompt, whatever the response;
 two of the distributions have the same mean. The policy is frozen (`critic_pretraining_steps`), gamma and lambda are 1,
