@@ -64,7 +64,10 @@ class LearningOptions(RolloutOptions):
         group="Policy loss",
     )
     cliprange: float = argument(
-        0.2, "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the divergence).", above=0, below=1
+        0.2,
+        "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the divergence; sapo has none).",
+        above=0,
+        below=1,
     )
     cliprange_high: float | None = argument(
         None, "Upper clip range (clip-higher); null = cliprange on both sides.", above=0

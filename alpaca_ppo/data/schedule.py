@@ -123,8 +123,9 @@ class PromptSchedule:
             order = seeded_permutation(self.num_prompts, self.seed, epoch)[within:]
             places = torch.arange(len(order))
             if chances is not None:
-                # A key of its own: one number more than the permutation's.
-                generator = seeded_generator(self.seed, epoch, 0)
+                # A key of its own: that of the permutation has two numbers, those of a step's rows and quantile
+                # levels have three and four.
+                generator = seeded_generator(self.seed, epoch, 0, 0, 0)
                 levels = torch.rand(self.num_prompts, generator=generator, dtype=torch.float64)[within:]
                 places = places[levels < chances[order]]
             for part in torch.split(places, _PART):

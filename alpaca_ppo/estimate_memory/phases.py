@@ -121,6 +121,9 @@ class _Step:
             "policy": 0.0 if replays else measured["policy/copied_in_update"],
             "critic": measured["critic/copied_trained"],
         }
+        if "critic/train.backbone" not in measured:
+            # The policy's pass is one of the critic too.
+            self._copied_in_update["policy"] += measured["critic/copied_trained"]
 
     def moments(self) -> Iterator[PhaseMemory]:
         """The moments of a step that can be a phase's peak, in order of time."""

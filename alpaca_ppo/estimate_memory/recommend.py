@@ -133,8 +133,11 @@ def changes(settings: Settings) -> list[list[Change]]:
         lora["reference"] = "adapter_off"
     # On a base in bfloat16, autocast would only add copies of the adapters.
     half: Change = {"dtype": "bfloat16", **({"bf16": False} if args.bf16 else {})}
-    can_share = args.privileged_column is None and not args.separate_critic_steps
-    layouts = (["adapter"] if adapters else []) + (["shared"] if can_share else [])
+    # A critic that reads the policy's states cannot read a text before the prompt, and cannot take steps of its own if
+    # it trains them (`config.checks`).
+    reads_states = args.privileged_column is None
+    layouts = ["adapter"] if adapters else ["side"] if reads_states else []
+    layouts += ["shared"] if reads_states and not args.separate_critic_steps else []
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
     # A backend that refills its slots samples a prompt's responses in any number of them.

@@ -183,8 +183,8 @@ def length_adaptive_lam(response_mask: Tensor, *, alpha: float) -> Tensor:
     """
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}; it must be a number above 0, such as 0.05")
-    lengths = response_mask.sum(dim=1).clamp_min(1).double()
-    return (1 - 1 / (alpha * lengths)).clamp_min(0.0)
+    # A row without tokens has 1 / 0, which becomes 0 too.
+    return (1 - 1 / (alpha * response_mask.sum(dim=1).double())).clamp_min(0.0)
 
 
 def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Advantages:

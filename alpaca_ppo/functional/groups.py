@@ -108,7 +108,8 @@ def gdpo_advantages(
 
     Args:
         scores_by_source: (B, S), of each response by each source. NaN = the source did not score it: it has no part in
-            that source's comparison.
+            that source's comparison. Nor has the only response of a larger group that a source scored: its advantage
+            would be its bare score.
         weights: (S,), one for each source.
         group_ids: (B,) int, equal within a group.
         response_mask: (B, R) bool, True = a token the policy chose.
@@ -123,11 +124,17 @@ def gdpo_advantages(
             f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}; pass "
             "scores (B, S) of S sources and one weight for each of these"
         )
+    check_one_per_row("scores_by_source", scores_by_source.sum(dim=1), response_mask)
+    check_one_per_row("group_ids", group_ids, response_mask)
+    _, group = torch.unique(group_ids, return_inverse=True)
+    has_tokens = response_mask.any(dim=1)
+    size = _group_sum(has_tokens.long(), group)
     total = at_least_float32(scores_by_source).new_zeros(response_mask.shape)
     for scores, weight in zip(scores_by_source.unbind(dim=1), weights.to(total), strict=True):
-        check_one_per_row("scores_by_source", scores, response_mask)
-        scored = response_mask & ~scores.isnan().unsqueeze(1)
-        total = total + weight * group_advantages(scores, group_ids, scored, estimator="grpo")
+        scored = has_tokens & ~scores.isnan()
+        compared = scored & ((_group_sum(scored.long(), group) > 1) | (size < 2))
+        mask = response_mask & compared.unsqueeze(1)
+        total = total + weight * group_advantages(scores, group_ids, mask, estimator="grpo")
     if penalties is not None:
         total = total + group_advantages(penalties, group_ids, response_mask, estimator="grpo_no_std")
     return masked_whiten(total, response_mask)

@@ -3,11 +3,18 @@
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs, Critic
 from alpaca_ppo.models.critic_head import CriticHead, HeadLinear, HeadOutputs, register_critic_head
 from alpaca_ppo.models.critic_heads import C51Head, HLGaussHead, IQNHead, QuantileHead, ScalarHead
-from alpaca_ppo.models.critic_io import is_critic_folder, load_critic, write_critic, write_critic_adapter
+from alpaca_ppo.models.critic_io import (
+    is_critic_folder,
+    load_critic,
+    write_critic,
+    write_critic_adapter,
+    write_side_critic,
+)
 from alpaca_ppo.models.half_weights import mark_weights_changed
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
+from alpaca_ppo.models.side_network import SideNetwork
 
 __all__ = [
     "ActorCritic",
@@ -25,6 +32,7 @@ __all__ = [
     "QuantileHead",
     "Reference",
     "ScalarHead",
+    "SideNetwork",
     "build_actor_critic",
     "disable_dropout",
     "frozen_copy",
@@ -37,4 +45,5 @@ __all__ = [
     "register_critic_head",
     "write_critic",
     "write_critic_adapter",
+    "write_side_critic",
 ]

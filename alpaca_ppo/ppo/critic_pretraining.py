@@ -29,7 +29,7 @@ class CriticPretraining:
     def __init__(self, args: PPOConfig, *, on_early_end: Callable[[int], Any], report: Callable[[str], Any]) -> None:
         self.num_steps = args.critic_pretraining_steps
         """The run's first steps that pretrain the critic, as far as is known."""
-        self._bound = args.critic_pretraining_explained_variance
+        self._args, self._bound = args, args.critic_pretraining_explained_variance
         self._on_early_end, self._report = on_early_end, report
 
     def includes(self, step: int) -> bool:
@@ -45,7 +45,7 @@ class CriticPretraining:
         """
         if self._bound is None or not self.includes(step):
             return
-        variance, done, planned = critic_explained_variance(rollouts), step + 1, self.num_steps
+        variance, done, planned = critic_explained_variance(rollouts, self._args), step + 1, self.num_steps
         if variance >= self._bound:
             self._report(
                 f"step {done}: the critic explains {variance:.3g} of the variance of the returns "

@@ -48,21 +48,22 @@ class PassRates:
             self.rates[prompt] = share if bool(before.isnan()) else (before + share) / 2
 
     def chances(self, weights: Any) -> Tensor:
-        """(N,) float64, from SMALLEST_CHANCE to 1: how likely each prompt is to be drawn when its turn comes.
+        """(N,) float64, from SMALLEST_CHANCE to 1: how likely each prompt is to be drawn when its turn comes; 1 for all
+        if none has any weight, as after one response to each prompt, when every rate is 0 or 1.
 
         Args:
             weights: (N,), what `_prompt_weights` has returned for the rates.
 
         Raises:
-            ValueError: unless they are N finite numbers of at least 0, one of them above 0.
+            ValueError: unless they are N finite numbers of at least 0.
         """
         given = torch.as_tensor(weights, dtype=torch.float64)
-        if given.shape != self.rates.shape or not bool((given.isfinite() & (given >= 0)).all()) or not given.any():
+        if given.shape != self.rates.shape or not bool((given.isfinite() & (given >= 0)).all()):
             raise ValueError(
                 f"_prompt_weights() returned {weights!r}; it must return a tensor of shape {tuple(self.rates.shape)}, "
-                "one finite weight of at least 0 for each prompt, and not all of them 0"
+                "one finite weight of at least 0 for each prompt"
             )
-        return (given / given.max()).clamp_min(SMALLEST_CHANCE)
+        return (given / given.max()).clamp_min(SMALLEST_CHANCE) if given.any() else torch.ones_like(given)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The recorded rates."""

@@ -8,12 +8,30 @@ are drawn is in `data.schedule`; how they are sampled and scored is not here.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.functional import informative_rows
 from alpaca_ppo.ppo import hook_checks
 from alpaca_ppo.ppo.metrics import RolloutCounts
+from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.types import Rollouts
+
+
+def informative(rollouts: Rollouts, args: PPOConfig) -> Tensor:
+    """(B,) bool: whether the raw scores of the responses to the row's prompt differ: their sums (`scores`), or, for an
+    estimator that compares each source, the scores of a source whose weight is not 0.
+    """
+    ids = rollouts["prompt_ids"]
+    if not ADV_ESTIMATORS.trait(args.adv_estimator, "needs_scores_by_source"):
+        return informative_rows(rollouts["scores"], ids)
+    by_source, differ = rollouts["scores_by_source"], torch.zeros_like(ids, dtype=torch.bool)
+    for weight, scores in zip(args.reward_weights or [1.0] * by_source.size(1), by_source.unbind(dim=1), strict=True):
+        scored = ~scores.isnan()
+        prompts = ids[scored][informative_rows(scores[scored], ids[scored])]
+        differ |= torch.isin(ids, prompts) & (weight != 0)
+    return differ
 
 
 def replace_uninformative(
@@ -21,21 +39,23 @@ def replace_uninformative(
     prompts: StepPrompts,
     rollout: Callable[[list[int], int], Rollouts],
     *,
+    args: PPOConfig,
     max_rounds: int,
     counts: RolloutCounts,
 ) -> Rollouts:
     """The global rollouts of a step in which prompts without information are replaced, round by round.
 
-    A prompt is informative if the raw scores (`scores`) of its responses differ. Each other one gives its place in the
-    batch to a fresh prompt. A fresh prompt is never one that is in the batch as an informative one; it may be one that
-    was replaced in an earlier round, if the dataset is that small. After the last round, uninformative prompts stay in
-    the batch, so that a step has as many rows as without dynamic sampling, and the run as many optimizer steps. A fresh
-    prompt all of whose responses were dropped (`failed_rewards`) replaces nothing.
+    Each prompt that is not `informative` gives its place in the batch to a fresh prompt. A fresh prompt is never one
+    that is in the batch as an informative one; it may be one that was replaced in an earlier round, if the dataset is
+    that small. After the last round, uninformative prompts stay in the batch, so that a step has as many rows as
+    without dynamic sampling, and the run as many optimizer steps. A fresh prompt all of whose responses were dropped
+    (`failed_rewards`) replaces nothing.
 
     Args:
         rollouts: of the step's own prompts, of all ranks.
         prompts: draws fresh ones; moved on.
         rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
+        args: of the run.
         max_rounds: of fresh prompts.
         counts: of the step; what is done here is added.
 
@@ -43,9 +63,9 @@ def replace_uninformative(
         ValueError: if `rollout` returns other tensors in one round than in another.
     """
     for sampling_round in range(1, max_rounds + 1):
-        informative = informative_rows(rollouts["scores"], rollouts["prompt_ids"])
-        uninformative = _distinct(rollouts["prompt_ids"][~informative])
-        kept = _distinct(rollouts["prompt_ids"][informative])
+        differ = informative(rollouts, args)
+        uninformative = _distinct(rollouts["prompt_ids"][~differ])
+        kept = _distinct(rollouts["prompt_ids"][differ])
         fresh = prompts.draw(len(uninformative), without=kept)
         if not fresh:
             break
@@ -54,8 +74,7 @@ def replace_uninformative(
         new = rollout(fresh, sampling_round)
         hook_checks.check_rollouts(new)
         rollouts = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)), counts)
-    informative = informative_rows(rollouts["scores"], rollouts["prompt_ids"])
-    counts.uninformative_prompts += len(_distinct(rollouts["prompt_ids"][~informative]))
+    counts.uninformative_prompts += len(_distinct(rollouts["prompt_ids"][~informative(rollouts, args)]))
     counts.extra_prompts += prompts.extra_prompts
     return rollouts
 

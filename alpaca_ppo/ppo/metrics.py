@@ -193,12 +193,13 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
 
 
-def critic_explained_variance(rollouts: Rollouts) -> float:
-    """Returns the `explained_variance` of the returns by what the critic predicted before the step's update: its
-    values, or, of a distributional critic, the means of its distributions, which no risk level shifts.
+def critic_explained_variance(rollouts: Rollouts, args: PPOConfig) -> float:
+    """Returns the `explained_variance` of the returns that the critic learns, those of tokens that give a gradient, by
+    what it predicted before the step's update: its values, or, of a distributional critic, the means of its
+    distributions, which no risk level shifts.
     """
     predicted = rollouts.get("value_means", rollouts["values"])
-    return explained_variance(predicted, rollouts["returns"], rollouts["response_mask"])
+    return explained_variance(predicted, rollouts["returns"], trained_mask(rollouts, args))
 
 
 def logs_entropies(step: int, args: PPOConfig) -> bool:
@@ -284,7 +285,7 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
         stats |= {
             "ppo/val/mean": float(masked_mean(values, mask)),
             "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
-            "ppo/val/explained_variance": critic_explained_variance(rollouts),
+            "ppo/val/explained_variance": critic_explained_variance(rollouts, args),
         }
     if "value_means" in rollouts:
         stats["ppo/val/distribution_mean"] = float(masked_mean(rollouts["value_means"], mask))

@@ -260,10 +260,10 @@ class Updater:
     @property
     def separate_backward(self) -> bool:
         """Whether the critic's backward pass can run before the policy's forward pass, so that the two graphs are never
-        in memory together. True only during `step`, and only if policy and critic share no activations.
+        in memory together. True only during `step`, and only if the critic has a pass of its own.
         """
         critic = self.engine.actor_critic.critic
-        return self._inside_step and critic is not None and not critic.shares_states
+        return self._inside_step and critic is not None and not critic.reads_policy_pass
 
     @contextmanager
     def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:

@@ -5,15 +5,14 @@ What a step computes is not here (`ppo_trainer`); how a checkpoint is written is
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
 from transformers import TrainerState
 
 from alpaca_ppo.checkpoint import export
@@ -21,19 +20,17 @@ from alpaca_ppo.checkpoint.compatibility import check_identity, data_identity, r
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import PromptDataset, collate_prompts
-from alpaca_ppo.data.schedule import PromptSchedule, StepPrompts
+from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
-from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
-from alpaca_ppo.ppo.curriculum import PassRates, learnable_weights
-from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate
+from alpaca_ppo.ppo.curriculum import PassRates
 from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.mismatch import SamplerMismatch, spread_by_length
+from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.tracking.callbacks import CallbackHandler
@@ -57,7 +54,6 @@ class BaseTrainer(ABC):
     train_prompts: PromptDataset
     eval_prompts: PromptDataset | None
     schedule: PromptSchedule
-    sampling_params: SamplingParams
     padding: str
     """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
@@ -79,6 +75,10 @@ class BaseTrainer(ABC):
     @abstractmethod
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """Makes one step on this rank's prompts and returns its metrics."""
+
+    @abstractmethod
+    def prompt_batches(self, step: int) -> list[PromptBatch]:
+        """Returns this rank's prompts of `step` (from 0)."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
@@ -223,65 +223,6 @@ class BaseTrainer(ABC):
         if self.progress.is_current:
             self.preemption.poll_all_ranks()
 
-    def prompt_batches(self, step: int) -> list[PromptBatch]:
-        """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
-        there are ranks.
-        """
-        return self.collate(self.train_prompts, self.step_prompts(step).indices)
-
-    def step_prompts(self, step: int) -> StepPrompts:
-        """The dataset indices of `step` (from 0), on all ranks."""
-        chances = None
-        if self.args.curriculum:
-            chances = self.pass_rates.chances(self._prompt_weights(self.pass_rates.rates.clone()))
-        return self.schedule.prompts_of(step, self.progress.extra_prompts(step), chances)
-
-    def _prompt_weights(self, pass_rates: Tensor) -> Tensor:
-        """With `curriculum`: how likely each of the dataset's N prompts is to be drawn next, as weights of any scale.
-
-        Override it for another curriculum. What it returns must be the same on every rank, and in a run that is
-        resumed: a function of its argument alone.
-
-        Args:
-            pass_rates: (N,) float64, from 0 to 1, or NaN for prompts that have not been sampled yet.
-
-        Returns:
-            (N,) of at least 0; weights below a hundredth of the largest count as that.
-        """
-        return learnable_weights(pass_rates)
-
-    def spread_prompts(self, step: int) -> PromptBatch:
-        """At most 4 of the first prompts of `step`, of lengths as different as possible; the same on every rank."""
-        ids = self.step_prompts(step).indices[:16]
-        items = [self.train_prompts[i] for i in ids]
-        chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
-        return self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
-
-    @contextmanager
-    def in_sampling_round(self, number: int) -> Iterator[None]:
-        """A block whose responses have the random numbers of another round of the step."""
-        of_step = self.sampling_params
-        self.sampling_params = replace(of_step, sampling_round=number)
-        try:
-            yield
-        finally:
-            self.sampling_params = of_step
-
-    def collate(self, prompts: PromptDataset, indices: Sequence[int]) -> list[PromptBatch]:
-        """This rank's share of `prompts[indices]` as a batch; an empty list if it has none."""
-        share = collectives.rank_share(indices, self.accelerator)
-        return [self.prompt_batch([prompts[i] for i in share], share)] if share else []
-
-    def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
-        """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
-        pad = self.sampling_params.pad_token_id
-        lengths = {"query_len": self.args.query_len, "privileged_len": self.args.privileged_len}
-        return collate_prompts(items, prompt_ids, pad_token_id=pad, **lengths)
-
-    def dummy_prompts(self, count: int) -> PromptBatch:
-        """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""
-        return self.prompt_batch([self.train_prompts[0]] * count, [0] * count)
-
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
 
@@ -315,28 +256,6 @@ class BaseTrainer(ABC):
         folder = self.checkpoints.save(self.state.global_step, stats or {})
         self.progress.saved = self.progress.is_current
         return folder
-
-    def skip_update(self, error: NonFiniteUpdate) -> None:
-        """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
-
-        Raises:
-            FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
-        """
-        self.progress.skipped_updates += 1
-        number, step = self.progress.skipped_updates, self.state.global_step + 1
-        self.run_log.log_skipped_update(
-            {"number": number, "step": step, "cause": error.cause, "prompt_ids": error.prompt_ids}
-        )
-        limit = (
-            f"{number} updates in this run had a non-finite loss or gradient; max_skipped_updates is "
-            f"{self.args.max_skipped_updates}"
-        )
-        if number > self.args.max_skipped_updates:
-            raise FloatingPointError(
-                f"step {step}: {error}. {limit}; to continue, raise max_skipped_updates and resume "
-                "from the last checkpoint"
-            ) from error
-        self.run_log.message(f"step {step}: {error}. {limit}")
 
     def _save_before_rollouts(self) -> None:
         """Saves a run whose next update would be meaningless, unless nothing has been trained yet."""

@@ -1,15 +1,12 @@
 """`PPOTrainer`: one step of PPO as hooks to override: rollout -> _shape_reward -> _estimate_advantage ->
 step_with_rollouts.
 
-The mathematics is in `functional`, the parts of a step in `ppo`, sampling in `generation`. The loop over steps, with
-evaluation, logging and checkpoints, is in `base_trainer`.
+The mathematics is in `functional`, the parts of a step in `ppo`. The hooks within `rollout`, `_generate` and `_score`,
+are in `rollout_trainer`; the loop over steps, with logging and checkpoints, is in `base_trainer`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,39 +20,30 @@ from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
-from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
-from alpaca_ppo.functional.shaping import sequence_scores
-from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
-from alpaca_ppo.ppo.advantages import estimate_advantages, rollout_passes
+from alpaca_ppo.ppo.advantages import estimate_advantages
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.device_rows import row_tensors
-from alpaca_ppo.ppo.dropped_rows import add_baseline
-from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
 from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import update_steps
 from alpaca_ppo.ppo.mismatch import MismatchGuard
 from alpaca_ppo.ppo.old_policy import OldPolicySource
-from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.updates import make_updater
-from alpaca_ppo.registry import GENERATION_BACKENDS
-from alpaca_ppo.rewards.early_calls import EarlyCalls
-from alpaca_ppo.rewards.scoring import early_calls, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
-from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.preflight import DiskCheck, check_class, check_output_dir
 from alpaca_ppo.trainer.progress import UpdateProgress
+from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]
 
 
-class PPOTrainer(BaseTrainer):
+class PPOTrainer(RolloutTrainer):
     """Trains a causal language model with PPO and a critic against any reward.
 
     Args:
@@ -140,22 +128,6 @@ class PPOTrainer(BaseTrainer):
         )
         self.kl_controller = setup.make_kl_controller(args)
         self.set_up_run(callbacks or [])
-        self.timers, self.rollout_poll, self.counts = metrics.Timers(), RolloutPoll(), RolloutCounts()
-        self._early: EarlyCalls | None = None
-        scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
-
-    def check_sampler(self) -> None:
-        """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a
-        subclass may sample in another way.
-
-        Raises:
-            ValueError: if the two disagree and `mismatch_action` is stop.
-        """
-        hooks = (self.rollout, self._generate)
-        inherited = hooks == (MethodType(PPOTrainer.rollout, self), MethodType(PPOTrainer._generate, self))
-        if self.mismatch_guard.active and inherited:
-            prompts = self.spread_prompts(self.state.global_step)
-            self.mismatch_guard.check_short_responses(self.collector, prompts, self.sampling_params)
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
@@ -183,12 +155,7 @@ class PPOTrainer(BaseTrainer):
 
     def _rollouts_with_advantages(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts with shaped rewards, advantages and returns."""
-        rollouts = self.rollout(prompt_batches)
-        hook_checks.check_rollouts(rollouts)
-        if self.args.dynamic_sampling or self.args.curriculum:
-            prompts = self.step_prompts(self.state.global_step)
-            rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
-            rollouts = replace_uninformative(rollouts, prompts, self._redraw, max_rounds=rounds, counts=self.counts)
+        rollouts = self.step_rollouts(prompt_batches)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
             responses=rollouts["responses"],
@@ -208,137 +175,6 @@ class PPOTrainer(BaseTrainer):
         )
         hook_checks.add_to_rollouts(rollouts, "_estimate_advantage", estimated, hook_checks.ESTIMATED)
         return rollouts
-
-    def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
-        """The global rollouts of fresh prompts (dataset indices), which `dynamic_sampling` has drawn in a round."""
-        with self.in_sampling_round(sampling_round):
-            return self.rollout(self.collate(self.train_prompts, prompt_ids))
-
-    def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
-        """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and evaluates them under
-        policy, critic and reference.
-
-        Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
-        up to `rewards`.
-        """
-        step = self.state.global_step
-        sampling_params = replace(self.sampling_params, seed=self.args.seed, step=step)
-        passes = rollout_passes(
-            self.args,
-            with_policy=self.old_policy.recomputes(step),
-            policy_is_reference=self.old_policy.reads_reference(step),
-            with_entropies=metrics.logs_entropies(step, self.args),
-            may_be_empty=sampling_params.sampling_round > 0,
-        )
-        return self._rollout(prompt_batches, sampling_params, passes)
-
-    def _rollout(
-        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, passes: RolloutPasses
-    ) -> Rollouts:
-        engine, n = self.updater.engine, sampling_params.num_return_sequences
-        count = sum(len(batch["rows"]) for batch in prompt_batches)
-        prompts = self.collector.local_prompts(engine, prompt_batches, self.dummy_prompts)
-        local = None
-        with self.run_log.progress(count * (n + passes.greedy_baseline), "rollout", leave=False) as bar:
-            self.rollout_poll = self.preemption.for_rollout(
-                engine,
-                stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
-                can_stop=self.progress.is_current,
-                on_rows=bar.update,
-            )
-            with self.rollout_poll.rollout():
-                rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
-                local = {key: value[: count * n] for key, value in rows.items() if count}
-        rollouts, dropped = self.collector.gather(local, passes, samples_per_prompt=n, poll=self.rollout_poll)
-        if dropped.num_dropped:
-            self.counts.dropped_rows += dropped.num_dropped
-            self.run_log.message(str(dropped))
-        return rollouts
-
-    def _local_rollout(
-        self, prompts: PromptBatch, sampling_params: SamplingParams, passes: RolloutPasses
-    ) -> dict[str, Tensor]:
-        """This rank's rows, on the CPU: generated, scored, evaluated."""
-        rows = self._generate_and_score(prompts, sampling_params)
-        if passes.greedy_baseline:
-            greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
-            baseline = self._generate_and_score(prompts, greedy)
-            add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
-        with self.timers.measure("logprobs"):
-            return rows | self.collector.evaluate(
-                self.updater.engine, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
-            )
-
-    def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
-        """Checked samples of this rank's prompts with their scores, on the CPU."""
-        n, sources, parts = sampling_params.num_return_sequences, self.collector.scorer.names, []
-        rows = [row for row in prompts["rows"] for _ in range(n)]
-        chunks = hook_checks.score_chunks(len(rows), n, self.args.score_chunk_prompts)
-        with self._calling_early(rows, chunks):
-            with self.timers.measure("rollout"):
-                samples = self._generate(prompts, sampling_params)
-            samples = hook_checks.complete_samples(samples, prompts, sampling_params)
-            self.rollout_poll()
-            with self.timers.measure("score"):
-                for chunk in chunks:
-                    part = {key: value[chunk] for key, value in samples.items()}
-                    scores = self._score(part, rows[chunk])
-                    parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
-        return samples | hook_checks.join_scores(parts, samples["response_mask"])
-
-    @contextmanager
-    def _calling_early(self, rows: list[dict[str, Any]], chunks: Sequence[slice]) -> Iterator[None]:
-        """Lets reward functions be called for finished chunks while `_generate` samples the others.
-
-        They are called in `_score` instead without `score_chunk_prompts`, where ranks run in lockstep, and where a
-        subclass samples or scores in another way.
-        """
-        hooks = (self._generate, self._score)
-        inherited = hooks == (MethodType(PPOTrainer._generate, self), MethodType(PPOTrainer._score, self))
-        if not inherited or self.args.score_chunk_prompts is None or self.updater.engine.synced_forwards:
-            yield
-            return
-        with early_calls(self.collector.scorer, self.processing_class, rows, chunks) as self._early:
-            try:
-                yield
-            finally:
-                self._early = None
-
-    def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
-        """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
-
-        Override it to sample with another engine. The random numbers of each response are a function of its key
-        alone (`sampling_params.random_keys(prompts["prompt_ids"])`), so that a run does not depend on batches or ranks.
-
-        Args:
-            prompts: token ids, left-padded, with the dataset's rows.
-            sampling_params: lengths, temperature, stop tokens, and the seed and step of the random numbers.
-
-        Returns:
-            tensors on the CPU with P * n rows, the samples of a prompt next to one another: `responses` (P * n, R)
-            int64 with R = max_new_tokens; `response_mask` (P * n, R) bool, True = a token the policy chose (holes are
-            allowed); `rollout_logprobs` (P * n, R) float, the chosen tokens' log-probs in nats; `stopped` (P * n,)
-            bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
-            tensors with one entry per row, which are passed on to `_score` and the later hooks.
-        """
-        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll, self._early)
-
-    def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Scores finished responses with the run's reward sources.
-
-        It may be called with a part of a rollout: `score_chunk_prompts` prompts at a time, each with all its samples.
-
-        Args:
-            samples: the checked samples of C responses: what `_generate` returned, with `queries`, `query_attn_masks`,
-                `prompt_ids` and `sample_ids` added.
-            rows: the dataset's row of each of them.
-
-        Returns:
-            `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
-            of the token; `scores_by_source` (C, sources).
-        """
-        scorer, penalties = self.collector.scorer, setup.make_penalties(self.args)
-        return score_responses(scorer, self.processing_class, samples, rows, penalties=penalties, early=self._early)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -417,6 +253,28 @@ class PPOTrainer(BaseTrainer):
         self.mark_step_done(step)
         return train_stats
 
+    def skip_update(self, error: hook_checks.NonFiniteUpdate) -> None:
+        """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
+
+        Raises:
+            FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
+        """
+        self.progress.skipped_updates += 1
+        number, step = self.progress.skipped_updates, self.state.global_step + 1
+        self.run_log.log_skipped_update(
+            {"number": number, "step": step, "cause": error.cause, "prompt_ids": error.prompt_ids}
+        )
+        limit = (
+            f"{number} updates in this run had a non-finite loss or gradient; max_skipped_updates is "
+            f"{self.args.max_skipped_updates}"
+        )
+        if number > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {step}: {error}. {limit}; to continue, raise max_skipped_updates and resume "
+                "from the last checkpoint"
+            ) from error
+        self.run_log.message(f"step {step}: {error}. {limit}")
+
     @property
     def critic_head(self) -> CriticHead | None:
         """The head of the critic, however the model is wrapped; None without a critic."""
@@ -482,39 +340,3 @@ class PPOTrainer(BaseTrainer):
             rows = rollout_tables.rollout_rows(rollouts, self.processing_class, self.args.num_logged_rollouts)
             self.run_log.log_rollouts(rows, step)
         return stats
-
-    def evaluate(self) -> dict[str, float]:
-        """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
-        as `eval/*`.
-
-        If `failed_rewards: drop` leaves no response, all of them but `eval/dropped_rows` are NaN.
-
-        Sampled evaluations use the same random numbers each time, so that differences come from the policy. The table
-        goes to eval/step_*.jsonl; called before `train`, it does not replace one that a run with checkpoints has left
-        there.
-
-        Raises:
-            ValueError: when the trainer has no eval dataset.
-        """
-        if self.eval_prompts is None:
-            raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
-        # What a training loop of one's own has dropped so far is for the step's record.
-        of_step = self._pop_counts()
-        self.timers = metrics.Timers()
-        with self.run_lock.for_a_while():
-            rollouts = self._rollout(
-                self.collate(self.eval_prompts, range(len(self.eval_prompts))),
-                setup.evaluation_sampling_params(self.sampling_params, self.args),
-                RolloutPasses(with_critic=False, may_be_empty=True),
-            )
-            rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
-            self.run_log.log_table("eval", rows, self.state.global_step)
-        stats = {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
-        stats |= self.counts.evaluation_stats(self.args)
-        self.counts = of_step
-        return stats
-
-    def _pop_counts(self) -> RolloutCounts:
-        """The counts of what was sampled since the last call."""
-        counts, self.counts = self.counts, RolloutCounts()
-        return counts

@@ -1,6 +1,6 @@
 """The untrained model: a tokenizer with a token for each word, and a small GPT-2.
 
-GPT-2 has learned positions. All prompts have the same length, so that the model finds an operation of the prompt by its
+GPT-2 has learned positions. All prompts have the same length, so that the model finds a noun of the prompt by its
 position, which takes few demonstrations to learn.
 """
 

@@ -32,7 +32,7 @@ class HorizonArguments:
 
     root: str = _arg("outputs/long_horizon", "Folder for all stages.")
     data_seed: int = _arg(0, "Seed of everything before PPO.")
-    demonstrations: int = _arg(19200, "Texts of the teacher.")
+    demonstrations: int = _arg(28800, "Texts of the teacher.")
     held_out: int = _arg(256, "Prompts that no run is trained on.")
     hidden_size: int = _arg(64, "Width of the model.")
     num_layers: int = _arg(2, "Layers of the model.")

@@ -15,25 +15,29 @@ from matplotlib import pyplot  # noqa: E402
 from examples.long_horizon.results import Outcome  # noqa: E402
 from examples.long_horizon.rows import MAIN  # noqa: E402
 
+# Okabe and Ito's colours, which the colour-blind can tell apart; without their yellow, which is faint on white.
+COLOURS = dict(zip(MAIN, ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#000000"), strict=True))
+MARKERS = dict(zip(MAIN, "osD^vX", strict=True))
+
 
 def plot_rows(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Writes the curves of the main rows (mean, range of seeds), and all runs as points of KL and right steps."""
-    figure, (curves, points) = pyplot.subplots(1, 2, figsize=(14, 5.5), layout="constrained")
-    for number, (name, runs) in enumerate(outcomes.items()):
-        main = name in MAIN
-        if main:
+    """Writes the curves of the main rows (mean, range of seeds), and all runs as points of KL and right steps.
+
+    Ablations are points with a letter for a marker.
+    """
+    figure, (curves, points) = pyplot.subplots(1, 2, figsize=(14, 7), layout="constrained")
+    letters = iter("abcdefgh")
+    for name, runs in outcomes.items():
+        colour = COLOURS.get(name, "#555555")
+        if name in MAIN:
             by_step = list(zip(*(run.curve for run in runs), strict=True))
             steps = range(1, len(by_step) + 1)
-            curves.plot(steps, [fmean(step) for step in by_step], color=f"C{number}", linewidth=2, label=name)
+            curves.plot(steps, [fmean(step) for step in by_step], color=colour, linewidth=2)
             lowest, highest = ([choose(step) for step in by_step] for choose in (min, max))
-            curves.fill_between(steps, lowest, highest, color=f"C{number}", alpha=0.15, linewidth=0)
+            curves.fill_between(steps, lowest, highest, color=colour, alpha=0.12, linewidth=0)
+        marker = MARKERS.get(name) or f"${next(letters)}$"
         points.scatter(
-            [run.kl for run in runs],
-            [run.right for run in runs],
-            color=f"C{number}" if main else "#999999",
-            marker="o" if main else f"${number - len(MAIN) + 1}$",
-            s=50,
-            label=name,
+            [run.kl for run in runs], [run.right for run in runs], color=colour, marker=marker, s=50, label=name
         )
     curves.set(title="During the run (mean and range of the seeds)", xlabel="PPO step", ylabel="right steps (%)")
     points.set(
@@ -41,7 +45,7 @@ def plot_rows(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     )
     for axis in (curves, points):
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100)
     pyplot.close(figure)

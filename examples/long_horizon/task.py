@@ -1,15 +1,15 @@
 """A text of 30 decisions, a teacher who gets some of them wrong, and the grade of a text.
 
-A prompt is a list of 30 nouns of an invented language, such as `ba fo ki ... write`. The response writes the plural of
-one after the other and counts its mistakes so far, as in `s1 : ba -> bat ; m1 s2 : fo -> fon ; m1`, and ends. A plural
-ends in n or t, and no rule says which: it has to be known for each of the 100 nouns. The grade depends on the share of
-right plurals and is known only at the end.
+A prompt is a list of 30 nouns of an invented language, such as `ba fol kir ... write`. The response writes the plural
+of one after the other and marks it, as in `s1 : ba -> bat ; right s2 : fol -> folt ; wrong`, and ends. A plural ends in
+n or t, and no rule says which: it has to be known for each of the 300 nouns. The grade depends on the share of right
+plurals and is known only at the end.
 
 The teacher has a habit for each noun: how often it writes the right plural. It is mostly wrong about some. A model of
 its demonstrations therefore cannot improve by becoming more certain of what it would write anyway; it has to find out,
 noun by noun, which plural is right. What the teacher does know is whether a plural was right once it stands there: its
-count is true. So mistakes are easier to see than to avoid, as in reasoning; the count itself earns nothing. An
-estimator without a critic gives all tokens of a response the credit for its grade. A critic can read the count, and
+marks are true. So mistakes are easier to see than to avoid, as in reasoning; the marks themselves earn nothing. An
+estimator without a critic gives all tokens of a response the credit for its grade. A critic can read the marks, and
 knows after each step how it changed the grade to expect.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 STEPS = 30
 """Steps of a text, each a decision."""
 TOKENS_PER_STEP = 7
-NOUNS = tuple(consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou")
+NOUNS = tuple(onset + vowel + coda for coda in ("", "l", "r") for onset in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou")
 ENDINGS = "nt"
 FORMS = tuple(noun + ending for noun in NOUNS for ending in ENDINGS)
 LABELS = tuple(f"s{number}" for number in range(1, STEPS + 1))
-COUNTS = tuple(f"m{mistakes}" for mistakes in range(STEPS + 1))
+MARKS = RIGHT, WRONG = ("right", "wrong")
 END_OF_PROMPT = "write"
-WORDS = (*NOUNS, *FORMS, *LABELS, *COUNTS, ":", "->", ";", END_OF_PROMPT)
+WORDS = (*NOUNS, *FORMS, *LABELS, *MARKS, ":", "->", ";", END_OF_PROMPT)
 """Every word is one token."""
 QUERY_LEN = STEPS + 1
 """Tokens of a prompt."""
@@ -58,12 +58,10 @@ class Teacher:
     def write(self, prompt: str, generator: random.Random) -> str:
         """Returns a text for `prompt`; `generator` decides which plurals are right."""
         words: list[str] = []
-        mistakes = 0
         for label, noun in zip(LABELS, _nouns(prompt), strict=True):
             right = generator.random() < self.right[noun]
-            mistakes += not right
             form = PLURALS[noun] if right else _wrong_plural(noun)
-            words += [label, ":", noun, "->", form, ";", COUNTS[mistakes]]
+            words += [label, ":", noun, "->", form, ";", RIGHT if right else WRONG]
         return " ".join(words)
 
 
@@ -75,7 +73,7 @@ def draw_prompt(generator: random.Random) -> str:
 def right_steps(prompt: str, completion: str) -> list[bool]:
     """Returns for each step whether it is right: written as it should be up to its `;`, with the right plural.
 
-    The count after it makes no difference.
+    The mark after it makes no difference.
     """
     words = completion.split()
     right = []

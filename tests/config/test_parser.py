@@ -208,7 +208,7 @@ def test_a_flag_of_the_wrong_type_ends_with_the_usage(tmp_path, capsys):
 def test_one_of_a_closed_set_is_checked_in_the_file_and_on_the_command_line(tmp_path, capsys):
     assert parse(tmp_path, "critic_layout: shared").critic_layout == "shared"
     assert parse(tmp_path, "critic_layout: shared", "--critic_layout", "adapter").critic_layout == "adapter"
-    with pytest.raises(ValueError, match="critic_layout is 'twin'; choose one of separate, shared, adapter"):
+    with pytest.raises(ValueError, match="critic_layout is 'twin'; choose one of separate, shared, adapter, side"):
         parse(tmp_path, "critic_layout: twin")
     with pytest.raises(SystemExit):
         parse(tmp_path, "seed: 1", "--critic_layout", "twin")
@@ -245,7 +245,7 @@ def test_help_shows_the_defaults(capsys):
     assert "Advantages: --adv_estimator" in shown
     presets = "alpaca_farm, cispo, dapo, gspo, nemo_ppo, orz, trl, vapo, vc_ppo, verl, verl_gsm8k"
     assert f"or a preset ({presets}); flags win over it." in shown
-    assert "--critic_layout {separate,shared,adapter}" in shown
+    assert "--critic_layout {separate,shared,adapter,side}" in shown
 
 
 def test_a_single_tracker_needs_no_list(tmp_path):

@@ -155,6 +155,11 @@ from tests.registered import temporary_choices
         ),
         ({"kl_controller": "proportional", "kl_coef": 0.0}, "kl_controller is 'proportional', but kl_coef is 0"),
         (
+            {"side_layer": 2},
+            "side_layer is 2, side_width None and side_depth 4, but critic_layout is 'separate'; set critic_layout",
+        ),
+        ({"side_depth": 1, "critic_layout": "adapter"}, "side_depth 1, but critic_layout is 'adapter'"),
+        (
             {"init_value_with_reward": True, "critic_layout": "shared"},
             "init_value_with_reward is True, but with critic_layout 'shared'",
         ),

@@ -21,7 +21,7 @@ from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.model_configs import check_run
 from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of, with_known_backend
-from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
+from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.generation import register_generation_backend
 from tests.registered import temporary_choices
@@ -140,6 +140,7 @@ def fresh_state():
         # Three rows of 32 tokens, so three micro-batches of the eight.
         (False, {"reference": "copy", "max_tokens_per_micro_batch": 96}),
         (False, {"critic_layout": "shared"}),
+        (False, {"critic_layout": "side", "side_width": 128, "side_layer": 2}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),
@@ -203,10 +204,21 @@ def test_rows_of_a_privileged_critic_fit_its_positions():
 
 
 def test_no_change_is_proposed_to_a_layout_that_a_run_would_refuse():
-    for refused in ({"privileged_column": "hint"}, {"critic_epochs": 2}):
-        args = settings(**refused)
-        found = single_changes(Settings(args, LoraArguments(), Sharding(), False), lambda settings: 2.0, 1.0)
-        assert found and not any("shared" in change["change"] for change in found)
+    cases: list[tuple[dict[str, Any], bool, list[str]]] = [
+        ({}, False, ["side", "shared"]),
+        ({}, True, ["adapter", "shared"]),
+        ({"critic_epochs": 2}, False, ["side"]),
+        ({"critic_epochs": 2}, True, ["adapter"]),
+        ({"privileged_column": "hint"}, False, []),
+        ({"privileged_column": "hint"}, True, ["adapter"]),
+        ({"init_value_with_reward": True}, False, []),
+    ]
+    for options, lora, layouts in cases:
+        run = Settings(settings(**options), LoraArguments(use_peft=lora), Sharding(), False)
+        proposed = [change for strengths in changes(run) for change in strengths if "critic_layout" in change]
+        assert proposed == [{"critic_layout": layout} for layout in layouts]
+        # None of them is a combination that the configuration refuses.
+        single_changes(run, lambda settings: 2.0, 1.0)
 
 
 # Embedding and head have 4096 * 128 weights each. A layer: q and o 128 * 128, k and v 128 * 64, three of 128 * 256.

@@ -19,6 +19,7 @@ from examples.long_horizon.task import (
     QUERY_LEN,
     RESPONSE_LEN,
     STEPS,
+    WORDS,
     Teacher,
     draw_prompt,
     grades,
@@ -36,6 +37,10 @@ def text():
     return prompt, Teacher(0).write(prompt, generator)
 
 
+def test_every_word_of_the_language_is_another_one():
+    assert len(set(WORDS)) == len(WORDS) == 300 + 600 + 30 + 2 + 4
+
+
 def test_prompt_and_response_fill_the_lengths_of_the_preset_with_one_token_a_word(text):
     tokens = [build_tokenizer()(part)["input_ids"] for part in text]
     assert [len(part) for part in tokens] == [QUERY_LEN, RESPONSE_LEN - 1]
@@ -44,19 +49,18 @@ def test_prompt_and_response_fill_the_lengths_of_the_preset_with_one_token_a_wor
     assert unknown not in tokens[0] + tokens[1]
 
 
-def test_the_teacher_counts_its_mistakes(text):
+def test_the_teacher_marks_its_steps(text):
     prompt, written = text
-    counts = [int(word.removeprefix("m")) for word in written.split()[6::7]]
-    assert counts == [sum(not right for right in right_steps(prompt, written)[:n]) for n in range(1, STEPS + 1)]
+    assert [mark == "right" for mark in written.split()[6::7]] == right_steps(prompt, written)
     assert 0 < sum(right_steps(prompt, written)) < STEPS
 
 
-def test_a_step_is_right_on_its_own_and_its_count_earns_nothing(text):
+def test_a_step_is_right_on_its_own_and_its_mark_earns_nothing(text):
     prompt, written = text
-    steps = [f"s{n} : {noun} -> {PLURALS[noun]} ; m0" for n, noun in enumerate(prompt.split()[:STEPS], start=1)]
+    steps = [f"s{n} : {noun} -> {PLURALS[noun]} ; wrong" for n, noun in enumerate(prompt.split()[:STEPS], start=1)]
     assert all(right_steps(prompt, " ".join(steps)))
     noun = prompt.split()[4]
-    wrong = next(form for form in FORMS if form[:2] == noun and form != PLURALS[noun])
+    wrong = next(form for form in FORMS if form[:-1] == noun and form != PLURALS[noun])
     steps[4] = steps[4].replace(PLURALS[noun], wrong)
     assert [n for n, right in enumerate(right_steps(prompt, " ".join(steps))) if not right] == [4]
     # 29 of 30 steps: 5 * (2 * 29/30 - 1). An empty text: -5. Without its first word nothing is in place.

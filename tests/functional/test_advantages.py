@@ -192,6 +192,8 @@ def test_length_adaptive_lam_by_hand():
     # Lengths 3, 2, 1 and 0 of chosen tokens: 1 - 1 / 1.5, 1 - 1 / 1 and below 0.
     mask = tensor([[True, False, True, True], [True, True, False, False], [False, True, False, False], [False] * 4])
     assert_close(length_adaptive_lam(mask, alpha=0.5), tensor([1 / 3, 0.0, 0.0, 0.0], dtype=torch.float64))
+    # 1 - 1 / 4 of one token; none has no lambda above that.
+    assert length_adaptive_lam(mask[2:], alpha=4.0).tolist() == [0.75, 0.0]
     # 1 - 1 / (0.05 * 1000)
     assert_close(length_adaptive_lam(torch.ones(1, 1000).bool(), alpha=0.05), tensor([0.98], dtype=torch.float64))
 

@@ -294,6 +294,20 @@ def test_gdpo_leaves_a_response_out_of_the_comparison_of_a_source_that_did_not_s
     assert grad.isfinite().all() and grad[2, 1] == 0 and grad[:, 0].abs().sum() > 0
 
 
+def test_gdpo_of_the_only_response_that_a_source_scored_has_nothing_to_compare_it_with():
+    # The second source scores one response of the group: its bare score, 3, is no comparison. -1, 0, 1 are left.
+    scores = BY_SOURCE.clone()
+    scores[1:, 1] = nan
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    expected = tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+    assert_close(gdpo_advantages(scores, torch.ones(2), GROUP, mask)[:, 0], expected, rtol=0, atol=1e-5)
+    # Without other responses, each is a group of one, of which `grpo` leaves the bare scores, here 0 and 2.
+    mask[1] = False
+    ids = tensor([0, 0, 1])
+    alone = gdpo_advantages(scores[:, :1], torch.ones(1), ids, mask)
+    assert_close(alone[:, 0], tensor([-1.0, 0.0, 1.0]).double() / 2**0.5, rtol=0, atol=1e-5)
+
+
 def test_gdpo_ignores_rows_without_tokens_and_its_gradients_match_finite_differences():
     torch.manual_seed(0)
     scores, penalties = torch.randn(7, 2, dtype=torch.float64), torch.randn(7, dtype=torch.float64)

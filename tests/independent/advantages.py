@@ -157,9 +157,8 @@ def _gdpo(
                 continue
             scored = [j for j in group if totals[j][source] is not None]
             scores = torch.tensor([totals[j][source] for j in scored], dtype=torch.float64)
-            # A response that nothing is compared with: mean 0 and std 1.
-            mean, deviation = (scores.mean(), _group_deviation(scores)) if len(scored) > 1 else (0.0, 1.0)
-            total = total + weight * (scores[scored.index(i)] - mean) / (deviation + 1e-6)
+            if len(scored) > 1:
+                total = total + weight * (scores[scored.index(i)] - scores.mean()) / (_group_deviation(scores) + 1e-6)
         advantages.append(total.expand(len(rewards[i])))
     return whitened(advantages), [reward.sum().expand(len(reward)) for reward in rewards]
 

@@ -127,6 +127,7 @@ class IndependentPPO:
     def _explained(self, samples: Samples, experience: Experience) -> float:
         """1 - Var(return - value) / Var(return) over all tokens, of the values before the update."""
         assert experience.values is not None and self.config["risk_level"] == "neutral"
+        assert not self.config["mask_truncated"], "no independent computation of the tokens that count"
         returns = torch.cat(experience.returns)
         errors = returns - torch.cat(experience.values)
         return 1 - float(((errors - errors.mean()) ** 2).sum() / ((returns - returns.mean()) ** 2).sum())

@@ -55,7 +55,7 @@ def configs(tmp_path_factory):
 
 def test_there_are_at_least_forty_configurations():
     assert len(CASES) >= 40
-    assert {case.family for case in CASES.values()} == {"llama", "gpt2", "gemma3", "mixtral"}
+    assert {case.family for case in CASES.values()} == {"llama", "gpt2", "gemma3", "mixtral", "qwen2"}
 
 
 @pytest.mark.parametrize(

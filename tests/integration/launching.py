@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import yaml
 
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -87,3 +90,19 @@ def start_tiny(config: str | None, *runs: tuple[Path | str, ...]) -> str:
     count = 1 if config in (None, "single") else 2
     assert outcome.stdout.count(f"each of {count} processes") == len(runs), outcome.stdout
     return outcome.stdout + outcome.stderr
+
+
+def survivors(processes: list[psutil.Process], *, seconds: float) -> list[psutil.Process]:
+    """Those of `processes` that have not ended within `seconds`. A zombie has ended: whoever inherits it may be slow to
+    ask how, or never ask.
+    """
+    deadline = time.monotonic() + seconds
+    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -12,7 +12,7 @@ import pytest
 
 from alpaca_ppo.checkpoint.run_lock import lock_folder, unlock_folder
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
-from tests.integration.launching import ENVIRONMENT, ROOT, command
+from tests.integration.launching import ENVIRONMENT, ROOT, command, survivors
 from tests.torture import LAUNCHER, Victim, check_outcome, check_promises, outcome
 from tests.warm_python import warm_python
 
@@ -88,11 +88,21 @@ def test_ranks_end_soon_after_their_launcher_is_killed_and_a_run_started_at_once
     lock_folder(parts)
     assert f"is locked by process {ranks[0].pid} on" in capsys.readouterr().out
     unlock_folder(parts)
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert survivors(ranks, seconds=10) == []
     assert f"the launcher (process {victim.process.pid}) has died" in parts.with_suffix(".log").read_text()
     for folder in (parts, tmp_path / "whole"):
         assert launch(folder).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
+
+
+def test_a_process_that_only_waits_to_be_reaped_has_ended_and_one_that_sleeps_has_not():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = psutil.Process(child.pid)
+        assert survivors([process], seconds=0.1) == [process]
+        child.kill()
+        # Popen has not asked for its exit status yet.
+        assert survivors([process], seconds=10) == [] and process.status() == psutil.STATUS_ZOMBIE
+    assert survivors([process], seconds=10) == []
 
 
 def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_end(tmp_path):

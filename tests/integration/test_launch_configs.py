@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
@@ -21,6 +22,8 @@ LAUNCH = {path.stem: path for path in (ROOT / "examples/accelerate_configs").glo
 DEEPSPEED = {path.stem: path for path in (ROOT / "examples/deepspeed_configs").glob("*.json")}
 # two_nodes.yaml is started by test_two_nodes.py.
 STARTED = sorted(set(LAUNCH) - {"single", "two_nodes"})
+# The others start forked processes: they are zero3.yaml with another DeepSpeed file, which is read when a run starts.
+FROM_SCRATCH = {"single", "ddp", "zero3"}
 # The DeepSpeed files that no launch configuration names, by `--deepspeed` under ddp.yaml.
 GIVEN = sorted(set(DEEPSPEED) - set(LAUNCH))
 
@@ -37,8 +40,9 @@ def alone(run) -> list[dict[str, Any]]:
     return launch(run, "single")
 
 
-def launch(run: Path, config: str, *flags: str, python: str | None = sys.executable) -> list[dict[str, Any]]:
+def launch(run: Path, config: str, *flags: str) -> list[dict[str, Any]]:
     """The metrics of `accelerate launch --config_file ... examples/train_ppo.py`, started where and as users do."""
+    python = sys.executable if config in FROM_SCRATCH and not flags else None
     name = "-".join([config, *(Path(flag).name for flag in flags)])
     flags = ("--config", str(run / "run.yaml"), "--output_dir", str(run / name), *flags)
     outcome = start("examples/train_ppo.py", *flags, config=config, python=python, timeout=400)
@@ -66,8 +70,7 @@ def test_a_launch_configuration_starts_the_run_of_one_process(run, alone, config
 def test_a_deepspeed_configuration_starts_by_flag(run, alone, config):
     half = config.endswith("_bf16")
     flags = ["--deepspeed", str(DEEPSPEED[config]), *(["--bf16", "true"] if half else [])]
-    # Of the launch itself, test_a_launch_configuration_starts_the_run_of_one_process has seen all.
-    lines = launch(run, "ddp", *flags, python=None)
+    lines = launch(run, "ddp", *flags)
     if not half:
         assert_same(lines, alone, tolerance=1e-4)
     assert [line["step"] for line in lines] == [1, 2]
@@ -76,6 +79,14 @@ def test_a_deepspeed_configuration_starts_by_flag(run, alone, config):
 def test_the_configurations_are_those_that_the_readme_names():
     assert set(LAUNCH) == {"single", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "two_nodes"}
     assert set(DEEPSPEED) == {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_bf16"}
+
+
+@pytest.mark.parametrize("config", sorted(set(STARTED) - FROM_SCRATCH))
+def test_what_is_started_in_forked_processes_differs_from_zero3_in_the_deepspeed_file_alone(config):
+    settings, scratch = (yaml.safe_load(LAUNCH[name].read_text()) for name in (config, "zero3"))
+    assert settings["deepspeed_config"].pop("deepspeed_config_file") == f"examples/deepspeed_configs/{config}.json"
+    assert scratch["deepspeed_config"].pop("deepspeed_config_file") == "examples/deepspeed_configs/zero3.json"
+    assert settings == scratch
 
 
 @pytest.mark.parametrize("config", sorted(LAUNCH))

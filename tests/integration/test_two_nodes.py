@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.integration.launching import ENVIRONMENT, ROOT, start, write_run
+from tests.integration.launching import ENVIRONMENT, ROOT, start, survivors, write_run
 from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
 from tests.tiny_runs import metric_lines
 
@@ -107,5 +106,4 @@ def test_the_other_node_ends_when_one_dies(nodes, tmp_path, lost):
     assert codes[0] > 0, job.output()
     assert codes[1] == (-signal.SIGKILL if lost == "node" else 1), job.output()
     # The workers too: one that waits for ever would keep its GPU.
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert len(processes) >= 4 and not alive, job.output()
+    assert len(processes) >= 4 and not survivors(processes, seconds=10), job.output()

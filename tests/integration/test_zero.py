@@ -39,6 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "critic_pretraining_steps": 1,
         "weight_decay": 0.1,
         "merge_on_save": True,
+        "privileged_column": "hint",
     },
     # Prompts at 10 a step: one for the last step, and one rank without; odd numbers of rows to evaluate.
     "layer_by_layer": {
@@ -46,6 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "total_episodes": 11,
         "num_return_sequences": 2,
         "eval_prompts": 3,
+        "dynamic_sampling": True,
     },
     # transformers' loop, which skips its processors on a rank that has done.
     "generate": {
@@ -69,6 +71,7 @@ RUNS: dict[str, dict[str, Any]] = {
     # Up to five micro-batches, where DeepSpeed's configuration has one. The critic steps alone, then the policy, then
     # the critic again: a moment that had decayed meanwhile, or a step that had been counted, would show in its weights.
     "one_row_each": {
+        "critic_layout": "side",
         "max_tokens_per_micro_batch": 9,
         "critic_step_batch_size": 5,
         "weight_decay": 0.1,

@@ -62,6 +62,14 @@ def test_a_distributional_critic_is_judged_by_its_means():
     assert made.num_steps == 1
 
 
+def test_returns_that_give_no_gradient_are_not_to_be_explained():
+    args = PPOConfig(critic_pretraining_steps=3, critic_pretraining_explained_variance=0.5, mask_truncated=True)
+    made = CriticPretraining(args, on_early_end=[].append, report=[].append)
+    # The error is in the first response. Of the second, which stopped, everything is explained.
+    made.end_step(0, rollouts(100.0, stopped=tensor([False, True])))
+    assert made.num_steps == 1
+
+
 def test_without_a_bound_the_count_decides():
     made, said, restarted = pretraining(2, None)
     made.end_step(0, rollouts(0.0))

@@ -42,9 +42,11 @@ def test_prompts_of_a_middle_rate_weigh_most_and_none_nothing(args):
     assert found.tolist() == [0.0, 0.75, 1.0, 0.0, 1.0]
     rates = PassRates(5, args)
     assert rates.chances(5 * found).tolist() == [0.01, 0.75, 1.0, 0.01, 1.0]
+    # One response to each prompt has passed or has not.
+    assert rates.chances(learnable_weights(torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]))).tolist() == [1.0] * 5
 
 
-@pytest.mark.parametrize("bad", [torch.ones(4), torch.zeros(5), [1, 1, 1, 1, NAN], [1, 1, 1, 1, -1]])
+@pytest.mark.parametrize("bad", [torch.ones(4), [1, 1, 1, 1, NAN], [1, 1, 1, 1, -1]])
 def test_weights_that_are_none_are_refused(args, bad):
     with pytest.raises(ValueError, match=r"_prompt_weights\(\) returned .* shape \(5,\), one finite weight"):
         PassRates(5, args).chances(bad)
@@ -63,7 +65,7 @@ def test_each_place_of_the_sequence_is_taken_with_the_chance_of_its_prompt():
     chances = torch.tensor([1.0, 0.5, 0.01, 1.0, 0.2, 0.7], dtype=torch.float64)
     taken = []
     for epoch in range(9):
-        levels = torch.rand(6, generator=seeded_generator(3, epoch, 0), dtype=torch.float64).tolist()
+        levels = torch.rand(6, generator=seeded_generator(3, epoch, 0, 0, 0), dtype=torch.float64).tolist()
         order = seeded_permutation(6, 3, epoch).tolist()
         taken += [(6 * epoch + i, p) for i, p in enumerate(order) if levels[i] < chances[p]]
     # Two at a time, so that no prompt comes twice; the place after the last one begins the next.

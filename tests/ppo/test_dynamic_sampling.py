@@ -1,10 +1,13 @@
 """Which prompts are replaced, by which, and in which place; each case by hand."""
 
+import math
+
 import pytest
 import torch
 
+from alpaca_ppo import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
-from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
+from alpaca_ppo.ppo.dynamic_sampling import informative, replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
 
 
@@ -43,7 +46,9 @@ def replaced(first, *rounds, prompts=None, max_rounds=5):
         given.append((fresh, number))
         return rows_of(left.pop(0))
 
-    result = replace_uninformative(rows_of(first), prompts, rollout, max_rounds=max_rounds, counts=counts)
+    result = replace_uninformative(
+        rows_of(first), prompts, rollout, max_rounds=max_rounds, counts=counts, args=PPOConfig()
+    )
     found: dict[int, list[float]] = {}
     for prompt, score in zip(result["prompt_ids"].tolist(), result["scores"].tolist(), strict=True):
         found.setdefault(prompt, []).append(score)
@@ -78,6 +83,19 @@ def test_after_the_last_round_groups_without_spread_stay():
     assert (counts.sampling_rounds, counts.uninformative_prompts) == (1, 1)
 
 
+def test_gdpo_learns_from_scores_that_differ_in_a_source_that_counts():
+    # Equal sums: of prompt 3, the first two sources differ; of 4, only a source of weight 0; of 5, one that scored
+    # a single response; of 6, none.
+    given = rows_of({prompt: [1.0, 1.0] for prompt in (3, 4, 5, 6)})
+    given["scores_by_source"] = torch.tensor(
+        [[1.0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1], [1, 0, 0], [math.nan, 1, 0], [1, 0, 0], [1, 0, 0]]
+    )
+    given["scores_by_source"][4:6, 1] = math.nan
+    gdpo = {"adv_estimator": "gdpo", "num_return_sequences": 2, "reward_weights": [1.0, 0.5, 0.0]}
+    assert informative(given, PPOConfig(**gdpo)).tolist() == [True, True, *[False] * 6]
+    assert not informative(given, PPOConfig()).any()
+
+
 def test_a_single_response_that_is_left_of_a_group_has_no_spread():
     assert replaced({3: [1.0], 4: [2.0, 0.0]}, {10: [1.0, 2.0]})[0] == [(10, [1.0, 2.0]), (4, [2.0, 0.0])]
 
@@ -104,7 +122,12 @@ def test_a_dataset_that_has_fewer_prompts_left_gives_those():
     again = {prompt: [0.0, 1.0] for prompt in step.indices[1:]}
     counts = RolloutCounts()
     result = replace_uninformative(
-        rows_of(spread), step, lambda fresh, number: rows_of({p: again[p] for p in fresh}), max_rounds=9, counts=counts
+        rows_of(spread),
+        step,
+        lambda fresh, number: rows_of({p: again[p] for p in fresh}),
+        args=PPOConfig(),
+        max_rounds=9,
+        counts=counts,
     )
     assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
     # All three of the next epoch, of which the one in the batch is passed over.
@@ -116,4 +139,4 @@ def test_rounds_with_other_tensors_are_refused(other):
     first = rows_of({3: [1.0, 1.0]}) | {"rewards": torch.zeros(2)}
     new = rows_of({10: [1.0, 2.0]}) | {"rewards": torch.zeros(2)} | other
     with pytest.raises(ValueError, match=f"{next(iter(other))} with rows of shape"):
-        replace_uninformative(first, Prompts(), lambda *_: new, max_rounds=1, counts=RolloutCounts())
+        replace_uninformative(first, Prompts(), lambda *_: new, max_rounds=1, counts=RolloutCounts(), args=PPOConfig())

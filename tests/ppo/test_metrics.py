@@ -153,6 +153,12 @@ def test_advantage_and_critic_stats_leave_out_responses_that_give_no_gradient():
     # One token: its return is 1, its value 1.
     assert stats["ppo/returns/mean"] == 1.0 and stats["ppo/returns/var"] == 0.0 and stats["ppo/val/mean"] == 1.0
     assert stats["ppo/advantages/mean"] == -2.0 and stats["ppo/advantages/abs_max"] == 2.0
+    # The first response's returns 1, 2, 3 vary around its values as they do around their mean.
+    given["stopped"], given["values"][1, 0] = torch.tensor([True, False]), 5.0
+    assert metrics.advantage_stats(given, PPOConfig(mask_truncated=True))["ppo/val/explained_variance"] == 0.0
+    # Errors 0, 1, 2 and -4 of variance 83/16, of 11/16.
+    explained = metrics.advantage_stats(given, PPOConfig())["ppo/val/explained_variance"]
+    assert explained == pytest.approx(1 - 83 / 11)
     given["stopped"] = torch.tensor([False, False])
     assert not any(metrics.advantage_stats(given, PPOConfig(mask_truncated=True)).values())
 

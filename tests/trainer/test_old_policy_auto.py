@@ -225,7 +225,7 @@ def test_after_a_disagreement_no_agreement_is_announced(tmp_path):
 
 def test_the_distance_to_the_reference_is_the_largest_of_any_rank(tmp_path, monkeypatch):
     guard, said = tiny_trainer(tmp_path, **RUN).mismatch_guard, []
-    source = OldPolicySource(guard, tiny_config(tmp_path, **RUN), has_reference=True, report=said.append)
+    source = make_source(guard, tmp_path, said)
     # 1e-5 is more than 1% of this rank's 9e-4, but not of another one's 1.1e-3.
     other = {"distance": 1.1e-3}
     monkeypatch.setattr(

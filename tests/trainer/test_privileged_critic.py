@@ -148,6 +148,7 @@ def test_text_prompt_and_response_fit_the_critics_positions(layout, tmp_path):
     ("settings", "message"),
     [
         ({"critic_layout": "shared"}, "privileged_column is 'hint', but with critic_layout 'shared'"),
+        ({"critic_layout": "side"}, "'side' the critic reads .* set critic_layout to separate or adapter, or priv"),
         ({"adv_estimator": "remax"}, "privileged_column is 'hint', but adv_estimator 'remax' has no critic"),
         ({"max_tokens_per_micro_batch": 11}, r"less than query_len \+ response_len \+ privileged_len \(12\)"),
     ],
