@@ -1,5 +1,6 @@
 """Settings of every test run: libraries offline, one thread. A complete run reaches every `raise` of the package."""
 
+import gc
 import os
 import resource
 import signal
@@ -16,6 +17,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 raise_record.install()
+# Looking for garbage would be a quarter of the time of imports and collection. See `pytest_runtestloop`.
+gc.disable()
 
 LONGEST = ("integration", "estimate_memory", "examples")
 """Folders whose files take longest: they come first, so that the workers end at about the same time."""
@@ -58,6 +61,13 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    """Looks for garbage from here on, but not among the million objects of libraries and tests, which takes 0.4 s."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
