@@ -21,24 +21,31 @@ MARKERS = dict(zip(MAIN, "osD^vX", strict=True))
 
 
 def plot_rows(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Writes the curves of the main rows (mean, range of seeds), and all runs as points of KL and right steps.
+    """Writes the curves of the main rows (mean, range of seeds), and their runs as points of KL and right steps.
 
-    Ablations are points with a letter for a marker.
+    An ablation is a letter at the mean of its seeds.
     """
     figure, (curves, points) = pyplot.subplots(1, 2, figsize=(14, 7), layout="constrained")
     letters = iter("abcdefgh")
     for name, runs in outcomes.items():
-        colour = COLOURS.get(name, "#555555")
+        colour = COLOURS.get(name, "#444444")
         if name in MAIN:
             by_step = list(zip(*(run.curve for run in runs), strict=True))
             steps = range(1, len(by_step) + 1)
             curves.plot(steps, [fmean(step) for step in by_step], color=colour, linewidth=2)
             lowest, highest = ([choose(step) for step in by_step] for choose in (min, max))
             curves.fill_between(steps, lowest, highest, color=colour, alpha=0.12, linewidth=0)
-        marker = MARKERS.get(name) or f"${next(letters)}$"
-        points.scatter(
-            [run.kl for run in runs], [run.right for run in runs], color=colour, marker=marker, s=50, label=name
-        )
+            points.scatter(
+                [run.kl for run in runs],
+                [run.right for run in runs],
+                color=colour,
+                marker=MARKERS[name],
+                s=50,
+                label=name,
+            )
+        else:
+            mean = fmean(run.kl for run in runs), fmean(run.right for run in runs)
+            points.scatter(*mean, color=colour, marker=f"${next(letters)}$", s=80, label=name)
     curves.set(title="During the run (mean and range of the seeds)", xlabel="PPO step", ylabel="right steps (%)")
     points.set(
         title="Held-out prompts, after the run", xlabel="KL to the pretrained model (nats)", ylabel="right steps (%)"

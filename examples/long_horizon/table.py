@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.parser import parse_args
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     outcomes = {name: [outcome_of(experiment.run(name, seed=seed)) for seed in seeds[name]] for name in seeds}
     report = Path(arguments.report)
     plot_rows(outcomes, report.with_name("results.png"))
-    before = next(iter(outcomes.values()))[0].right_before
+    before = fmean(run.right_before for run in outcomes[VAPO])
     text = (
         "# Results of the long horizon\n\n"
         f"Written by `make long-horizon`: {experiment.sizes.total_episodes} sampled responses in each run, "
