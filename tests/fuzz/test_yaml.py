@@ -110,6 +110,8 @@ def read(name: str, value: Any) -> Any:
         return None
     if name == "risk_level":
         return str(value)
+    if name == "resume_from_checkpoint":
+        return {"true": "true", "false": None, "no": None, "none": None, "null": None}.get(str(value).lower(), value)
     if "list[" in kind:
         return [_number(entry, kind) for entry in (value if isinstance(value, list) else [value])]
     return _number(value, kind)
