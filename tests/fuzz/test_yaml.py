@@ -110,6 +110,12 @@ def read(name: str, value: Any) -> Any:
         return None
     if name == "risk_level":
         return str(value)
+    # A number, or the word adaptive.
+    if name == "lam_policy" and value != "adaptive":
+        return _number(value, "float")
+    # As the option's help says.
+    if name == "resume_from_checkpoint" and value in (False, True, "none"):
+        return "true" if value is True else None
     if "list[" in kind:
         return [_number(entry, kind) for entry in (value if isinstance(value, list) else [value])]
     return _number(value, kind)
