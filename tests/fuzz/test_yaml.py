@@ -110,6 +110,10 @@ def read(name: str, value: Any) -> Any:
         return None
     if name == "risk_level":
         return str(value)
+    # A number, or the word adaptive.
+    if name == "lam_policy" and value != "adaptive":
+        return _number(value, "float")
+    # As the option's help says.
     if name == "resume_from_checkpoint":
         return {"true": "true", "false": None, "no": None, "none": None, "null": None}.get(str(value).lower(), value)
     if "list[" in kind:
