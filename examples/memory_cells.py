@@ -119,6 +119,8 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
         output_dir=f"{folder}/run",
         report_to=["none"],
         num_logged_rollouts=0,
+        # The second step is measured, and a run has its peak in those that compute entropies.
+        entropy_logging_steps=1,
         ppo_epochs=1,
         total_episodes=2 * rows,
         use_cpu=use_cpu,
