@@ -13,13 +13,11 @@ from typing import Any
 from alpaca_ppo.config.parser import read_yaml
 from examples import train_sft
 from examples.long_horizon.base import write_base
-from examples.long_horizon.rows import Sizes, settings_of
+from examples.long_horizon.rows import GRADES, Sizes, settings_of
 from examples.long_horizon.task import Teacher, draw_prompt
 from examples.mini_farm.pipeline import EXAMPLES, KEEP_NOTHING, PACKAGE, PRESETS
 from examples.mini_farm.splits import write_rows
 from examples.mini_farm.stages import run_stage
-
-REWARD = "examples.long_horizon.task:grades"
 
 
 def _arg(default: Any, help: str) -> Any:
@@ -96,7 +94,7 @@ class Experiment:
         settings = {"seed": self.arguments.data_seed} | KEEP_NOTHING
 
         def fill(folder: Path) -> None:
-            train_sft.main(_flags(preset, self.base, self.data / "demonstrations.jsonl", folder, settings))
+            train_sft.main(_training_flags(preset, self.base, self.data / "demonstrations.jsonl", folder, settings))
 
         return run_stage(
             self.root / "pretrained",
@@ -112,8 +110,10 @@ class Experiment:
         settings: dict[str, Any] = {**settings_of(row, self.sizes), "seed": seed}
 
         def fill(folder: Path) -> None:
-            given = {**settings, "reward_funcs": REWARD, "eval_dataset_name": self.data / "held_out.jsonl"}
-            argv = _flags(Path(self.arguments.preset), self.pretrained, self.data / "prompts.jsonl", folder, given)
+            given = {"reward_funcs": GRADES, **settings, "eval_dataset_name": self.data / "held_out.jsonl"}
+            argv = _training_flags(
+                Path(self.arguments.preset), self.pretrained, self.data / "prompts.jsonl", folder, given
+            )
             # A process of its own, so that a run's random state and threads do not depend on the runs before it.
             subprocess.run([sys.executable, "-m", "examples.train_ppo", *argv], check=True, cwd=EXAMPLES.parent)
 
@@ -127,16 +127,34 @@ class Experiment:
         )
 
 
+def evaluations_of(run: Path) -> list[list[Mapping[str, Any]]]:
+    """Returns the tables of a run's evaluations, before and after it: a line for each held-out prompt."""
+    return [_lines(path) for path in sorted((run / "eval").iterdir())]
+
+
 def metrics_of(run: Path) -> list[Mapping[str, Any]]:
     """Returns the lines of a run's metrics.jsonl: an evaluation, the steps, and in the last one another evaluation."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return _lines(run / "metrics.jsonl")
+
+
+def _lines(path: Path) -> list[Mapping[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _code(*modules: str) -> list[Path]:
     return [Path(__file__).with_name(f"{module}.py") for module in modules]
 
 
-def _flags(preset: Path, model: Path, data: Path, output: Path, settings: Mapping[str, Any]) -> list[str]:
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Returns `options` as a command line; those with a list have several values."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
+
+
+def _training_flags(preset: Path, model: Path, data: Path, output: Path, settings: Mapping[str, Any]) -> list[str]:
     """Returns the command line of a training script; `settings` override the preset."""
-    paths = {"config": preset, "model_name_or_path": model, "dataset_name": data, "output_dir": output}
-    return [str(part) for name, value in {**paths, **settings}.items() for part in (f"--{name}", value)]
+    return flags_of(
+        {"config": preset, "model_name_or_path": model, "dataset_name": data, "output_dir": output, **settings}
+    )

@@ -6,7 +6,10 @@ from typing import Any
 
 Settings = dict[str, Any]
 
-PPO, VAPO = "PPO, lam 0.95", "VAPO"
+GRADES = "examples.long_horizon.task:grades"
+"""The reward."""
+
+PPO, VAPO, GRPO, PASS = "PPO, lam 0.95", "VAPO", "GRPO, 8 samples", "GRPO, pass or fail"
 _VAPO: Settings = {
     "num_return_sequences": 8,
     "critic_pretraining_steps": 6,
@@ -21,6 +24,16 @@ _VAPO: Settings = {
 }
 """The preset `vapo` at the size of this task. A grade above 2 has more than 70 % of the steps right. The paper has no
 optimizer steps of the critic's own. Its value loss without clipping is in the YAML, for all rows with a critic."""
+_GRPO: Settings = {"adv_estimator": "grpo", "num_return_sequences": 8}
+_PASS: Settings = _GRPO | {
+    # The grade is only watched.
+    "reward_funcs": [GRADES, "examples.long_horizon.pass_or_fail:passes"],
+    "reward_weights": [0.0, 1.0],
+}
+_BY_SEQUENCE: Settings = {"loss_agg_mode": "seq-mean-token-mean"}
+_CISPO: Settings = {"policy_loss": "cispo", "cliprange": 0.99, "cliprange_high": 0.8}
+_SUPPORT: Settings = {"value_min": -6.0, "value_max": 6.0}
+"""Grades are between -5 and 5; a KL penalty and the bins' margin come on top."""
 
 
 def _without(*names: str, **others: Any) -> Settings:
@@ -32,7 +45,7 @@ MAIN: Mapping[str, Settings] = {
     PPO: {"learning_rate": 1.0e-3},
     "PPO, lam 1": {"lam": 1.0},
     "GRPO, 4 samples": {"adv_estimator": "grpo", "num_return_sequences": 4},
-    "GRPO, 8 samples": {"adv_estimator": "grpo", "num_return_sequences": 8},
+    GRPO: _GRPO,
     "RLOO, 4 samples": {"adv_estimator": "rloo", "num_return_sequences": 4},
     VAPO: _VAPO,
 }
@@ -47,7 +60,30 @@ ABLATIONS: Mapping[str, Settings] = {
         "critic_learning_rate", "critic_epochs", "critic_step_batch_size"
     ),
 }
-ROWS: Mapping[str, Settings] = {**MAIN, **ABLATIONS}
+OTHERS: Mapping[str, tuple[str, Settings]] = {
+    "C51 critic": (VAPO, _VAPO | _SUPPORT | {"critic": "c51"}),
+    "HL-Gauss critic": (VAPO, _VAPO | _SUPPORT | {"critic": "hl_gauss"}),
+    "quantile critic": (VAPO, _VAPO | {"critic": "quantile"}),
+    "IQN critic": (VAPO, _VAPO | {"critic": "iqn"}),
+    "hopeful quantile critic": (VAPO, _VAPO | {"critic": "quantile", "risk_level": "0.5*neutral+0.5*upper:0.2"}),
+    "Huber loss of the critic": (VAPO, _VAPO | {"value_loss": "huber"}),
+    "values between -5 and 5": (VAPO, _VAPO | {"value_min": -5.0, "value_max": 5.0}),
+    "side critic": (VAPO, _VAPO | {"critic_layout": "side", "side_width": 64, "side_depth": 2}),
+    "CISPO loss": (VAPO, _VAPO | _CISPO),
+    "DPPO loss": (VAPO, _without("cliprange_high", policy_loss="dppo")),
+    "SAPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "sapo"}),
+    "GSPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "gspo", "cliprange": 3.0e-4, "cliprange_high": 4.0e-4}),
+    "GMPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "gmpo", "cliprange": 0.4}),
+    "GRPO with CISPO loss": (GRPO, _GRPO | _CISPO),
+    "QAE": (GRPO, _GRPO | {"adv_estimator": "qae"}),
+    "pass@k": (GRPO, _GRPO | {"adv_estimator": "grpo_passk"}),
+    PASS: (GRPO, _PASS),
+    "QAE, pass or fail": (PASS, _PASS | {"adv_estimator": "qae"}),
+    "dynamic sampling, pass or fail": (PASS, _PASS | {"dynamic_sampling": True, "max_sampling_rounds": 3}),
+}
+"""Further options, each with the row that it is compared with. Their own settings are defaults or a preset's, and were
+not tuned."""
+ROWS: Mapping[str, Settings] = {**MAIN, **ABLATIONS, **{name: settings for name, (_, settings) in OTHERS.items()}}
 
 
 @dataclass(frozen=True)

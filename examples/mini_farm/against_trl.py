@@ -1,8 +1,10 @@
 """Learning compared with TRL's `PPOTrainer`: `python -m examples.mini_farm.against_trl` adds a section to RESULTS.md.
 
-Both programs train on the same models, with several seeds, as many prompts, answers and optimizer steps, and the
-preset's settings as far as TRL has them. TRL gets a virtual environment of its own and is no dependency. A killed
-comparison goes on at the run that it was killed in. `--quick` takes minutes, with small models, and writes no report.
+Both programs train on the same models, with several seeds, as many prompts, answers and optimizer steps, and the same
+optimizer. TRL does so twice: with its own defaults for what PPO is about (KL coefficient, clip ranges, weight of the
+value loss), and with the preset's settings as far as TRL has them. TRL gets a virtual environment of its own and is no
+dependency. A killed comparison goes on at the run that it was killed in. `--quick` takes minutes, with small models,
+and writes no report.
 
 Settings are to be tuned on other models and seeds than those of the report:
 
@@ -36,6 +38,8 @@ from examples.mini_farm.report import REPORT, SECTIONS, machine, write_section
 from examples.mini_farm.stages import run_stage
 
 OWN, TRL = "alpaca_ppo", f"TRL {trl_environment.VERSION}"
+RIVALS: Mapping[str, bool] = {f"{TRL}, its defaults": True, f"{TRL}, these settings": False}
+"""What TRL is called with each kind of settings, and whether they are its defaults."""
 STEPS, SECONDS = "ppo/policy/optimizer_steps", "time/step"
 LEVELS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20)
 """Nats at which the gold scores of both programs are compared."""
@@ -70,6 +74,18 @@ SAME = {
     "use_cpu",
 }
 """Options that have the same name and meaning in TRL."""
+TRL_DEFAULTS: Mapping[str, Any] = {
+    "gamma": 1.0,
+    "lam": 0.95,
+    "cliprange": 0.2,
+    "cliprange_value": 0.2,
+    "vf_coef": 0.1,
+    "kl_coef": 0.05,
+    "kl_estimator": "k1",
+    "whiten_rewards": False,
+    "missing_eos_penalty": None,
+}
+"""What TRL's `PPOConfig` has where its user gives nothing, of all that is neither the optimizer's nor sampling."""
 TRANSLATED = {
     "response_len",
     "ppo_epochs",
@@ -122,7 +138,7 @@ def own_options(lab: LabArguments) -> PPOConfig:
     return PPOConfig(**{"output_dir": "none", **given})
 
 
-def trl_settings(args: PPOConfig, *, prompts: int, seed: int) -> dict[str, Any]:
+def trl_settings(args: PPOConfig, *, prompts: int, seed: int, defaults: bool = False) -> dict[str, Any]:
     """Returns the arguments of TRL's `PPOConfig` for the same prompts, answers and optimizer steps as with `args`.
 
     TRL steps its optimizer where its gradient accumulation ends, whatever `num_mini_batches` says. With the whole
@@ -132,6 +148,7 @@ def trl_settings(args: PPOConfig, *, prompts: int, seed: int) -> dict[str, Any]:
         args: this package's options.
         prompts: the number of prompts.
         seed: TRL's seed.
+        defaults: whether `TRL_DEFAULTS` take the place of this package's settings.
 
     Raises:
         ValueError: when TRL could not be given as many prompts or answers.
@@ -148,9 +165,17 @@ def trl_settings(args: PPOConfig, *, prompts: int, seed: int) -> dict[str, Any]:
         )
     if prompts < rows:
         raise ValueError(f"{prompts} prompts are fewer than rollout_batch_size ({rows}), and TRL drops what is less")
-    penalty = args.penalty_reward_value
     steps = args.ppo_epochs * rows // args.step_batch_size
-    return {name: getattr(args, name) for name in sorted(SAME)} | {
+    penalty = args.penalty_reward_value
+    settings = {name: getattr(args, name) for name in sorted(SAME)} | {
+        # TRL subtracts it from the score, which it does not replace.
+        "missing_eos_penalty": None if penalty is None else -penalty,
+        # TRL always clips.
+        "cliprange_value": 1e6 if args.cliprange_value is None else args.cliprange_value,
+    }
+    if defaults:
+        settings |= TRL_DEFAULTS
+    return settings | {
         "seed": seed,
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": 1,
@@ -159,10 +184,6 @@ def trl_settings(args: PPOConfig, *, prompts: int, seed: int) -> dict[str, Any]:
         "local_rollout_forward_batch_size": rows,
         "response_length": args.response_len,
         "stop_token": "eos",
-        # TRL subtracts it from the score, which it does not replace.
-        "missing_eos_penalty": None if penalty is None else -penalty,
-        # TRL always clips.
-        "cliprange_value": 1e6 if args.cliprange_value is None else args.cliprange_value,
         # TRL's schedule counts rollouts.
         "warmup_steps": math.ceil(args.warmup_steps / steps),
         "num_sample_generations": 0,
@@ -194,9 +215,17 @@ def without_counterpart(args: PPOConfig) -> list[str]:
     return [f"{name}: {getattr(args, name)}" for name in changed]
 
 
-def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int) -> Path:
-    """Returns the folder of a run of TRL in the environment of `python`: metrics.jsonl and final/policy."""
-    settings = trl_settings(args, prompts=lab.arguments.unlabeled_rows, seed=seed)
+def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int, defaults: bool) -> Path:
+    """Returns the folder of a run of TRL in the environment of `python`: metrics.jsonl and final/policy.
+
+    Args:
+        lab: the laboratory.
+        python: the interpreter of TRL's environment.
+        args: this package's options.
+        seed: TRL's seed.
+        defaults: as for `trl_settings`.
+    """
+    settings = trl_settings(args, prompts=lab.arguments.unlabeled_rows, seed=seed, defaults=defaults)
     root, here = Path(__file__).resolve().parents[2], Path(__file__)
 
     def fill(folder: Path) -> None:
@@ -223,8 +252,8 @@ def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int) -> Path:
             raise RuntimeError(f"TRL made {made} optimizer steps instead of {trl_optimizer_steps(settings)}")
 
     return run_stage(
-        lab.root / f"trl_seed_{seed}",
-        f"{TRL}, seed {seed}",
+        lab.root / f"trl_{'defaults' if defaults else 'these_settings'}_seed_{seed}",
+        f"TRL, {'its defaults' if defaults else 'these settings'}, seed {seed}",
         fill,
         settings={**settings, "trl": trl_environment.VERSION, "value_model": args.init_value_with_reward},
         parents=[lab.data, lab.sft, lab.reward_model],
@@ -234,7 +263,7 @@ def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int) -> Path:
 
 def table(own: Sequence[Run], trl: Sequence[Run]) -> str:
     """Returns the table of both programs: mean ± standard deviation over the runs, and the difference of the means."""
-    lines = [f"| | {OWN} | {TRL} | difference |", "|---|---|---|---|"]
+    lines = [f"| | {OWN} | TRL | difference |", "|---|---|---|---|"]
 
     def add(name: str, of_run: Callable[[Run], float | None], digits: int = 2) -> None:
         one, other = _known(of_run, own), _known(of_run, trl)
@@ -260,13 +289,13 @@ def table(own: Sequence[Run], trl: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def table_of_runs(own: Sequence[Run], trl: Sequence[Run]) -> str:
+def table_of_runs(runs: Sequence[Run]) -> str:
     """Returns a table with a line for each run, its gold score in training at the end among them."""
     lines = [
         "| run | gold score | win-rate over SFT (%) | KL to SFT (nats) | in training: gold score, KL, proxy reward | |",
         "|---|---|---|---|---|---|",
     ]
-    for run in [*own, *trl]:
+    for run in runs:
         line, last = run.summary, run.metrics[-WINDOW:]
         end = ", ".join(f"{fmean(row[key] for row in last):.2f}" for key in (GOLD, KL, PROXY))
         lines.append(
@@ -292,26 +321,36 @@ def reading(own: Sequence[Run], trl: Sequence[Run]) -> str:
     return sentence + f"{verdict}: {difference(one, other)} (standard error of the difference of the means)."
 
 
-def _conditions(lab: Lab, args: PPOConfig) -> str:
-    """Returns what is equal and what is not."""
-    settings = trl_settings(args, prompts=lab.arguments.unlabeled_rows, seed=0)
-    others = without_counterpart(args)
+def _conditions(args: PPOConfig, *, prompts: int, defaults: bool) -> str:
+    """Returns what is equal and what is not, for TRL with its `defaults` or with the settings of `args`."""
+    if not defaults:
+        others = without_counterpart(args)
+        return f"Options of the preset that TRL does not have: {', '.join(others) or 'none'}."
+    same = trl_settings(args, prompts=prompts, seed=0)
+    others = [f"{name} {value} ({same[name]})" for name, value in TRL_DEFAULTS.items() if value != same[name]]
+    return (
+        f"TRL's defaults that differ from these settings (in brackets): {', '.join(others) or 'none'}. They were not "
+        "tuned for this task, as those of this laboratory were, on other data and reward models."
+    )
+
+
+def _equal(args: PPOConfig, *, prompts: int) -> str:
+    """Returns what is equal in any case, and what cannot be."""
     critic = "the reward model" if args.init_value_with_reward else "the supervised model, with a head of zeros"
     return (
         f"Equal: the supervised model as policy and reference, the start of the critic ({critic}), the reward model, "
-        f"{args.total_episodes} prompts with one answer each from the same {lab.arguments.unlabeled_rows}, "
+        f"{args.total_episodes} prompts with one answer each from the same {prompts}, "
         f"{args.ppo_epochs} passes over rollouts of {args.rollout_batch_size} in optimizer steps of "
-        f"{args.step_batch_size} answers, learning rate {args.learning_rate:g} ({args.lr_scheduler_type}), AdamW, KL "
-        f"coefficient {args.kl_coef:g}, {args.response_len} tokens, temperature {args.temperature:g}, missing-EOS "
-        f"penalty {settings['missing_eos_penalty'] or 'none'}, gamma, lambda, clip ranges, vf_coef {args.vf_coef:g}. "
+        f"{args.step_batch_size} answers, learning rate {args.learning_rate:g} ({args.lr_scheduler_type}), AdamW, "
+        f"{args.response_len} tokens, temperature {args.temperature:g}. "
         "TRL reads the score at the eos, which this reward model has never seen; here it gets the score of the text, "
         "as this package does. TRL steps once for each gradient accumulation; here it gets the rollout as one "
         "micro-batch, and steps once for each mini-batch.\n\n"
         f"Not equal: TRL clips no gradients ({OWN} clips those of policy and critic at {args.max_grad_norm:g}), puts "
         "the score on the token after the eos, moves its schedule once for each rollout, and draws other random "
         "numbers. It drops the incomplete rollout at the end of a pass over the prompts, so the optimizer steps may "
-        "differ by a few. " + (f"Options of the preset that TRL does not have: {', '.join(others)}." if others else "")
-    ).strip()
+        "differ by a few."
+    )
 
 
 def _nats(level: float) -> str:
@@ -342,31 +381,40 @@ def main(argv: Sequence[str] | None = None) -> str:
     if arguments.quick:
         lab_arguments = replace(lab_arguments, root=f"{lab_arguments.root}_quick", **QUICK)
     lab, args = Lab(lab_arguments), own_options(lab_arguments)
-    trl_settings(args, prompts=lab_arguments.unlabeled_rows, seed=0)
+    prompts = lab_arguments.unlabeled_rows
+    trl_settings(args, prompts=prompts, seed=0)
     python = trl_environment.trl_python(Path(arguments.trl_environment))
     if python is None:
         sys.exit(1)
     folders: dict[str, Path] = {}
     for seed in seeds:
-        # In turns, so that both meet a machine of the same speed.
+        # In turns, so that all meet a machine of the same speed.
         folders[f"{OWN}, seed {seed}"] = lab.ppo(f"ppo_seed_{seed}", seed=seed)
-        folders[f"{TRL}, seed {seed}"] = trl_run(lab, python, args, seed=seed)
+        for name, defaults in RIVALS.items():
+            folders[f"{name}, seed {seed}"] = trl_run(lab, python, args, seed=seed, defaults=defaults)
     sft, best, *summaries = summaries_of(lab, folders)
     runs = [Run(line, read_metrics(folders[line.method])) for line in summaries]
-    own, trl = runs[::2], runs[1::2]
+    kinds = {name: runs[i :: 1 + len(RIVALS)] for i, name in enumerate((OWN, *RIVALS))}
     figure = lab.root / "against_trl.png"
-    programs = {name: [run.metrics for run in of_program] for name, of_program in ((OWN, own), (TRL, trl))}
+    programs = {name: [run.metrics for run in of_kind] for name, of_kind in kinds.items()}
     plot_frontier(programs, [sft, best, *summaries], figure)
+    comparisons = "\n\n".join(
+        f"### {name}\n\n{table(kinds[OWN], kinds[name])}\n\n{reading(kinds[OWN], kinds[name])}\n\n"
+        f"{_conditions(args, prompts=prompts, defaults=defaults)}"
+        for name, defaults in RIVALS.items()
+    )
     text = (
         f"Written by `make against-trl`: PPO by {OWN} and by {TRL}, seeds {', '.join(map(str, seeds))}; mean ± "
-        "standard deviation over the seeds, differences ± their standard error.\n\n"
-        f"{table(own, trl)}\n\n{reading(own, trl)}\n\n{_conditions(lab, args)}\n\n"
+        "standard deviation over the seeds, differences ± their standard error. TRL's PPO is run with its defaults, "
+        f"and with the settings that this laboratory was tuned to.\n\n{comparisons}\n\n### How it was measured\n\n"
+        f"{_equal(args, prompts=prompts)}\n\n"
         "Gold score, win-rate, KL and proxy reward are those of one answer to each held-out instruction. A gold score "
         "in training is that of the answers sampled to train on, where the mean KL of 5 steps first reached so many "
         "nats; below it, the highest mean of 5 steps whose KL was no more. "
         f"Over-optimised: from the {WINDOW} steps of highest gold score to the last {WINDOW}, the proxy reward "
         "rose and the gold score fell by more than 4 standard errors. Seconds: rollouts, scoring and updates, on one "
-        f"machine, whose speed varies.\n\n{table_of_runs(own, trl)}\n\nMade on {machine()}."
+        f"machine, whose speed varies.\n\n{table_of_runs([run for of_kind in kinds.values() for run in of_kind])}"
+        f"\n\nMade on {machine()}."
     )
     print(f"\n{text}\n\n{describe(lab, [sft, best, *summaries])}\n\nFigure: {figure}")
     if not arguments.quick:

@@ -102,7 +102,7 @@ def plot_overoptimisation(metrics: Metrics, path: Path) -> None:
 
 
 def plot_frontier(programs: Mapping[str, Sequence[Metrics]], summaries: Sequence[Summary], path: Path) -> None:
-    """Writes gold against KL along the runs of two programs, and gold by step.
+    """Writes gold against KL along the runs of at most three programs, and gold by step.
 
     Args:
         programs: the runs of each program, one for each seed.
@@ -111,10 +111,10 @@ def plot_frontier(programs: Mapping[str, Sequence[Metrics]], summaries: Sequence
         path: the file.
     """
     figure, axes = pyplot.subplots(1, 2, figsize=(14, 6), layout="constrained", sharey=True)
-    figure.suptitle("Gold score of two programs (thin: a seed, mean of 5 steps; thick: mean of the seeds)", fontsize=14)
+    figure.suptitle("Gold score (thin: a seed, mean of 5 steps; thick: mean of the seeds)", fontsize=14)
     # Told apart without colour, too: by the line, the marker and the brightness.
-    styles = (("#1b3a6b", "-", "o", "full"), ("#e08a1e", "--", "s", "none"))
-    for (name, runs), (colour, line, marker, fill) in zip(programs.items(), styles, strict=True):
+    styles = (("#1b3a6b", "-", "o", "full"), ("#e08a1e", "--", "s", "none"), ("#5a9a72", ":", "^", "none"))
+    for (name, runs), (colour, line, marker, fill) in zip(programs.items(), styles, strict=False):
         golds = [smooth([row[GOLD] for row in metrics]) for metrics in runs]
         for metrics, gold in zip(runs, golds, strict=True):
             axes[0].plot(smooth([row[KL] for row in metrics]), gold, line, color=colour, alpha=0.35, linewidth=1)
@@ -135,7 +135,7 @@ def plot_frontier(programs: Mapping[str, Sequence[Metrics]], summaries: Sequence
             capsize=3,
             label=f"{name}, held-out ± 2 s.e.",
         )
-    for point, marker in zip(summaries[:2], ("D", "^"), strict=True):
+    for point, marker in zip(summaries[:2], ("D", "*"), strict=True):
         axes[0].plot(point.kl, point.gold, marker, color="black", markersize=8, label=point.method)
     # In Gao et al. (arXiv:2210.10760), gold is a function of the root of the KL.
     axes[0].set_xscale("function", functions=(lambda kl: abs(kl) ** 0.5, lambda root: root**2))

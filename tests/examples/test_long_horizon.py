@@ -6,13 +6,14 @@ import random
 import pytest
 from PIL import Image
 
-from alpaca_ppo import PPOConfig, parse_args
+from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_yaml
 from examples.long_horizon import table
 from examples.long_horizon.base import build_tokenizer
-from examples.long_horizon.pipeline import Experiment, HorizonArguments
+from examples.long_horizon.pass_or_fail import passes
+from examples.long_horizon.pipeline import Experiment, HorizonArguments, flags_of
 from examples.long_horizon.results import outcome_of
-from examples.long_horizon.rows import ABLATIONS, PPO, ROWS, VAPO, Sizes, settings_of
+from examples.long_horizon.rows import ABLATIONS, OTHERS, PPO, ROWS, VAPO, Sizes, settings_of
 from examples.long_horizon.task import (
     FORMS,
     PLURALS,
@@ -70,15 +71,30 @@ def test_a_step_is_right_on_its_own_and_its_mark_earns_nothing(text):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_is_a_valid_configuration_with_as_many_samples_as_the_others(name):
-    flags = [str(part) for key, value in settings_of(name, Sizes(32, 640)).items() for part in (f"--{key}", value)]
-    (args,) = parse_args([PPOConfig], ["--config", PRESET, *flags, "--output_dir", "unused"])
+    flags = flags_of(
+        {
+            "config": PRESET,
+            **settings_of(name, Sizes(32, 640)),
+            "output_dir": "unused",
+            "model_name_or_path": "m",
+            "dataset_name": "d",
+        }
+    )
+    args, _ = parse_args([PPOConfig, ScriptArguments], flags)
     assert args.rollout_batch_size * args.num_return_sequences == 32
     assert args.total_episodes * args.num_return_sequences == 640
 
 
-def test_every_ablation_differs_from_the_recipe():
-    whole = settings_of(VAPO, Sizes(32, 640))
-    assert all(settings_of(name, Sizes(32, 640)) != whole for name in ABLATIONS)
+def test_every_ablation_differs_from_the_recipe_and_every_option_from_the_row_beside_it():
+    def settings(name):
+        return settings_of(name, Sizes(32, 640))
+
+    assert all(settings(name) != settings(VAPO) for name in ABLATIONS)
+    assert all(settings(name) != settings(beside) for name, (beside, _) in OTHERS.items())
+
+
+def test_a_text_with_seven_of_ten_steps_right_passes():
+    assert passes([PROMPT] * 3, [text_with(20), text_with(21), text_with(30)]) == [0, 1, 1]
 
 
 def test_an_unknown_row_is_refused():
@@ -92,29 +108,52 @@ def test_an_unknown_row_is_refused():
         table.TableArguments(ablation_seeds=[1, 1])
 
 
-def write_run(folder, right, *, critic):
-    """A run whose held-out grade rises from 1 to the grade of `right` % right steps."""
-    grade = 5 * (2 * right / 100 - 1)
-    step = {"objective/kl_sum_seq": 1.5, "time/step": 2.0} | ({"ppo/val/explained_variance": 0.4} if critic else {})
+PROMPT = " ".join(["ba"] * STEPS + ["write"])
+
+
+def text_with(right):
+    """A text for `PROMPT` whose first `right` steps are right."""
+    wrong = next(form for form in FORMS if form[:-1] == "ba" and form != PLURALS["ba"])
+    return " ".join(f"s{n} : ba -> {PLURALS['ba'] if n <= right else wrong} ; right" for n in range(1, STEPS + 1))
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(folder, right, *, critic, discarded=0):
+    """A run of two steps of 100 tokens, after which `right` of the 30 steps of one held-out text are right, and two
+    less of the other; 18 are before.
+    """
+    step = {"time/step": 2.0, "tokens/sampled": 100.0}
+    step |= {"ppo/val/explained_variance": 0.4} if critic else {}
+    step |= {"tokens/discarded": discarded} if discarded else {}
+    grades = [5 * (2 * number / STEPS - 1) for number in (18, right - 1)]
+    # The reward may be another one than the grade.
+    last = {"objective/scores": 0.5, "eval/scores": 0.5, "eval/kl_sum_seq": 3.0}
     rows = [
-        {"step": 0, "eval/scores": 1.0, "eval/kl_sum_seq": 0.0},
-        {"step": 1, "objective/scores": 1.0, **step},
-        {"step": 2, "objective/scores": grade, "eval/scores": grade, "eval/kl_sum_seq": 3.0, **step},
+        {"step": 0, "eval/scores": 0.5, "eval/kl_sum_seq": 0.0},
+        {"step": 1, "objective/scores/grades": grades[0], **step},
+        {"step": 2, "objective/scores/grades": grades[1], **last, **step},
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "metrics.jsonl", rows)
+    for number, texts in enumerate([(18, 18), (right, right - 2)]):
+        table = [{"prompt": PROMPT, "response": text_with(count)} for count in texts]
+        write_lines(folder / "eval" / f"step_{number:06}.jsonl", table)
     return folder
 
 
-def test_the_outcome_of_a_run_is_read_from_its_metrics(tmp_path):
-    outcome = outcome_of(write_run(tmp_path, 80, critic=True))
+def test_the_outcome_of_a_run_is_read_from_its_metrics_and_its_held_out_texts(tmp_path):
+    outcome = outcome_of(write_run(tmp_path, 25, critic=True, discarded=7.0))
     assert outcome.curve == pytest.approx([60, 80])
     assert (outcome.right_before, outcome.right, outcome.mean_right) == pytest.approx((60, 80, 70))
     assert (outcome.kl, outcome.explained_variance, outcome.seconds, outcome.seconds_per_step) == (3.0, 0.4, 4.0, 2.0)
+    assert outcome.tokens == 214
 
 
 def test_the_table_says_by_how_much_the_recipe_is_ahead(tmp_path, monkeypatch):
-    right = {VAPO: 90, PPO: 80, "GRPO, 4 samples": 88}
+    right = {VAPO: 26, PPO: 20, "GRPO, 4 samples": 25, "C51 critic": 26, "GSPO loss": 26}
 
     def run(_, row, *, seed):
         return write_run(tmp_path / f"{row} {seed}", right[row] + 2 * seed, critic="GRPO" not in row)
@@ -122,12 +161,16 @@ def test_the_table_says_by_how_much_the_recipe_is_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(Experiment, "run", run)
     common = ["--root", str(tmp_path), "--report", str(tmp_path / "RESULTS.md"), "--rows", *right]
     outcomes = table.main([*common, "--seeds", "1", "2", "--ablation_seeds", "1", "2"])
-    assert [run.right for run in outcomes[VAPO]] == pytest.approx([92, 94])
+    assert [run.right for run in outcomes[VAPO]] == pytest.approx([90, 290 / 3])
     text = (tmp_path / "RESULTS.md").read_text()
-    # The standard deviation of 92 and 94 is sqrt(2); the standard error of the difference sqrt(2/2 + 2/2) = 1.4.
-    assert "| VAPO | 2 | 93.0 ± 1.4 |" in text and "| no critic |" in text
-    assert f"- against {PPO}: +10.0 ± 1.4" in text and "- against GRPO, 4 samples: +2.0 ± 1.4" in text
+    # 90 and 96.7: a standard deviation of 4.7, and a standard error of the difference of sqrt(4.7^2/2 + 4.7^2/2).
+    assert "| VAPO | 2 | 93.3 ± 4.7 |" in text and "| no critic |" in text
+    assert f"- against {PPO}: +20.0 ± 4.7" in text and "- against GRPO, 4 samples: +3.3 ± 4.7" in text
     assert "ahead of 1 of 2 of the rows" in text
+    # The row beside which GSPO is set was not made.
+    main, others = text.split("## Other options")
+    assert "| C51 critic | VAPO | 93.3 ± 4.7 | +0.0 ± 4.7 | 3.0 ± 0.0 | 0.40 ± 0.00 | 0 ± 0 | 4 ± 0 |" in others
+    assert "C51" not in main and "GSPO" not in text
     assert str(tmp_path) not in text
     with Image.open(tmp_path / "results.png") as image:
         image.verify()

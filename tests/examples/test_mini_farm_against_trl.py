@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from examples.mini_farm import against_trl, overopt, plots, trl_ppo
-from examples.mini_farm.against_trl import OWN, TRL, Run, trl_optimizer_steps, trl_settings
+from examples.mini_farm.against_trl import OWN, RIVALS, TRL_DEFAULTS, Run, trl_optimizer_steps, trl_settings
 from examples.mini_farm.annotators import gold_score
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.pipeline import LabArguments
@@ -59,6 +59,15 @@ def test_trl_gets_the_settings_in_its_own_terms():
     expected |= {"warmup_steps": 3, "num_mini_batches": 2, "per_device_train_batch_size": 128}
     assert {name: settings[name] for name in expected} == expected
     assert trl_settings(options(), prompts=4000, seed=3)["missing_eos_penalty"] is None
+
+
+def test_trl_with_its_defaults_has_the_same_samples_steps_and_optimizer():
+    given = options(penalty_reward_value=-2.0, cliprange_value=None, kl_coef=0.25, vf_coef=0.7, lam=0.8, adam_beta1=0.8)
+    same, default = (trl_settings(given, prompts=4000, seed=3, defaults=chosen) for chosen in (False, True))
+    assert {name for name in same if same[name] != default[name]} == {
+        "missing_eos_penalty", "cliprange_value", "kl_coef", "vf_coef", "lam"
+    }  # fmt: skip
+    assert {name: default[name] for name in TRL_DEFAULTS} == TRL_DEFAULTS and default["adam_beta1"] == 0.8
 
 
 @pytest.mark.parametrize(
@@ -200,14 +209,14 @@ def python(tmp_path):
 
 def test_a_finished_run_of_trl_is_kept_and_another_number_of_steps_is_an_error(tmp_path, python):
     lab = SomeLab(LabArguments(root=str(tmp_path / "lab")))
-    folder = against_trl.trl_run(lab, python, options(), seed=1)
+    folder = against_trl.trl_run(lab, python, options(), seed=1, defaults=False)
     run = json.loads((folder / "run.json").read_text())
     assert run["value_model"] == run["policy"] == str(lab.sft) and run["settings"]["seed"] == 1
-    assert against_trl.trl_run(lab, python, options(), seed=1) == folder
+    assert against_trl.trl_run(lab, python, options(), seed=1, defaults=False) == folder
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
     from_reward = options(ppo_epochs=1, init_value_with_reward=True)
     with pytest.raises(RuntimeError, match="TRL made 200 optimizer steps instead of 100"):
-        against_trl.trl_run(lab, python, from_reward, seed=1)
+        against_trl.trl_run(lab, python, from_reward, seed=1, defaults=False)
     assert json.loads((folder / "run.json").read_text())["value_model"] == str(lab.reward_model)
 
 
@@ -230,8 +239,8 @@ def test_the_report_and_the_figure_come_from_the_recorded_numbers(tmp_path, pyth
     report = tmp_path / "RESULTS.md"
     common = ["--report", str(report), "--root", str(tmp_path / "lab")]
     text = against_trl.main([*common, "--seeds", "1", "2"])
-    # Gold scores 2.0 and 2.2 (the second seed is the third run) against 1.0 and 1.0: 1.1 apart, errors 0.1 and 0.
-    assert "| gold score | 2.10 ± 0.14 | 1.00 ± 0.00 | +1.10 ± 0.10 |" in text
+    # Gold scores 2.0 and 2.3 (the second seed is the fourth run) against 1.0 and 1.0: 1.15 apart, errors 0.15 and 0.
+    assert "| gold score | 2.15 ± 0.21 | 1.00 ± 0.00 | +1.15 ± 0.15 |" in text
     assert "| gold score of the worst seed | 2.00 | 1.00 | +1.00 |" in text
     # 10 steps of 4 and of 2 s, 50 likewise.
     assert "| optimizer steps | 40 ± 0 | 200 ± 0 | -160 ± 0 |" in text
@@ -242,19 +251,21 @@ def test_the_report_and_the_figure_come_from_the_recorded_numbers(tmp_path, pyth
     assert "| highest up to 3 nats | 1.60 ± 0.00 | 1.00 ± 0.00 | +0.60 ± 0.00 |" in text
     assert "at 4 nats" not in text and "up to 4 nats" not in text and "higher than TRL's: +0.60 ± 0.00" in text
     assert "| over-optimised runs | 0 of 2 | 0 of 2 | |" in text
-    assert f"| {TRL}, seed 2 | 1.00 ± 0.05 | 75.0 | 4.00 | 1.00, " in text
+    for name in RIVALS:
+        assert f"### {name}\n" in text and f"| {name}, seed 2 | 1.00 ± 0.05 | 75.0 | 4.00 | 1.00, " in text
+    assert "kl_coef 0.05 (0.08)" in text and "lam 0.95" not in text
     assert "## Against TRL" in report.read_text() and (tmp_path / "against_trl.png").is_file()
     frontier, over_time = figures[0].axes
-    assert [line.get_linestyle() for line in over_time.lines] == ["-"] * 3 + ["--"] * 3
+    assert [line.get_linestyle() for line in over_time.lines] == ["-"] * 3 + ["--"] * 3 + [":"] * 3
     thick = [line for line in frontier.lines if line.get_linewidth() == 3]
-    assert [line.get_label() for line in thick] == [f"{OWN}, highest up to a KL", f"{TRL}, highest up to a KL"]
+    assert [line.get_label() for line in thick] == [f"{name}, highest up to a KL" for name in (OWN, *RIVALS)]
     assert max(thick[0].get_xdata()) <= 3.5 < max(thick[1].get_xdata())
 
     before = report.read_text()
     # The stand-in for TRL makes 50 rollouts.
     monkeypatch.setitem(against_trl.QUICK, "ppo_episodes", 6400)
     against_trl.main([*common, "--quick"])
-    assert report.read_text() == before and (tmp_path / "lab_quick" / "trl_seed_2" / "stage.json").is_file()
+    assert report.read_text() == before and (tmp_path / "lab_quick" / "trl_defaults_seed_2" / "stage.json").is_file()
     monkeypatch.setattr(against_trl.trl_environment, "trl_python", lambda folder: None)
     with pytest.raises(SystemExit):
         against_trl.main(common)
