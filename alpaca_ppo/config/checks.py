@@ -29,6 +29,10 @@ _CRITIC_ONLY = (
     "lam_policy",
     "lam_critic",
     "critic",
+    "critic_layout",
+    "side_layer",
+    "side_width",
+    "side_depth",
     "risk_level",
     "critic_pretraining_steps",
     "critic_pretraining_explained_variance",
@@ -61,6 +65,7 @@ def check_combinations(config: Any) -> None:
     _check_estimator(config)
     _check_policy_loss(config)
     _check_critic(config)
+    _check_warmup(config)
     _check_four_bit(config)
     _check_kl(config)
     _check_sizes(config)
@@ -108,6 +113,27 @@ def _check_policy_loss(config: Any) -> None:
     if config.clip_ratio_c is not None and not POLICY_LOSSES.trait(name, "dual_clip"):
         raise ValueError(
             f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss {name!r} has no dual clip; set clip_ratio_c: null"
+        )
+    if config.cliprange_high is not None and name == "sapo":
+        raise ValueError(
+            f"cliprange_high is {config.cliprange_high}, but policy_loss 'sapo' clips nothing; set cliprange_high: "
+            "null (sapo_tau_pos and sapo_tau_neg decide how soon gradients fade), or choose another policy_loss"
+        )
+
+
+def _check_warmup(config: Any) -> None:
+    if config.warmup_steps and config.lr_scheduler_type == "constant":
+        raise ValueError(
+            f"warmup_steps is {config.warmup_steps}, but lr_scheduler_type 'constant' has no warm-up; set "
+            "lr_scheduler_type: constant_with_warmup, or warmup_steps: 0"
+        )
+    own = config.critic_lr_warmup_steps
+    steps = config.warmup_steps if own is None else own
+    if steps and (config.critic_lr_scheduler_type or config.lr_scheduler_type) == "constant":
+        raise ValueError(
+            f"the critic's learning rate warms up in {steps} optimizer steps (critic_lr_warmup_steps: "
+            f"{'null, so warmup_steps' if own is None else own}), but its schedule is 'constant', which has no "
+            "warm-up; set critic_lr_scheduler_type: constant_with_warmup, or critic_lr_warmup_steps: 0"
         )
 
 

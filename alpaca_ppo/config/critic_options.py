@@ -64,8 +64,8 @@ class CriticOptions(LearningOptions):
     value_min: float | None = argument(
         None,
         "Lower end of the support of the c51 and hl_gauss critics, to which their returns are clamped (null = -10). Of "
-        "the other critics, the least value that GAE reads (null = no bound); their predictions, loss and returns are "
-        "not bounded.",
+        "the other critics, the least value that GAE reads (null = no bound); their predictions and returns are not "
+        "bounded. cliprange_value clips around the bounded value.",
     )
     value_max: float | None = argument(
         None, "The upper end, likewise (null = 10 for c51 and hl_gauss, no bound for the others)."

@@ -50,7 +50,7 @@ class PPOConfig(CriticOptions):
         "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
         "a finished run be made longer.",
     )
-    warmup_steps: int = argument(0, "Optimizer steps of warm-up.", at_least=0)
+    warmup_steps: int = argument(0, "Optimizer steps of warm-up; constant has none.", at_least=0)
     weight_decay: float = argument(0.0, "Weight decay of AdamW, on weight matrices only.", at_least=0)
     adam_beta1: float = argument(0.9, "First beta of AdamW.", at_least=0, below=1)
     adam_beta2: float = argument(0.999, "Second beta of AdamW.", at_least=0, below=1)

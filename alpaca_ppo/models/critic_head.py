@@ -43,8 +43,7 @@ class CriticHead(nn.Module, ABC):
         hidden_size: H.
         risk_level: what is read as the value, as in the configuration: `neutral`, the mean; `0.1`, the mean of that
             lower tail (CVaR); `upper:0.1`, of that upper tail; `0.5*neutral+0.5*upper:0.2`, a weighted sum.
-        value_min: the least value and mean that `forward` returns; None = no bound. Predictions are not bounded, and
-            with them neither the loss nor its gradient.
+        value_min: the least value and mean that `forward` returns; None = no bound. Predictions are not bounded.
         value_max: the greatest, likewise. Neither these two nor the risk level are stored with the weights, and all
             three may be changed between forward passes.
     """

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.models.loading import load_processing_class
 
 
 def check_positions(config: Any, args: PPOConfig, *, owner: str = "model", privileged: bool = False) -> None:
@@ -129,3 +130,34 @@ def _first_without_embedding(model: PreTrainedModel, tokenizer: Any) -> str | No
         if i >= rows and not unused:
             return f"{token!r} (id {i})"
     return None
+
+
+def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remote_code: bool = False) -> None:
+    """Checks that the critic's model reads the policy's tokens as what they are. A model without a tokenizer passes.
+
+    Special tokens, and tokens that only one of the two has, may differ.
+
+    Args:
+        value_model: a folder or a hub id.
+        processing_class: the policy's tokenizer.
+        trust_remote_code: run code that comes with the tokenizer.
+
+    Raises:
+        ValueError: if an id stands for another token in the tokenizer of `value_model`.
+    """
+    try:
+        own = load_processing_class(value_model, trust_remote_code=trust_remote_code)
+    except ValueError:
+        return
+    special = {*own.all_special_ids, *processing_class.all_special_ids}
+    tokens = {number: token for token, number in own.get_vocab().items() if number not in special}
+    vocabulary = processing_class.get_vocab().items()
+    different = [(number, token) for token, number in vocabulary if tokens.get(number, token) != token]
+    if different:
+        number, token = min(different)
+        raise ValueError(
+            f"the critic is to start from {value_model!r}, which has another tokenizer than the policy: "
+            f"{len(different)} ids stand for other tokens, {number} for {tokens[number]!r} instead of {token!r}; start "
+            "it from a model with the policy's tokenizer, or from the policy (init_value_with_reward: false, no "
+            "value_model)"
+        )

@@ -107,6 +107,7 @@ class PPOTrainer(RolloutTrainer):
         self.schedule = setup.make_schedule(len(self.train_prompts), args)
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
+        setup.check_critic_tokenizer(start, self.processing_class, args)
         chat = any(prompts is not None and prompts.are_messages for prompts in (self.train_prompts, self.eval_prompts))
         self.sampling_params = setup.make_sampling_params(
             actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator

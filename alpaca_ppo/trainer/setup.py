@@ -25,7 +25,12 @@ from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.packing_probe import supports_packing
-from alpaca_ppo.models.token_checks import check_positions, check_reward_token_ids, check_token_ids
+from alpaca_ppo.models.token_checks import (
+    check_positions,
+    check_reward_token_ids,
+    check_same_tokenizer,
+    check_token_ids,
+)
 from alpaca_ppo.ppo import kl_controllers
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.kl_controllers import KLController
@@ -34,6 +39,17 @@ from alpaca_ppo.ppo.updates import Updater, planned_steps
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.tracking.run_log import RunLog
+
+
+def check_critic_tokenizer(start: Any, processing_class: Any, args: PPOConfig) -> None:
+    """Checks that a critic with a backbone of its own starts from a model with the policy's tokenizer, as far as that
+    can be known: of a model in memory it cannot.
+
+    Raises:
+        ValueError: see `check_same_tokenizer`.
+    """
+    if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
+        check_same_tokenizer(start, processing_class, trust_remote_code=args.trust_remote_code)
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, *, privileged: bool = True) -> PromptDataset:

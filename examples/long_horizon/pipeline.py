@@ -123,7 +123,7 @@ class Experiment:
             fill,
             settings=settings,
             parents=[self.data, self.pretrained],
-            sources=[Path(self.arguments.preset), EXAMPLES / "train_ppo.py", *_code("task"), *PACKAGE],
+            sources=[Path(self.arguments.preset), EXAMPLES / "train_ppo.py", *_rewards(settings), *PACKAGE],
         )
 
 
@@ -139,6 +139,11 @@ def metrics_of(run: Path) -> list[Mapping[str, Any]]:
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _rewards(settings: Mapping[str, Any]) -> list[Path]:
+    """Returns the files with the rewards of a run."""
+    return _code("task", "pass_or_fail") if "reward_funcs" in settings else _code("task")
 
 
 def _code(*modules: str) -> list[Path]:

@@ -61,6 +61,10 @@ ABLATIONS: Mapping[str, Settings] = {
     ),
 }
 OTHERS: Mapping[str, tuple[str, Settings]] = {
+    "a rate and steps of the critic's own": (
+        PPO,
+        {"learning_rate": 1.0e-3, "critic_learning_rate": 1.0e-3, "critic_epochs": 4, "critic_step_batch_size": 4},
+    ),
     "C51 critic": (VAPO, _VAPO | _SUPPORT | {"critic": "c51"}),
     "HL-Gauss critic": (VAPO, _VAPO | _SUPPORT | {"critic": "hl_gauss"}),
     "quantile critic": (VAPO, _VAPO | {"critic": "quantile"}),

@@ -146,6 +146,20 @@ from tests.registered import temporary_choices
         ),
         ({"policy_loss": "gmpo"}, "loss_agg_mode is 'token-mean', but policy_loss 'gmpo' is defined for 'seq-mean"),
         ({"policy_loss": "cispo", "clip_ratio_c": 3.0}, "policy_loss 'cispo' has no dual clip"),
+        (
+            {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean", "cliprange_high": 0.3},
+            "cliprange_high is 0.3, but policy_loss 'sapo' clips nothing; set cliprange_high: null",
+        ),
+        ({"warmup_steps": 5}, "warmup_steps is 5, but lr_scheduler_type 'constant' has no warm-up; set"),
+        ({"critic_lr_warmup_steps": 5}, r"critic's .* in 5 optimizer steps \(critic_lr_warmup_steps: 5\), but"),
+        (
+            {"warmup_steps": 5, "lr_scheduler_type": "linear", "critic_lr_scheduler_type": "constant"},
+            r"in 5 optimizer steps \(critic_lr_warmup_steps: null, so warmup_steps\), but its schedule is 'constant'",
+        ),
+        (
+            {"adv_estimator": "grpo", "num_return_sequences": 2, "critic_layout": "side"},
+            "critic_layout is 'side', but adv_estimator 'grpo' has no critic; set critic_layout back to 'separate'",
+        ),
         ({"dppo_divergence": "js"}, "dppo_divergence is 'js'"),
         ({"sapo_tau_neg": 0.0}, "sapo_tau_neg is 0.0"),
         ({"positive_nll_coef": -0.1}, "positive_nll_coef is -0.1"),

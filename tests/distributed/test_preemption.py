@@ -50,7 +50,7 @@ STOPPED = {
     "critic": "iqn",
     "num_quantiles": 4,
 }
-LORA = {"critic_layout": "adapter", "adv_estimator": "grpo", "num_return_sequences": 2}
+LORA = {"adv_estimator": "grpo", "num_return_sequences": 2}
 
 
 @pytest.fixture(autouse=True)

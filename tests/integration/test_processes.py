@@ -39,9 +39,11 @@ RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
     # log-probs.
     "rank_without_prompts": (*SPARING, "total_episodes=21", "score_chunk_prompts=2"),
-    # 20 prompts at 7 a step leave ragged step batches, of which responses that did not stop are taken out.
+    # 20 prompts at 7 a step leave ragged step batches, of which responses that did not stop are taken out. The pass
+    # rates of one step decide which prompts come in the next.
     "ragged_batches": (
         *("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared", "mask_truncated=true"),
+        *("curriculum=true", "curriculum_threshold=1"),
         *("truncate_tokens=[10,14,18,22,26,30,34,38,42,46]", "positive_nll_coef=0.3", "positive_nll_threshold=1"),
     ),
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE, "critic_layout=side"),

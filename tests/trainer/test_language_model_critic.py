@@ -104,6 +104,19 @@ def test_what_a_critic_cannot_read_or_be_is_refused(tmp_path):
         tiny_trainer(tmp_path, **given(tiny_causal_lm("llama", max_position_embeddings=8)))
 
 
+def test_a_critic_with_another_tokenizer_is_refused_and_special_tokens_may_differ(tmp_path):
+    folder = str(tmp_path / "critic")
+    tiny_causal_lm("llama", **WIDE).save_pretrained(folder)
+    own = tiny_tokenizer()
+    own.add_special_tokens({"pad_token": "w60"})
+    own.save_pretrained(folder)
+    tiny_trainer(tmp_path / "run", **given(folder))
+    tiny_tokenizer(["w5", "w4"]).save_pretrained(folder)
+    # Ids 4 and 5 are w4 and w5 for the policy.
+    with pytest.raises(ValueError, match=r"another tokenizer than the policy: 2 ids.* 4 for 'w5' instead of 'w4'"):
+        tiny_trainer(tmp_path / "run", **given(folder))
+
+
 def test_a_folder_is_read_as_what_it_was_saved_as(tmp_path):
     tiny_sequence_classifier("llama", seed=3).save_pretrained(tmp_path / "classifier")
     trainer = tiny_trainer(tmp_path / "run", **given(str(tmp_path / "classifier")))

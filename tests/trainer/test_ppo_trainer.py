@@ -294,7 +294,7 @@ def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
             {"critic_layout": "shared", "critic": "c51"},
             "the head .'kind': 'scalar'., but .* asks for .'kind': 'c51'",
         ),
-        ({"critic_layout": "shared", "adv_estimator": "remax"}, "with a critic, but adv_estimator is 'remax'"),
+        ({"adv_estimator": "remax"}, "with a critic, but adv_estimator is 'remax'"),
     ],
 )
 def test_an_actor_critic_must_be_what_the_configuration_says(settings, message, tmp_path):
