@@ -39,16 +39,19 @@ RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
     # log-probs.
     "rank_without_prompts": (*SPARING, "total_episodes=21", "score_chunk_prompts=2"),
-    # 20 prompts at 7 a step leave ragged step batches, of which responses that did not stop are taken out. The pass
-    # rates of one step decide which prompts come in the next.
+    # 20 prompts at 7 a step leave ragged step batches, of which responses that did not stop are taken out.
     "ragged_batches": (
         *("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared", "mask_truncated=true"),
-        *("curriculum=true", "curriculum_threshold=1"),
         *("truncate_tokens=[10,14,18,22,26,30,34,38,42,46]", "positive_nll_coef=0.3", "positive_nll_threshold=1"),
     ),
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE, "critic_layout=side"),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
+    # The pass rates of the first 40 prompts decide which of them come again in the third step.
+    "curriculum": (
+        *("adv_estimator=gdpo", "num_return_sequences=2", "curriculum=true", "curriculum_threshold=1"),
+        *("rollout_batch_size=20", "step_batch_size=40", "ppo_epochs=1", "total_episodes=60"),
+    ),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum", "privileged_column=hint"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
@@ -121,6 +124,11 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
 def test_prompts_are_redrawn_on_two_processes_as_on_one(runs):
     redrawn = [line["objective/redrawn_prompts"] for line in metric_lines(runs / "two/rloo")]
     assert len(redrawn) == 2 and 0 < redrawn[0] != redrawn[1] > 0
+
+
+def test_a_curriculum_passes_over_prompts_on_two_processes_as_on_one(runs):
+    extra = [line["objective/extra_prompts"] for line in metric_lines(runs / "two/curriculum")]
+    assert extra[:2] == [0.0, 0.0] and extra[2] > 0
 
 
 def test_rows_that_one_rank_drops_are_dropped_on_all(runs):
