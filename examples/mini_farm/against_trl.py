@@ -326,7 +326,7 @@ def _conditions(args: PPOConfig, *, prompts: int, defaults: bool) -> str:
     if not defaults:
         others = without_counterpart(args)
         return f"Options of the preset that TRL does not have: {', '.join(others) or 'none'}."
-    same = trl_settings(args, prompts=prompts, seed=0)
+    same = {**trl_settings(args, prompts=prompts, seed=0), "cliprange_value": args.cliprange_value}
     others = [f"{name} {value} ({same[name]})" for name, value in TRL_DEFAULTS.items() if value != same[name]]
     return (
         f"TRL's defaults that differ from these settings (in brackets): {', '.join(others) or 'none'}. They were not "
