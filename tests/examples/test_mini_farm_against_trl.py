@@ -52,7 +52,14 @@ def test_trls_steps_depend_on_its_accumulation(micro, added, parts, steps):
 
 
 def test_trl_gets_the_settings_in_its_own_terms():
-    given = options(penalty_reward_value=-2.0, warmup_steps=10, cliprange_value=None, kl_coef=0.25, response_len=7)
+    given = options(
+        penalty_reward_value=-2.0,
+        warmup_steps=10,
+        lr_scheduler_type="linear",
+        cliprange_value=None,
+        kl_coef=0.25,
+        response_len=7,
+    )
     settings = trl_settings(given, prompts=4000, seed=3)
     expected = {"missing_eos_penalty": 2.0, "kl_coef": 0.25, "response_length": 7, "seed": 3, "cliprange_value": 1e6}
     # 4 optimizer steps a rollout: 10 of them are in the first 3 rollouts.
@@ -253,7 +260,7 @@ def test_the_report_and_the_figure_come_from_the_recorded_numbers(tmp_path, pyth
     assert "| over-optimised runs | 0 of 2 | 0 of 2 | |" in text
     for name in RIVALS:
         assert f"### {name}\n" in text and f"| {name}, seed 2 | 1.00 ± 0.05 | 75.0 | 4.00 | 1.00, " in text
-    assert "kl_coef 0.05 (0.08)" in text and "lam 0.95" not in text
+    assert "kl_coef 0.05 (0.12)" in text and "lam 0.95" not in text
     assert "## Against TRL" in report.read_text() and (tmp_path / "against_trl.png").is_file()
     frontier, over_time = figures[0].axes
     assert [line.get_linestyle() for line in over_time.lines] == ["-"] * 3 + ["--"] * 3 + [":"] * 3

@@ -75,6 +75,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "max_tokens_per_micro_batch": 9,
         "critic_step_batch_size": 5,
         "weight_decay": 0.1,
+        "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 2,
         "critic_lr_scheduler_type": "linear",
     },

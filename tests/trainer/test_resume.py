@@ -68,7 +68,7 @@ def board(folder):
 
 @pytest.mark.parametrize("first", ["evaluate", "rollout", "run_log"])
 def test_what_a_trainer_does_before_it_resumes_keeps_no_later_records(first, tmp_path):
-    settings = {**RUN, "save_steps": 1, "total_episodes": 20, "lr_scheduler_type": "constant"}
+    settings = {**RUN, "save_steps": 1, "total_episodes": 20, "lr_scheduler_type": "constant", "warmup_steps": 0}
     tiny_trainer(tmp_path, **{**settings, "total_episodes": 30}).train()
     (tmp_path / "skipped_updates.jsonl").write_text('{"number": 1, "step": 3}\n')
     (tmp_path / "rollouts/step_000009.jsonl").write_text("")
