@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from examples.long_horizon.task import QUERY_LEN, RESPONSE_LEN, WORDS
-
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+from examples.mini_farm.base import EOS, PAD, UNK, as_pretrained
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -20,14 +19,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate((PAD, EOS, UNK, *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    return as_pretrained(tokenizer)
 
 
 def write_base(folder: Path, *, hidden_size: int, num_layers: int, num_heads: int, seed: int) -> None:

@@ -84,7 +84,7 @@ class Experiment:
             "tokenizer and untrained model",
             lambda folder: write_base(folder, **settings),
             settings=settings,
-            sources=_code("base", "task"),
+            sources=[*_code("base", "task"), EXAMPLES / "mini_farm" / "base.py"],
         )
 
     @cached_property

@@ -23,6 +23,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, EOS, UNK], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    return as_pretrained(tokenizer)
+
+
+def as_pretrained(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Returns `tokenizer`, whose vocabulary holds PAD, EOS and UNK, as one of transformers that pads on the left."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
