@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
         "the last line the reward model is an adapter on the same base, trained on the same pairs. It agrees with the "
         f"gold score on {_agreement(lab.reward_adapter)} of the held-out pairs, the reward model of the other lines on "
         f"{_agreement(lab.reward_model)}. All its seeds use one adapter, so the spread does not include differences "
-        "between adapters. LoRA's learning rates were chosen with two other reward models and another seed. The "
-        "seconds are from one machine, which was not idle."
+        "between adapters. LoRA's learning rates were chosen with two other reward models and another seed, and for "
+        "a rate that does not fall: with the preset's linear schedule runs do not come as far. The seconds are from "
+        "one machine, which was not idle."
         f"\n\n{table(outcomes)}\n\n"
         f"{reading(outcomes)}\n\nMade on {machine()}."
     )
