@@ -153,7 +153,7 @@ def test_the_outcome_of_a_run_is_read_from_its_metrics_and_its_held_out_texts(tm
 
 
 def test_the_table_says_by_how_much_the_recipe_is_ahead(tmp_path, monkeypatch):
-    right = {VAPO: 26, PPO: 20, "GRPO, 4 samples": 25, "C51 critic": 26, "GSPO loss": 26}
+    right = {VAPO: 26, PPO: 20, "GRPO, 4 samples": 25, "HL-Gauss critic": 26, "GSPO loss": 26}
 
     def run(_, row, *, seed):
         return write_run(tmp_path / f"{row} {seed}", right[row] + 2 * seed, critic="GRPO" not in row)
@@ -169,8 +169,8 @@ def test_the_table_says_by_how_much_the_recipe_is_ahead(tmp_path, monkeypatch):
     assert "ahead of 1 of 2 of the rows" in text
     # The row beside which GSPO is set was not made.
     main, others = text.split("## Other options")
-    assert "| C51 critic | VAPO | 93.3 ± 4.7 | +0.0 ± 4.7 | 3.0 ± 0.0 | 0.40 ± 0.00 | 0 ± 0 | 4 ± 0 |" in others
-    assert "C51" not in main and "GSPO" not in text
+    assert "| HL-Gauss critic | VAPO | 93.3 ± 4.7 | +0.0 ± 4.7 | 3.0 ± 0.0 | 0.40 ± 0.00 | 0 ± 0 | 4 ± 0 |" in others
+    assert "HL-Gauss" not in main and "GSPO" not in text
     assert str(tmp_path) not in text
     with Image.open(tmp_path / "results.png") as image:
         image.verify()
