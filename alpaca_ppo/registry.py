@@ -202,13 +202,14 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
         "clip": {"dual_clip": True},
         "gspo": {"loss_agg_mode": "seq-mean-token-mean"},
         "cispo": {},
-        "sapo": {},
+        "sapo": {"clips": False},
         "gmpo": {"loss_agg_mode": "seq-mean-token-mean"},
         "dppo": {"dual_clip": True},
     },
-    {"dual_clip": False, "loss_agg_mode": None},
+    {"clips": True, "dual_clip": False, "loss_agg_mode": None},
 )
-"""`dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss allows; None allows all."""
+"""`clips`: reads `cliprange_high`. `dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss
+allows; None allows all."""
 
 CRITIC_HEADS: Registry[Any] = Registry(
     "critic",

@@ -114,10 +114,10 @@ def _check_policy_loss(config: Any) -> None:
         raise ValueError(
             f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss {name!r} has no dual clip; set clip_ratio_c: null"
         )
-    if config.cliprange_high is not None and name == "sapo":
+    if config.cliprange_high is not None and not POLICY_LOSSES.trait(name, "clips"):
         raise ValueError(
-            f"cliprange_high is {config.cliprange_high}, but policy_loss 'sapo' clips nothing; set cliprange_high: "
-            "null (sapo_tau_pos and sapo_tau_neg decide how soon gradients fade), or choose another policy_loss"
+            f"cliprange_high is {config.cliprange_high}, but policy_loss {name!r} clips nothing; set cliprange_high: "
+            f"null, or choose one of {', '.join(POLICY_LOSSES.names_with(clips=True))}"
         )
 
 

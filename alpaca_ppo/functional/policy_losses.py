@@ -25,7 +25,7 @@ PolicyLoss = Callable[..., Loss]
 
 
 def register_policy_loss(
-    name: str, *, dual_clip: bool = False, loss_agg_mode: str | None = None
+    name: str, *, clips: bool = True, dual_clip: bool = False, loss_agg_mode: str | None = None
 ) -> Callable[[PolicyLoss], PolicyLoss]:
     """A decorator that adds the policy loss `name`, a function
 
@@ -39,13 +39,14 @@ def register_policy_loss(
 
     Args:
         name: the value of `policy_loss` that selects it.
+        clips: reads `cliprange_high`; other losses refuse that option.
         dual_clip: reads `clip_ratio_c`; other losses refuse that option.
         loss_agg_mode: the only `loss_agg_mode` that the loss allows; None = all of them.
 
     Raises:
         ValueError: when the name is taken, or holds a space, comma or colon.
     """
-    return POLICY_LOSSES.register(name, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
+    return POLICY_LOSSES.register(name, clips=clips, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
 
 
 def policy_loss(
