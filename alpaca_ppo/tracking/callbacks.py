@@ -8,9 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
 
 CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 """The flags of `transformers.TrainerControl` that a callback may set."""
+
+
+class EvaluationMetrics(dict[str, float]):
+    """The metrics of an evaluation, in which `get` also finds `eval/scores` as "eval_eval/scores": the name under which
+    EarlyStoppingCallback looks for a `metric_for_best_model` that does not begin with "eval_".
+    """
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The metric `name`, or the one that is left without the prefix "eval_"."""
+        return super().get(name, super().get(name.removeprefix("eval_"), default))
 
 
 class CallbackHandler:
@@ -20,12 +31,31 @@ class CallbackHandler:
         callbacks: instances or classes. They are notified of train begin and end, step begin and end, log, evaluate and
             save, and may set `CONTROL_FLAGS`.
         state: the run's state, shared with the trainer.
+        built_in: the trainer's own, notified before the others. They see the same on every rank, so what they set in
+            the control is not gathered.
     """
 
-    def __init__(self, callbacks: Sequence[TrainerCallback], state: TrainerState) -> None:
+    def __init__(
+        self, callbacks: Sequence[TrainerCallback], state: TrainerState, built_in: Sequence[TrainerCallback] = ()
+    ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        self.built_in = list(built_in)
         self.state = state
         self.control = TrainerControl()
+
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds a callback, an instance or a class; it is notified after those that are there."""
+        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Removes `callback`, or the first one of a class, from the user's and then from the built-in ones; returns it,
+        or None if there is none.
+        """
+        for held in (self.callbacks, self.built_in):
+            for i, other in enumerate(held):
+                if isinstance(other, callback) if isinstance(callback, type) else other is callback:
+                    return held.pop(i)
+        return None
 
     def begin_step(self) -> None:
         """Clears the flags that request a single action."""
@@ -72,14 +102,30 @@ class CallbackHandler:
             "learning_rate"
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What callbacks remember, of those that export it (`transformers.ExportableState`, such as
+        EarlyStoppingCallback): for each class by name, the attributes of its instances in order.
+        """
+        remembered: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, ExportableState):
+                remembered.setdefault(type(callback).__name__, []).append(callback.state()["attributes"])
+        return remembered
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned in the callbacks that there are now."""
+        left = {name: list(instances) for name, instances in state.items()}
+        for callback in self.callbacks:
+            if isinstance(callback, ExportableState) and left.get(type(callback).__name__):
+                vars(callback).update(left[type(callback).__name__].pop(0))
+
     def notify(self, event: str, args: Any, **context: Any) -> None:
         """Calls `event` (a method name of TrainerCallback) on each callback; a returned control replaces the old one.
 
         Raises:
-            ValueError: if a callback reads an argument that `args` does not have; EarlyStoppingCallback, for one, reads
-                `load_best_model_at_end`.
+            ValueError: if a callback reads an argument that `args` does not have.
         """
-        for callback in self.callbacks:
+        for callback in [*self.built_in, *self.callbacks]:
             try:
                 self.control = getattr(callback, event)(args, self.state, self.control, **context) or self.control
             except AttributeError as error:

@@ -1,34 +1,68 @@
 """Rollouts as JSON-ready rows for reading: text, scores, and the numbers of every token. Writing is in `run_log`."""
 
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from torch import Tensor
 
 from alpaca_ppo.types import Rollouts
 
-TOKEN_COLUMNS = ("logprobs", "ref_logprobs", "kl", "values", "shaped_rewards", "advantages", "returns")
+TOKEN_COLUMNS = (
+    "logprobs",
+    "ref_logprobs",
+    "kl",
+    "values",
+    "shaped_rewards",
+    "advantages",
+    "returns",
+    "entropies",
+    "ratio",
+)
 
 
-def rollout_rows(rollouts: Rollouts, processing_class: Any, count: int) -> list[dict[str, Any]]:
-    """Returns the first `count` rollouts as rows, in which `tokens` has an entry for each chosen token.
+def rollout_rows(
+    rollouts: Rollouts, processing_class: Any, count: int, *, source_names: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Returns the first `count` rollouts as rows, in which `tokens` has an entry for each token of the response.
 
-    The stop token is included. Log-probabilities and KL are in nats; rewards, values, advantages and returns are in
-    reward units.
+    The stop token is included. A token that the policy did not choose, within the response, has `environment: true` and
+    no numbers. Log-probabilities, KL and entropies are in nats; rewards, values, advantages and returns are in reward
+    units; `ratio` is the token's probability under the updated policy, divided by that under the old one.
+
+    Args:
+        rollouts: with those of `TOKEN_COLUMNS` that are known.
+        processing_class: decodes the tokens.
+        count: the number of rows at most.
+        source_names: the names of the reward sources, in the order of `scores_by_source`; without them the rows tell
+            only the weighted sum.
     """
     rows = []
     for i in range(min(count, rollouts["responses"].size(0))):
-        kept = rollouts["response_mask"][i].nonzero().squeeze(1).tolist()
         row = _summary(rollouts, processing_class, i)
-        row["tokens"] = [
-            {
-                "id": int(rollouts["responses"][i, t]),
-                "text": processing_class.decode([int(rollouts["responses"][i, t])]),
-                **{name: _number(rollouts[name][i, t]) for name in TOKEN_COLUMNS if name in rollouts},  # type: ignore[literal-required]
-            }
-            for t in kept
-        ]
+        if source_names:
+            scores = zip(source_names, rollouts["scores_by_source"][i], strict=True)
+            row["scores"] = {name: _number(score) for name, score in scores}
+        row["tokens"] = token_entries(rollouts, processing_class, i)
         rows.append(row)
     return rows
+
+
+def token_entries(rollouts: Rollouts, processing_class: Any, i: int) -> list[dict[str, Any]]:
+    """Returns the entries of `tokens` of row `i` (`rollout_rows`)."""
+    mask, responses = rollouts["response_mask"][i], rollouts["responses"][i]
+    names = [name for name in TOKEN_COLUMNS if name in rollouts]
+    ids = responses[: _num_written(mask)].tolist()
+    entries = []
+    for t, text in enumerate(_token_texts(ids, processing_class)):
+        entry: dict[str, Any] = {"id": ids[t], "text": text}
+        if mask[t]:
+            entry |= {name: _number(rollouts[name][i, t]) for name in names}  # type: ignore[literal-required]
+        else:
+            entry["environment"] = True
+        entries.append(entry)
+    return entries
 
 
 def evaluation_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
@@ -40,19 +74,100 @@ def evaluation_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str,
     return [_summary(rollouts, processing_class, i) | {"kl": _number(kl[i])} for i in range(kl.size(0))]
 
 
+def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
+    """Returns the responses with the highest and the lowest score, or the first one if all have the same.
+
+    Rows are as in `evaluation_rows`, with the KL by `kl_estimator`; `rank` says which they are. There are none if there
+    are no rollouts.
+    """
+    scores = rollouts["scores"]
+    if not len(scores):
+        return []
+    chosen = {"highest score": int(scores.argmax()), "lowest score": int(scores.argmin())}
+    if scores[chosen["highest score"]] == scores[chosen["lowest score"]]:
+        chosen = {"all scores equal" if len(scores) > 1 else "the only one": 0}
+    rows = []
+    for name, i in chosen.items():
+        rank = name if len(scores) == 1 else f"{name} of {len(scores)}"
+        kl = _number(rollouts["kl"][i].sum())
+        rows.append(_summary(rollouts, processing_class, i) | {"kl": kl, "rank": rank})
+    return rows
+
+
+def with_columns(rows: Sequence[dict[str, Any]], prompts: Sequence[Any], args: Any) -> list[dict[str, Any]]:
+    """Returns `rows` with the `prompt_columns` of each one's prompt, which `prompts` (a `PromptDataset`) holds."""
+    columns = [prompt_columns(prompts[row["prompt_id"]]["row"], args.prompt_column) for row in rows]
+    return [{**row, **of_prompt} for row, of_prompt in zip(rows, columns, strict=True)]
+
+
+def prompt_columns(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
+    """Returns `columns`: the dataset's columns beside the prompt, such as the reference answer, as JSON values.
+
+    Nothing for a dataset without further columns. Of what JSON cannot hold, such as an image, only the type is shown.
+    """
+    others = {name: _plain(value) for name, value in row.items() if name not in ("prompt", prompt_column)}
+    return {"columns": others} if others else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else f"<{type(value).__name__}>"
+
+
+def rounded(value: float) -> float:
+    """Rounds to six significant digits, to keep the files small."""
+    return float(f"{value:.6g}")
+
+
 def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any]:
     prompt = rollouts["queries"][i][rollouts["query_attn_masks"][i].bool()].tolist()
-    response = rollouts["responses"][i][rollouts["response_mask"][i]].tolist()
-    return {
+    mask = rollouts["response_mask"][i]
+    written = rollouts["responses"][i][: _num_written(mask)].tolist()
+    row = {
         "prompt_id": int(rollouts["prompt_ids"][i]),
+        "sample_id": int(rollouts["sample_ids"][i]),
         "prompt": processing_class.decode(prompt),
-        "response": processing_class.decode(response),
+        "response": processing_class.decode(written),
         "score": _number(rollouts["scores"][i]),
         "stopped": bool(rollouts["stopped"][i]),
-        "length": len(response),
+        "length": int(mask.sum()),
     }
+    return row | _turns(written, mask.tolist(), processing_class)
+
+
+def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
+    """The text of each token, with the space before it: many tokenizers drop it from a token that is decoded alone."""
+    alone = [processing_class.decode([token]) for token in ids]
+    texts = alone[:1]
+    for before, pair, text in zip(alone, zip(ids, ids[1:], strict=False), alone[1:], strict=False):
+        both = processing_class.decode(list(pair))
+        texts.append(both.removeprefix(before) if both.startswith(before) else text)
+    return texts
+
+
+def _num_written(mask: Tensor) -> int:
+    """The number of columns up to the last token that the policy chose."""
+    chosen = mask.nonzero().squeeze(1)
+    return int(chosen[-1]) + 1 if len(chosen) else 0
+
+
+def _turns(written: Sequence[int], mask: Sequence[bool], processing_class: Any) -> dict[str, Any]:
+    """`turns`, who wrote which text of the response, if it was not the policy alone."""
+    parts: list[tuple[bool, list[int]]] = []
+    for token, chosen in zip(written, mask, strict=False):
+        if not parts or parts[-1][0] != chosen:
+            parts.append((chosen, []))
+        parts[-1][1].append(token)
+    if all(chosen for chosen, _ in parts):
+        return {}
+    texts = [(chosen, processing_class.decode(tokens)) for chosen, tokens in parts]
+    return {"turns": [{"role": "policy" if chosen else "environment", "text": text} for chosen, text in texts]}
 
 
 def _number(value: Tensor) -> float:
-    """Rounds to six significant digits, to keep the files small."""
-    return float(f"{float(value):.6g}")
+    return rounded(float(value))

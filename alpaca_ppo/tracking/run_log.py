@@ -1,7 +1,7 @@
-"""The log of a run: metrics.jsonl, run.yaml, trackers, tables of responses, messages and progress bars.
+"""The log of a run: metrics.jsonl, run.yaml, trackers, tables of responses, messages.
 
 Only the main process writes; on other processes every method does nothing. The numbers come from `ppo.metrics` and
-`rollout_tables`; checkpoints and models are written by `checkpoint`.
+`rollout_tables`; checkpoints and models are written by `checkpoint`. What is printed and when is in `console`.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker, get_available_trackers
-from tqdm import tqdm
 
 from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
+from alpaca_ppo.config.run_file import PROVENANCE
+from alpaca_ppo.tracking import tracker_tables
+from alpaca_ppo.tracking.progress_bar import ProgressBar, write
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
-_MAX_TABLE_ROWS = 16
-_TABLE_FOLDERS = ("rollouts", "eval")
+_TABLE_FOLDERS = ("rollouts", "eval", "inspected")
 
 
 def tracker_names(report_to: Sequence[str]) -> list[str]:
@@ -58,10 +59,12 @@ class RunLog:
 
     Args:
         accelerator: the run's accelerator. If it already has trackers, they are used, and `report_to` adds none.
-        output_dir: folder of metrics.jsonl, run.yaml, runs/ (TensorBoard), rollouts/, eval/ and skipped_updates.jsonl.
+        output_dir: folder of metrics.jsonl, run.yaml, runs/ (TensorBoard), rollouts/, eval/, inspected/, findings.jsonl
+            and skipped_updates.jsonl.
         report_to: trackers; see `tracker_names`.
         run_name: the run's name in the trackers; by default the name of the output folder.
-        config: the resolved configuration, as plain values.
+        config: all options of the run, as plain values without credentials.
+        provenance: where the run came from, for run.yaml alone.
         resume_step: the number of steps already done, or -1 for a new run. Records of later steps are removed, because
             the run will write them again. None keeps all records.
         step_ended: False if step `resume_step` has written its table of rollouts, but not its line of metrics.
@@ -81,6 +84,7 @@ class RunLog:
         report_to: Sequence[str] = ("tensorboard",),
         run_name: str | None = None,
         config: Mapping[str, Any],
+        provenance: Mapping[str, Any] | None = None,
         resume_step: int | None = -1,
         step_ended: bool = True,
         resume_skipped: int = 0,
@@ -89,13 +93,20 @@ class RunLog:
         self.accelerator = accelerator
         self.output_dir = Path(output_dir)
         self.is_main = accelerator.is_main_process
+        self.bar = ProgressBar(is_main=self.is_main)
+        """The progress bar."""
+        self.samples: Sequence[Mapping[str, Any]] = []
+        """Sampled responses of the step, to be printed at its end (`rollout_tables.sample_rows`)."""
         self._before_train = resume_step is None
+        self._best_by: str | None = config.get("metric_for_best_model")
+        self._rollouts: dict[int, Sequence[Mapping[str, Any]]] = {}
         names = tracker_names(report_to)
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 _remove_records_after(self.output_dir, resume_step, step_ended, resume_skipped, resume_lines)
-            text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+            content = dict(config) if provenance is None else {**config, PROVENANCE: dict(provenance)}
+            text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
             write_text_atomically(self.output_dir / "run.yaml", text)
         self._owns_trackers = not accelerator.trackers
         if self._owns_trackers:
@@ -111,6 +122,7 @@ class RunLog:
         for board in self._tensorboards() if self._owns_trackers else []:
             # The next event opens a new file, which starts with the purge.
             board.tracker.close()
+            _wait_for_a_later_name(self.output_dir / "runs")
             board.tracker.purge_step = resume_step + step_ended
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
@@ -129,19 +141,36 @@ class RunLog:
             if report:
                 with explain_disk_full(self.output_dir / "runs"):
                     self.accelerator.log(numbers, step=step)
+                    for board in self._tensorboards():
+                        board.log(tracker_tables.overview(numbers, best_by=self._best_by), step=step)
+                    self._show_table("rollouts", self._rollouts.pop(step, ()), step)
+            self._rollouts.clear()
 
     def log_skipped_update(self, row: Mapping[str, Any]) -> None:
         """Appends a line to skipped_updates.jsonl; `row["number"]` counts from 1 over the whole run."""
         if self.is_main:
             _append(self.output_dir / "skipped_updates.jsonl", row)
 
+    def log_finding(self, row: Mapping[str, Any]) -> None:
+        """Appends a line to findings.jsonl: what the doctor has found after `row["step"]`."""
+        if self.is_main:
+            _append(self.output_dir / "findings.jsonl", row)
+
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Writes `rows` to rollouts/step_<step>.jsonl, one JSON object per line."""
+        """Writes `rows` to rollouts/step_<step>.jsonl, one JSON object per line; the trackers get a table of them with
+        the step's metrics.
+        """
         if self.is_main:
             self._write_rows("rollouts", rows, step)
+            self._rollouts = {step: rows}
+
+    def log_inspected(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Writes `rows` to inspected/step_<step>.jsonl, one JSON object per line."""
+        if self.is_main:
+            self._write_rows("inspected", rows, step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Writes all `rows` to <name>/step_<step>.jsonl, and the first 16 as a text table to TensorBoard.
+        """Writes all `rows` to <name>/step_<step>.jsonl, and the first 16 as a table to the trackers.
 
         A table of step 0 that a run with checkpoints left is kept until `train` begins (`rewind`): a resumed run does
         not write it again.
@@ -154,18 +183,17 @@ class RunLog:
             )
         elif self.is_main:
             self._write_rows(name, rows, step)
-            for tracker in self._tensorboards():
-                tracker.tracker.add_text(f"{name}/table", markdown_table(rows[:_MAX_TABLE_ROWS]), step)
-
-    def progress(self, total: int, description: str, *, initial: int = 0, leave: bool = True) -> "tqdm[Any]":
-        """Returns a progress bar, which is shown on the main process only, and only if stderr is a terminal."""
-        hidden = not (self.is_main and sys.stderr.isatty())
-        return tqdm(total=total, desc=description, initial=initial, leave=leave, disable=hidden, dynamic_ncols=True)
+            self._show_table(name, rows, step)
 
     def message(self, text: str) -> None:
-        """Prints a line above the progress bars."""
+        """Prints a line above the progress bar."""
         if self.is_main:
-            tqdm.write(text)
+            write(text)
+
+    @property
+    def boards(self) -> list[str]:
+        """The folders to which TensorBoard's events are written."""
+        return [str(Path(tracker.tracker.log_dir)) for tracker in self._tensorboards()] if self.is_main else []
 
     def finish(self) -> None:
         """Closes the trackers that this log started."""
@@ -180,6 +208,8 @@ class RunLog:
     ) -> None:
         runs = self.output_dir / "runs"
         # TensorBoard hides what an interrupted run wrote for purge_step and later steps.
+        if self.is_main and purge_step is not None:
+            _wait_for_a_later_name(runs)
         board = TensorBoardTracker("", runs, purge_step=purge_step)
         self.accelerator.project_configuration.logging_dir = str(runs)
         self.accelerator.log_with = [board if name == "tensorboard" else name for name in names]
@@ -192,32 +222,22 @@ class RunLog:
         if self.is_main:
             for tracker in self._tensorboards():
                 tracker.tracker.add_text(
-                    "run.yaml", markdown_table([{"option": k, "value": v} for k, v in config.items()])
+                    "run.yaml", tracker_tables.markdown_table([{"option": k, "value": v} for k, v in config.items()])
                 )
+
+    def _show_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        for tracker in self.accelerator.trackers:
+            path = self.output_dir / name / f"step_{step:06d}.jsonl"
+            tracker_tables.log_table(tracker, name, rows, path, step)
 
     def _tensorboards(self) -> list[TensorBoardTracker]:
         return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, TensorBoardTracker)]
 
     def _write_rows(self, folder: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        (self.output_dir / folder).mkdir(exist_ok=True)
+        (self.output_dir / folder).mkdir(parents=True, exist_ok=True)
         write_text_atomically(
             self.output_dir / folder / f"step_{step:06d}.jsonl", "".join(_json_line(row) for row in rows)
         )
-
-
-def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns `rows` as a Markdown table with the keys of the first row as columns; "" without rows."""
-    if not rows:
-        return ""
-    columns = list(rows[0])
-    body = [[_cell(row.get(column, "")) for column in columns] for row in rows]
-    lines = [[_cell(column) for column in columns], ["---"] * len(columns), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
@@ -241,9 +261,11 @@ def _remove_records_after(output_dir: Path, step: int, step_ended: bool, skipped
     added after the first `lines`.
     """
     _keep_lines_up_to(output_dir / "metrics.jsonl", "step", step - (not step_ended), lines)
+    _keep_lines_up_to(output_dir / "findings.jsonl", "step", step - (not step_ended))
     _keep_lines_up_to(output_dir / "skipped_updates.jsonl", "number", skipped)
     for folder in _TABLE_FOLDERS:
-        for path in (output_dir / folder).glob("step_*.jsonl"):
+        # Also those of named eval sets, which have folders of their own.
+        for path in (output_dir / folder).rglob("step_*.jsonl"):
             number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
             if number and int(number[1]) > step:
                 path.unlink()
@@ -279,6 +301,17 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any], step: int) -> No
             f"{found['lines']} lines up to step {step} differ from the {written['lines']} lines that run wrote; "
             "choose another output_dir, or move the file away"
         )
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Waits until a new event file in `folder` comes after those that are there.
+
+    TensorBoard reads them in the order of their names, which begin with whole seconds. What follows the seconds says
+    nothing about which file came first: a counter, say, with 10 before 9.
+    """
+    newest = max((int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")), default=0)
+    # A file from a clock that was ahead is not waited for.
+    time.sleep(max(0.0, min(1.0, newest + 1 - time.time())))
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

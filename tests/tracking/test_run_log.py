@@ -1,16 +1,15 @@
-import io
 import json
 import math
 import os
-import sys
 
 import pytest
 import yaml
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from alpaca_ppo.tracking import run_log
-from alpaca_ppo.tracking.run_log import RunLog, markdown_table, metrics_identity, tracker_names
+from alpaca_ppo.tracking.run_log import RunLog, metrics_identity, tracker_names
 
 CONFIG = {"seed": 42, "report_to": ["tensorboard"], "run_name": None, "learning_rate": 1e-06}
 
@@ -127,29 +126,48 @@ def test_run_yaml_has_the_resolved_configuration(tmp_path):
 
 
 def test_tensorboard_gets_metrics_tables_and_configuration(tmp_path):
-    log = make_log(tmp_path, report_to=["tensorboard"])
+    log = make_log(tmp_path, report_to=["tensorboard"], config={**CONFIG, "metric_for_best_model": "ppo/x"})
     log.log({"objective/kl": 0.5}, 1)
     log.log({"objective/kl": 0.75}, 2, report=False)
     log.log_table("eval", [{"prompt": f"p{i}", "score": i / 3} for i in range(20)], 2)
+    log.log_rollouts([{"prompt": "p", "response": "r", "score": 0.5, "tokens": [1]}], 3)
+    log.log({"objective/scores": 0.5, "ppo/x": 0.25}, 3)
+    log.log_rollouts([{"prompt": "unreported", "response": "r", "score": 0.5}], 4)
+    log.log({"objective/scores": 0.75}, 4, report=False)
     log.finish()
     events = board(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("objective/kl")] == [(1, 0.5)]
-    assert len(lines(tmp_path)) == 2
-    assert "| p15 | 5 |" in text(events, "eval/table") and "p16" not in text(events, "eval/table")
+    assert len(lines(tmp_path)) == 4
+    assert "| 5 | p15 |" in text(events, "eval/table") and "p16" not in text(events, "eval/table")
+    assert [(e.step, e.value) for e in events.Scalars("0_overview/1_reward")] == [(3, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("0_overview/7_ppo_x")] == [(3, 0.25)]
+    assert text(events, "rollouts/table") == "| score | prompt | response |\n| --- | --- | --- |\n| 0.5 | p | r |"
     assert len((tmp_path / "eval" / "step_000002.jsonl").read_text().splitlines()) == 20
-    assert "| learning_rate | 1e-06 |" in text(events, "run.yaml")
+    assert "| learning\\_rate | 1e-06 |" in text(events, "run.yaml")
 
 
 @pytest.mark.parametrize(("resume_step", "steps"), [(2, [1, 2, 3]), (-1, [3])])
 def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, monkeypatch, resume_step, steps):
-    # Event files are ordered by name, which contains the second in which they were created.
-    for start, first, last in ((1_000_000, 1, 4), (1_000_001, 3, 3)):
-        monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda start=start: start)
+    # Event files are read in the order of their names: the second in which each was created, and in the end a counter,
+    # whose 10 comes before its 9.
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(9))
+    for first, last in ((1, 4), (3, 3)):
         log = make_log(tmp_path, report_to=["tensorboard"], resume_step=-1 if first == 1 else resume_step)
         for step in range(first, last + 1):
             log.log({"x": step / 2}, step)
         log.finish()
     assert [e.step for e in board(tmp_path).Scalars("x")] == steps
+
+
+def test_an_open_board_that_goes_back_hides_the_steps_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(9))
+    log = make_log(tmp_path, report_to=["tensorboard"])
+    for step in range(1, 5):
+        log.log({"x": step / 2}, step)
+    log.rewind(resume_step=2, step_ended=True, resume_skipped=0, resume_lines=None)
+    log.log({"x": 7.0}, 3)
+    log.finish()
+    assert [(e.step, e.value) for e in board(tmp_path).Scalars("x")] == [(1, 0.5), (2, 1.0), (3, 7.0)]
 
 
 def test_trackers_that_the_accelerator_already_has_are_kept_and_left_open(tmp_path):
@@ -211,19 +229,6 @@ def test_a_message_is_printed_once(tmp_path, capsys):
     assert capsys.readouterr().out == "8 steps\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
-def test_a_progress_bar_shows_on_a_terminal_only(tmp_path, monkeypatch, stream, shown):
-    monkeypatch.setattr(sys, "stderr", stream)
-    with make_log(tmp_path).progress(8, "ppo", initial=2) as bar:
-        bar.update(6)
-    assert ("ppo" in stream.getvalue() and "8/8" in stream.getvalue()) is shown
-
-
 def test_a_tracker_named_twice_is_used_once(monkeypatch):
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
     assert tracker_names(["wandb", "all"]) == ["wandb", "tensorboard"]
@@ -242,9 +247,3 @@ def test_an_unavailable_tracker_is_an_error_that_lists_the_available_ones(monkey
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises(ValueError, match=message):
         tracker_names(report_to)
-
-
-def test_a_table_takes_its_columns_from_the_first_row_and_keeps_each_row_on_one_line():
-    rows = [{"prompt": "a|b\nc", "score": 0.123456}, {"prompt": "d", "other": 1}]
-    assert markdown_table(rows) == "| prompt | score |\n| --- | --- |\n| a\\|b<br>c | 0.1235 |\n| d |  |"
-    assert markdown_table([]) == ""

@@ -1,0 +1,54 @@
+"""What libraries print that a user of this package can do nothing about, and how it is left out.
+
+Each line is named by its text and the module that prints it; every other warning is shown, those of the user's own code
+among them.
+"""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_WARNINGS = (
+    # transformers 5.23 has renamed what PEFT and this package call; 5.17 does not have the new name yet.
+    (r"`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated", "transformers.modeling_utils"),
+)
+"""Beginnings of FutureWarnings, as regular expressions, and the modules that they come from."""
+
+
+def ignore_known_lines() -> None:
+    """Leaves out the known warnings of libraries, and the line in which DeepSpeed names the accelerator that it found:
+    transformers imports it to save any model.
+    """
+    for message, module in _WARNINGS:
+        warnings.filterwarnings("ignore", message, FutureWarning, rf"{module}\Z")
+    # A filter stays on the logger that DeepSpeed sets up when it is imported.
+    logging.getLogger("DeepSpeed").addFilter(_is_no_choice_of_accelerator)
+
+
+def _is_no_choice_of_accelerator(record: logging.LogRecord) -> bool:
+    return record.filename != "real_accelerator.py"
+
+
+def has_screen() -> bool:
+    """Whether a progress bar has a terminal or a notebook to be drawn on; in a file it would leave many lines."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+@contextmanager
+def transformers_bars(*, shown: bool) -> Iterator[None]:
+    """A block in which transformers draws the progress bars of models that it loads or saves if `shown`, and if nobody
+    has turned them off.
+    """
+    # It takes seconds, and whoever loads a model has imported it.
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.is_progress_bar_enabled()
+    if not shown:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,247 @@
+import math
+
+import pytest
+
+from alpaca_ppo.tracking import console_text
+from alpaca_ppo.tracking.console_text import StepTable, change_lines, changes, evaluation_lines, sample_lines
+from alpaca_ppo.tracking.start_and_end import averaged_steps
+
+STEP = {
+    "objective/scores/correct": 0.5,
+    "objective/scores/brevity": -12.25,
+    "objective/rewards": 1.23456,
+    "objective/kl_sum_seq": 0.00004,
+    "objective/response_length": 87.25,
+    "objective/truncated_fraction": 0.125,
+    "ppo/val/explained_variance": -0.001,
+    "tokens/per_second": 12_345.0,
+    "time/step": 3.26,
+}
+
+
+def table(width=120, *, max_steps=1000, has_reference=True, reward_is_score=True):
+    return StepTable(width, max_steps=max_steps, has_reference=has_reference, reward_is_score=reward_is_score)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [
+        (1.23456, 3, "1.235"),
+        (0.0, 3, "0.000"),
+        (0.0004, 3, "4.0e-04"),
+        (0.0005, 3, "0.001"),
+        (-0.0004, 3, "-4.0e-04"),
+        (99_999.0, 3, "99999.000"),
+        (123_456.0, 3, "1.2e+05"),
+        (math.nan, 3, "nan"),
+        (-math.inf, 1, "-inf"),
+        (None, 3, "-"),
+    ],
+)
+def test_a_number_has_decimals_unless_they_would_be_zeros_or_too_many(value, digits, shown):
+    assert console_text.number(value, digits) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3599.4, "59:59"), (3661, "1:01:01"), (90_061, "1d 01:01")],
+)
+def test_a_duration_has_the_units_that_it_needs(seconds, shown):
+    assert console_text.duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(3.14, "3.1"), (47.4, "47"), (1234.0, "1.2k"), (99_949.0, "99.9k"), (310_400.0, "310k")]
+)
+def test_a_rate_has_three_digits_or_so(value, shown):
+    assert console_text.rate(value) == shown
+
+
+def test_each_value_stands_under_its_title():
+    lines = table()
+    rows = lines.row(STEP, step=12, seconds_left=61.0)
+    assert rows == ["  12/1000     1.235     0.500   -12.250  4.0e-05    87.2   12.5%     0.00  12.3k    3.3     1:01"]
+    assert lines.header == (
+        "     step    reward   correct   brevity       KL  length cut off expl.var  tok/s    sec     left"
+    )
+
+
+def test_a_single_source_has_a_column_only_if_the_reward_is_not_its_score():
+    one = {key: value for key, value in STEP.items() if not key.endswith("brevity")}
+    for same in (True, False):
+        lines = table(reward_is_score=same)
+        lines.row(one, step=1, seconds_left=None)
+        assert ("correct" in lines.header) is not same
+
+
+def test_what_a_run_does_not_have_has_no_column_and_what_a_step_lacks_is_a_dash():
+    lines = table(has_reference=False)
+    without_critic = {key: value for key, value in STEP.items() if key != "ppo/val/explained_variance"}
+    lines.row(without_critic, step=1, seconds_left=None)
+    assert "KL" not in lines.header
+    assert "expl" not in lines.header
+    assert lines.row({}, step=2, seconds_left=None)[0].split() == ["2/1000", *"-" * 8]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_many_sources_go_below_and_no_line_is_too_long(width):
+    names = ["correct", "a_judge_with_quite_a_long_name", "format", "brevity", "politeness", "language"]
+    lines = table(width)
+    stats = STEP | {f"objective/scores/{name}": 1.0 + i for i, name in enumerate(names)}
+    shown = lines.row(stats, step=1, seconds_left=3600.0)
+    assert len(shown) > 1
+    assert all(len(line) <= width for line in [lines.header, *shown])
+    # Under the step's number there is room, so that the rows are easily told from their sources.
+    assert all(line.startswith(" " * 11) for line in shown[1:])
+    below = " ".join(shown[1:]).split()
+    assert [(name, below[below.index(name) + 1]) for name in names] == [
+        (name, f"{1.0 + i:.3f}") for i, name in enumerate(names)
+    ]
+    # A step in which one source abstained from everything keeps its place.
+    assert len(lines.row(stats | {"objective/scores/format": math.nan}, step=2, seconds_left=None)) == len(shown)
+
+
+EVAL = {
+    "eval/rewards": 0.5,
+    "eval/scores": 0.5,
+    "eval/scores_std": 0.1,
+    "eval/kl_sum_seq": 0.0,
+    "eval/response_length": 10.0,
+    "eval/truncated_fraction": 0.25,
+    "eval/dropped_rows": 0.0,
+    "objective/rewards": 3.0,
+}
+
+
+def test_an_evaluation_shows_each_metric_before_training_and_now():
+    assert evaluation_lines(EVAL, {}, step=0, width=120) == [
+        "eval before training:  reward 0.500  KL 0.000  length 10.0  cut off 25.0%"
+    ]
+    now = EVAL | {"eval/rewards": 0.75, "eval/kl_sum_seq": 2.0, "eval/scores": 1.0, "eval/rewards_se": 0.02}
+    assert evaluation_lines(now, EVAL, step=20, width=100) == [
+        "eval at step 20:  reward 0.500 -> 0.750 ±0.020 (+0.250)  KL 0.000 -> 2.000  length 10.0 -> 10.0",
+        "    cut off 25.0% -> 25.0%  scores 0.500 -> 1.000",
+    ]
+
+
+def test_the_only_source_is_not_repeated_though_its_mean_was_rounded_otherwise():
+    lines = evaluation_lines(EVAL | {"eval/scores/even": 0.5 + 1e-8, "eval/scores/even_se": 0.1}, {}, step=0, width=120)
+    assert lines == ["eval before training:  reward 0.500  KL 0.000  length 10.0  cut off 25.0%"]
+    assert "even 0.501" in evaluation_lines(EVAL | {"eval/scores/even": 0.501}, {}, step=0, width=120)[0]
+
+
+def test_a_metric_without_a_value_before_or_now_has_no_arrow():
+    lines = evaluation_lines(EVAL | {"eval/rewards": None}, EVAL | {"eval/kl_sum_seq": None}, step=3, width=120)
+    assert lines[0].startswith("eval at step 3:  reward -  KL 0.000  length 10.0 -> 10.0")
+
+
+def test_named_evaluation_sets_have_a_line_each():
+    stats = {
+        "eval/math/rewards": 0.5,
+        "eval/math/pass@4": 0.75,
+        "eval/chat/rewards": 2.0,
+        "eval/rewards": 1.0,
+        "eval/scores/judge": 4.0,
+    }
+    assert evaluation_lines(stats, stats | {"eval/math/pass@4": 0.25}, step=5, width=120) == [
+        "eval math at step 5:  reward 0.500 -> 0.500 (+0.000)  pass@4 0.250 -> 0.750",
+        "eval chat at step 5:  reward 2.000 -> 2.000 (+0.000)",
+        "eval at step 5:  reward 1.000 -> 1.000 (+0.000)  judge 4.000 -> 4.000",
+    ]
+
+
+def sample(**fields):
+    row = {"prompt": "1 + 1?", "response": "2", "score": 1.0, "kl": 0.5, "length": 2, "stopped": True}
+    return row | {"rank": "highest score of 8"} | fields
+
+
+def test_a_sample_has_its_score_and_kl_above_and_its_text_beside_a_bar():
+    lines = sample_lines([sample(response="Let me see.\n\n\tTwo.")], step=50, width=80)
+    assert lines == [
+        "-- step 50, highest score of 8: score 1.000, KL 0.500, 2 tokens, stopped -------",
+        "prompt | 1 + 1?",
+        "answer | Let me see.",
+        "       |",
+        "       |     Two.",
+        "-" * 80,
+    ]
+    assert sample_lines([], step=50, width=80) == []
+    assert "cut off" in sample_lines([sample(stopped=False)], step=1, width=80)[0]
+
+
+def test_a_long_sample_keeps_its_beginning_and_its_end():
+    lines = sample_lines([sample(response="\n".join(f"line {i}" for i in range(100)))], step=1, width=80)
+    answer = [line.partition("| ")[2] for line in lines[2:-1]]
+    # 12 lines, a note, 8 lines: 80 of 100 are left out.
+    assert answer == [
+        *(f"line {i}" for i in range(12)),
+        "[... 80 lines ...]",
+        *(f"line {i}" for i in range(92, 100)),
+    ]
+    # A note in place of one line would be no shorter.
+    whole = sample_lines([sample(response="\n".join("abcdefghijklmnopqrstu"))], step=1, width=80)
+    assert "[..." not in "".join(whole)
+
+
+@pytest.mark.parametrize(("text", "columns"), [("word " * 100, 1), ("字" * 300, 2), ("x" * 500, 1)])
+def test_long_lines_are_wrapped_and_lose_nothing(text, columns):
+    lines = sample_lines([sample(prompt="", response=text)], step=1, width=100)
+    answer = [line.partition("| ")[2] for line in lines[2:-1]]
+    assert "".join(answer).replace(" ", "") == text.replace(" ", "")
+    # 100 columns without those of the label. A line that ends at a word may be shorter.
+    assert 87 <= max(len(line) for line in answer) * columns <= 91
+
+
+def test_a_sample_cannot_control_the_terminal():
+    text = "\x1b[31mred\x07 \r\nnext\rover \u202ereversed\u2028end\x9b"
+    assert console_text.printable(text) == ("\\x1b[31mred\\x07 \nnext\\rover \\u202ereversed\\u2028end\\x9b")
+
+
+def test_changes_are_means_over_the_first_and_last_tenth():
+    history = [{"step": 0, "eval/rewards": 0.5}]
+    history += [{"step": i, "objective/rewards": float(i)} for i in range(1, 31)]
+    history[-1]["eval/rewards"] = 0.25
+    # Of 30 steps 3 at each end: (1 + 2 + 3) / 3 and (28 + 29 + 30) / 3.
+    assert averaged_steps(30) == 3
+    assert [(change.title, change.start, change.end) for change in changes(history)] == [
+        ("reward", 2.0, 29.0),
+        ("eval reward", 0.5, 0.25),
+    ]
+    assert change_lines(changes(history)) == [
+        "  reward           2.000 ->     29.000  (+27.000)",
+        "  eval reward      0.500 ->      0.250  (-0.250)",
+    ]
+
+
+def test_changes_name_several_sources_what_evaluations_measure_and_the_chosen_metric():
+    one = {"objective/rewards": 1.0, "objective/scores/a": 1.0, "objective/kl_sum_seq": 0.0, "ppo/x": 2.0}
+    evaluated = {"eval/rewards": 1.0, "eval/scores": 1.0, "eval/scores/a": 1.0, "eval/scores/a_se": 0.1, "eval/f1": 0.5}
+    history = [
+        {"step": 0, **evaluated},
+        {"step": 1, **one, "objective/scores/b": 0.5},
+        {"step": 2, **one, "objective/scores/b": 0.25, **evaluated, "eval/f1": 0.75},
+    ]
+    of_steps = ["reward", "a", "b", "KL"]
+    # The only evaluated source is the reward, and scores without a penalty are the reward too.
+    of_evaluations = ["eval reward", "eval f1"]
+    for metric, also in ((None, []), ("eval/f1", []), ("eval/scores", ["eval scores"])):
+        assert [change.title for change in changes(history, metric=metric)] == of_steps + of_evaluations + also
+    found = {change.title: (change.start, change.end) for change in changes(history, metric="ppo/x")}
+    assert list(found) == [*of_steps, "ppo/x", *of_evaluations]
+    assert (found["b"], found["eval f1"], found["ppo/x"]) == ((0.5, 0.25), (0.5, 0.75), (2.0, 2.0))
+    # A single source is the reward, unless something is taken from it.
+    history = [{"step": 1, "objective/rewards": 1.0, "objective/scores/a": 1.0}]
+    assert [change.title for change in changes(history)] == ["reward"]
+
+
+def test_numbers_of_findings_are_words():
+    assert console_text.severities({"info": 2, "warning": 1, "error": 2}) == "2 errors, 1 warning, 2 info"
+    assert console_text.severities({"info": 1}) == "1 info"
+
+
+def test_changes_of_a_run_without_finite_numbers_are_none():
+    assert changes([]) == []
+    assert changes([{"step": 1, "objective/rewards": None}]) == []
+    # A single evaluation says nothing of a change.
+    assert changes([{"step": 0, "eval/rewards": 1.0}]) == []
+    assert [averaged_steps(n) for n in (1, 19, 20, 1000)] == [1, 1, 2, 10]
