@@ -181,7 +181,7 @@ def read_reward_adapter(name: str) -> LoraConfig:
     if not is_adapter(name):
         raise ValueError(
             f"reward_adapter is {name!r}, which is not an adapter's folder or hub id; use one written by "
-            "train_reward_model.py --use_peft, or pass a whole reward model in reward_funcs"
+            "alpaca-ppo reward --use_peft, or pass a whole reward model in reward_funcs"
         )
     config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
     if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
@@ -219,7 +219,7 @@ def check_reward_adapter(name: str) -> None:
     if [(len(shape), *shape[:1]) for shape in heads.values()] != [(2, 1)]:
         raise ValueError(
             f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
-            "examples/train_reward_model.py --use_peft"
+            "alpaca-ppo reward --use_peft"
         )
 
 

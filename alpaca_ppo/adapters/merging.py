@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import POLICY, AdapterSet
 from alpaca_ppo.adapters.checks import belongs_to
+from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.remote_code import has_remote_code, remote_code
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -98,7 +99,7 @@ def _stored(model: PreTrainedModel, base: dict[str, Tensor]) -> dict[str, Tensor
     )
     try:
         # Only from this disk, where the run loaded it; a download could be another revision.
-        with remote_code(name, trust=has_remote_code(model)):
+        with remote_code(name, trust=has_remote_code(model)), transformers_bars(shown=has_screen()):
             source = type(model).from_pretrained(name, dtype=torch.float32, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError, SafetensorError) as error:
         warnings.warn(f"the base {name!r} cannot be read again ({error}): {effect}", stacklevel=2)

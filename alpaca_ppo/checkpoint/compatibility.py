@@ -23,17 +23,23 @@ from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_fingerpr
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.schedules import StepCounts
+from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Policy, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
 _FREE_TO_CHANGE = """
 ignore_data_change ignore_model_change ignore_reward_change output_dir run_name report_to logging_steps save_steps
+overwrite_output_dir load_best_model_at_end
 save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id
-total_epochs total_episodes rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
+total_epochs total_episodes max_steps drop_unscored
+rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
 logprob_chunk_size deepspeed ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates
-eval_do_sample eval_top_p eval_top_k trust_remote_code reward_retries reward_retry_pause failed_rewards
+eval_do_sample eval_top_p eval_top_k eval_temperature eval_num_samples eval_pass_k eval_success_above eval_success_by
+eval_answer_func eval_best_of_by eval_opponent eval_judge eval_judge_model eval_judge_template eval_judge_retries
+max_concurrent_environments tool_timeout environment_timeout
+trust_remote_code reward_retries reward_retry_pause failed_rewards
 mismatch_action mismatch_check_steps entropy_logging_steps kept_logits_gib max_tokens_per_micro_batch padding_free
-optim cuda_graphs compile_decoding
+optim cuda_graphs compile_decoding num_inspected_prompts report report_token_mb stop_on print_samples_every
 """.split()
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
 _COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]
@@ -57,9 +63,11 @@ _REMEDIES = {
         "use the reward sources of the checkpoint's run, in the same order and with the same reward_weights, or set "
         "ignore_reward_change: true"
     ),
+    "environments": "use the environments and tools of the checkpoint's run, or set ignore_reward_change: true",
     "lr_schedule": (
         "the schedule of lr_scheduler_type or critic_lr_scheduler_type spreads the learning rate over the whole run, "
-        "so keep total_epochs, total_episodes and the number of prompts, or start a new run in another output_dir"
+        "so keep total_epochs, total_episodes, max_steps "
+        "and the number of prompts, or start a new run in another output_dir"
     ),
 }
 _NAMES = {
@@ -72,8 +80,10 @@ _NAMES = {
 _MOST_NAMED = 5
 
 
-def start_identity(actor_critic: ActorCritic, reference: Reference | None, scorer: RewardScorer) -> dict[str, Any]:
-    """The models and rewards that a run starts from, as plain values.
+def start_identity(
+    actor_critic: ActorCritic, reference: Reference | None, scorer: RewardScorer, environments: Environments | None
+) -> dict[str, Any]:
+    """The models, rewards and environments that a run starts from, as plain values.
 
     Call it before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Of policy and
     critic, the weights that are trained are left out: they come from the checkpoint, and what else is built from them,
@@ -84,7 +94,21 @@ def start_identity(actor_critic: ActorCritic, reference: Reference | None, score
     if frozen := {name: parameter for name, parameter in critic.items() if not parameter.requires_grad}:
         weights["critic"] = f"weights {tensors_fingerprint(frozen)}"
     sources = zip(scorer.sources, scorer.weights, strict=True)
-    return {"weights": weights, "rewards": [_source_identity(source) | {"weight": w} for source, w in sources]}
+    identity: dict[str, Any] = {"weights": weights}
+    identity["rewards"] = [_source_identity(source) | {"weight": w} for source, w in sources]
+    # Without environments the entry is left out.
+    return identity | ({} if environments is None else {"environments": _kinds_identity(environments)})
+
+
+def _kinds_identity(environments: Environments) -> dict[str, Any]:
+    """The class of each environment, and the tools that it is given, in a dictionary by its name."""
+    return {
+        kind.name: {
+            "environment": callable_identity(kind.environment_class),
+            "tools": [callable_identity(tool.function) for tool in kind.tools if tool.function is not None],
+        }
+        for kind in environments.kinds.values()
+    }
 
 
 def _frozen_policy(policy: Policy) -> dict[str, str]:
@@ -154,9 +178,12 @@ def run_identity(
 
 def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
     """The optimizer steps over which a learning rate is spread: the policy's, and the critic's if they are others."""
-    lengths = {"optimizer_steps": optimizer_steps.policy} if depends_on_length(args.lr_scheduler_type) else {}
+    # A warm-up that is a share of the steps is one of the run's length, too.
+    spread = depends_on_length(args.lr_scheduler_type) or 0 < args.warmup_steps < 1
+    lengths = {"optimizer_steps": optimizer_steps.policy} if spread else {}
     critic, schedule = optimizer_steps.critic, args.critic_lr_scheduler_type or args.lr_scheduler_type
-    if critic and critic not in lengths.values() and depends_on_length(schedule):
+    warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
+    if critic and critic not in lengths.values() and (depends_on_length(schedule) or 0 < warmup < 1):
         lengths["critic_optimizer_steps"] = critic
     return lengths
 
@@ -185,6 +212,7 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
         "train_dataset": args.ignore_data_change,
         "weights": args.ignore_model_change,
         "rewards": args.ignore_reward_change,
+        "environments": args.ignore_reward_change,
     }
     faults = []
     for entry in here:
@@ -231,6 +259,12 @@ def _source_differences(saved: Sequence[Mapping[str, Any]], here: Sequence[Mappi
 def data_identity(prompts: PromptDataset) -> dict[str, Any]:
     """The number of prompts, and a hash of their token ids and columns in dataset order."""
     return {"prompts": len(prompts), "fingerprint": prompts.fingerprint}
+
+
+def eval_identity(eval_prompts: Mapping[str, PromptDataset]) -> dict[str, Any] | None:
+    """The `data_identity` of each eval set by its name, of a set without a name itself; None without eval sets."""
+    found = {name: data_identity(prompts) for name, prompts in eval_prompts.items()}
+    return found.get("", found) or None
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:

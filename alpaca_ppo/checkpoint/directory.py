@@ -13,8 +13,13 @@ from pathlib import Path
 from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
 from alpaca_ppo.config.fields import shown
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 3}
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 4}
+RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
+"""How the newest checkpoint of a run is continued."""
 FILES = ("model.safetensors", "state.json", "state.safetensors")
+_FOLDERS_OF_A_RUN = ("checkpoint-*", "abandoned-checkpoint-*", "final", "rollouts", "eval")
+# run.yaml and runs/ stay: the run that starts may have written to them, and TensorBoard hides what is older.
+_RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html")
 
 
 def newest_checkpoint(output_dir: StrPath) -> Path | None:
@@ -23,16 +28,18 @@ def newest_checkpoint(output_dir: StrPath) -> Path | None:
     return found[-1] if found else None
 
 
-def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) -> Path:
+def resolve_checkpoint(
+    resume_from_checkpoint: bool | str, output_dir: StrPath, *, overwrite_output_dir: bool = False
+) -> Path:
     """The folder to resume from: the named one, or for True (or the text `true`) the newest in `output_dir`.
 
     Raises:
         ValueError: when True finds no checkpoint in `output_dir`; when the named one is in another folder, and
-            `output_dir` already contains a run.
+            `output_dir` already contains a run that is not to be overwritten.
     """
     if str(resume_from_checkpoint).lower() != "true":
         named = Path(str(resume_from_checkpoint))
-        if named.is_dir() and named.parent.resolve() != Path(output_dir).resolve():
+        if not overwrite_output_dir and named.is_dir() and not is_in(named, output_dir):
             check_no_earlier_run(output_dir)
         return named
     newest = newest_checkpoint(output_dir)
@@ -44,26 +51,51 @@ def resolve_checkpoint(resume_from_checkpoint: bool | str, output_dir: StrPath) 
     return newest
 
 
+def is_in(checkpoint: Path, output_dir: StrPath) -> bool:
+    """Whether `checkpoint` is one of the run in `output_dir`."""
+    return checkpoint.parent.resolve() == Path(output_dir).resolve()
+
+
 def check_no_earlier_run(output_dir: StrPath) -> None:
     """Checks that `output_dir` holds no earlier run, finished or not, that a new run would overwrite.
 
     Raises:
-        ValueError: when `output_dir` holds final models or a checkpoint, including any that a killed process was about
-            to replace.
+        ValueError: when `output_dir` holds final models, a checkpoint (including any that a killed process was about to
+            replace) or the metrics of a step.
     """
     newest, final = newest_checkpoint(output_dir), committed_path(Path(output_dir) / "final")
-    remedy = "choose another output_dir, or move the old run away"
+    remedy = "choose another output_dir, or move the old run away, or delete it with overwrite_output_dir: true"
     if final.exists():
-        extend = "to train it further, raise total_epochs or total_episodes and set resume_from_checkpoint: true; "
+        extend = f"to train it further, raise total_epochs, total_episodes or max_steps and continue with {RESUME}; "
         raise ValueError(
             f"output_dir ({output_dir}) holds a finished run (its models are in final/); "
             f"{extend if newest is not None else ''}to start a new run, {remedy}"
         )
     if newest is not None:
         raise ValueError(
-            f"output_dir ({output_dir}) already holds {newest.name} of an earlier run; set resume_from_checkpoint: "
-            f"true to continue that run, {remedy}"
+            f"output_dir ({output_dir}) already holds {newest.name} of an earlier run; to continue it, {RESUME}; "
+            f"otherwise {remedy}"
         )
+    if steps := _recorded_steps(Path(output_dir) / "metrics.jsonl"):
+        raise ValueError(
+            f"output_dir ({output_dir}) holds the records of an earlier run (metrics.jsonl has {steps} steps) without "
+            f"a checkpoint to continue it from; {remedy}"
+        )
+
+
+def remove_run(output_dir: StrPath) -> None:
+    """Deletes what an earlier run left in `output_dir`, and nothing else: checkpoints, final models and records."""
+    for pattern in _FOLDERS_OF_A_RUN:
+        for folder in list_committed(output_dir, pattern):
+            remove_folder(folder)
+    for name in _RECORDS_OF_A_RUN:
+        (Path(output_dir) / name).unlink(missing_ok=True)
+
+
+def _recorded_steps(path: Path) -> int:
+    """The number of steps that metrics.jsonl has; an evaluation before the first one is none, nor is a damaged line."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return sum(line.startswith(b'{"step": ') and not line.startswith(b'{"step": 0,') for line in lines)
 
 
 def abandon_later_checkpoints(folder: Path) -> list[Path]:
@@ -140,14 +172,14 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     return files
 
 
-def verify_files(folder: Path) -> None:
-    """Checks that `folder` is a complete checkpoint with unchanged files, by their hashes.
+def verify_files(folder: Path, names: Collection[str] = FILES) -> None:
+    """Checks that `folder` is a complete checkpoint, and that the files `names` are unchanged, by their hashes.
 
     Raises:
         ValueError: see `check_manifest`; also for a file whose content has changed.
     """
     for name, (_, written) in check_manifest(folder).items():
-        if (actual := _hash(folder / name)) != written:
+        if name in names and (actual := _hash(folder / name)) != written:
             raise ValueError(
                 f"checkpoint file {folder / name} is damaged: its hash is {actual[:12]}, but it was written with "
                 f"{written[:12]}; {_remedy(folder)}"

@@ -3,24 +3,21 @@
 Checkpoints to resume from are in `serialization`, the README of each folder in `model_card`.
 """
 
-import contextlib
 import copy
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
-from transformers.utils import logging
 
 from alpaca_ppo.adapters import POLICY, VALUE, AdapterSet, merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import write_model_card, write_value_card
+from alpaca_ppo.library_output import transformers_bars
 from alpaca_ppo.models import (
     ActorCritic,
     CriticHead,
@@ -30,6 +27,8 @@ from alpaca_ppo.models import (
     write_side_critic,
 )
 from alpaca_ppo.remote_code import has_remote_code, remote_code
+from alpaca_ppo.tracking.weights_step import FILE as STEP_FILE
+from alpaca_ppo.tracking.weights_step import WeightsStep
 
 
 def save_final(
@@ -37,31 +36,39 @@ def save_final(
     actor_critic: ActorCritic,
     processing_class: Any,
     *,
+    step: WeightsStep,
     metrics: Mapping[str, float],
     config: Mapping[str, Any],
+    reward_weights: Mapping[str, float] | None = None,
     merged: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Writes `folder`/policy with a model card and, if there is a critic, `folder`/value; each of them atomically.
+    """Writes `folder`/policy with a model card and, if there is a critic, `folder`/value; each of them atomically. Then
+    `folder`/step.json, which is absent while they are written.
 
     Args:
         folder: parent of both; its other content is left alone.
         actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's, but for a side
             critic, whose folder holds its network alone.
         processing_class: the policy's tokenizer, saved with each model.
-        metrics: the run's last metrics, for the card.
+        step: which step of the run the weights are from.
+        metrics: metrics of that step, for the card.
         config: the run's configuration as plain values, for the card.
+        reward_weights: the weight of each reward source by name, in the order of the sources, for the card.
         merged: if the policy is an adapter, also write `folder`/merged: the full model with the adapter merged in.
         trust_remote_code: run code that comes with the critic's architecture, to save it as a sequence classifier.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
+    (Path(folder) / STEP_FILE).unlink(missing_ok=True)
     with write_folder_atomically(Path(folder) / "policy") as tmp_dir:
         _write_policy(tmp_dir, policy if adapters is None else adapters.peft, processing_class)
         write_model_card(
             tmp_dir,
+            step=step,
             metrics=metrics,
             config=config,
             base_model=policy.config.name_or_path,
+            reward_weights=reward_weights,
             own_code=has_remote_code(policy),
         )
     if actor_critic.critic is not None:
@@ -75,6 +82,7 @@ def save_final(
     # Last, because it reads the base from disk again, which may fail.
     if merged and adapters is not None:
         save_merged(Path(folder) / "merged", adapters, processing_class)
+    step.write(folder)
 
 
 def _save_value(
@@ -126,7 +134,7 @@ def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) ->
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
         # The adapter has an embedding of its own, which loading must not tie to the head.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-    with write_folder_atomically(folder) as tmp_dir, _progress_on_terminal_only():
+    with write_folder_atomically(folder) as tmp_dir, transformers_bars(shown=False):
         model.save_pretrained(tmp_dir, state_dict=merged_weights(adapters))
         # The line above wrote the base's configuration, with its dtype.
         config.architectures = [type(model).__name__]
@@ -162,7 +170,7 @@ def save_value_model(
     """
     score = head.score_weight()
     classifier = None if score is None else matching_classifier(backbone, trust_remote_code=trust_remote_code)
-    with write_folder_atomically(folder) as tmp_dir, _progress_on_terminal_only():
+    with write_folder_atomically(folder) as tmp_dir, transformers_bars(shown=False):
         if classifier is None or score is None:
             write_critic(tmp_dir, head, backbone)
         else:
@@ -236,32 +244,11 @@ def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = 
     return classifier if needed == set(classifier.state_dict()) else None
 
 
-def push_folder(folder: StrPath, hub_model_id: str) -> None:
-    """Uploads `folder` to the hub repository `hub_model_id`, creating it if needed, with the user's own login."""
-    api = HfApi()
-    api.create_repo(hub_model_id, exist_ok=True)
-    api.upload_folder(
-        repo_id=hub_model_id, folder_path=Path(folder), commit_message="Upload a policy trained by alpaca_ppo"
-    )
-
-
 def _write_policy(folder: Path, policy: Any, processing_class: Any) -> None:
-    with _progress_on_terminal_only():
+    # They would be drawn over the run's own bar.
+    with transformers_bars(shown=False):
         if isinstance(policy, PeftModel):
             policy.save_pretrained(str(folder), selected_adapters=[POLICY])
         else:
             policy.save_pretrained(folder)
     processing_class.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _progress_on_terminal_only() -> Iterator[None]:
-    """Hides the progress bars of transformers unless stderr is a terminal, so that they stay out of log files."""
-    silence = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if silence:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if silence:
-            logging.enable_progress_bar()

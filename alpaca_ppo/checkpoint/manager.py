@@ -35,7 +35,8 @@ class Component(Protocol):
 class BestCheckpoint:
     """The best checkpoint of a run by one metric, kept in `TrainerState` under transformers' names.
 
-    Only steps at which a checkpoint is written are compared.
+    Only steps at which a checkpoint is written are compared. By a metric of evaluations that is all of them, because
+    the trainer saves every evaluation that `improves`.
 
     Args:
         state: of the run.
@@ -45,22 +46,19 @@ class BestCheckpoint:
 
     def __init__(self, state: TrainerState, metric: str | None, *, greater_is_better: bool) -> None:
         self._state, self._metric, self._greater_is_better = state, metric, greater_is_better
+        self.stats: dict[str, float] = {}
+        """Metrics of the best checkpoint's step."""
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Checks that the metric is in `stats`: an `eval/*` metric in those of an evaluation (empty without an eval
-        dataset), any other in those of a step.
+        """Checks that the metric is in `stats`: an `eval/*` metric in those of an evaluation, any other in those
+        of a step.
 
         Raises:
             ValueError: when it is not; lists the available metrics.
         """
         metric = self._metric
-        if metric is None or metric in stats or metric.startswith("eval/") != evaluation:
+        if metric is None or metric in stats or self.by_evaluation != evaluation:
             return
-        if not stats:
-            raise ValueError(
-                f"metric_for_best_model is {metric!r}, but eval_dataset is None; pass one, or set "
-                "metric_for_best_model: null"
-            )
         kind, others = (
             ("an evaluation", "") if evaluation else ("a step", ", one of an evaluation such as eval/scores,")
         )
@@ -69,14 +67,38 @@ class BestCheckpoint:
             f"{', '.join(sorted(stats))}{others} or null"
         )
 
-    def compare(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
-        """Makes `folder`, the checkpoint of `step`, the best if its metric is better than the best so far."""
+    def improves(self, stats: Mapping[str, float]) -> bool:
+        """Whether the metric in `stats` is better than that of the best checkpoint so far, if there is one."""
         value, best = stats.get(self._metric or "", math.nan), self._state.best_metric
         if not math.isfinite(value):
-            return
-        if best is None or (value > best if self._greater_is_better else value < best):
-            self._state.best_metric, self._state.best_global_step = value, step
-            self._state.best_model_checkpoint = str(folder)
+            return False
+        return best is None or (value > best if self._greater_is_better else value < best)
+
+    def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
+        """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
+        self._state.best_metric, self._state.best_global_step = stats[self._metric or ""], step
+        self._state.best_model_checkpoint = str(folder)
+        self.stats = dict(stats)
+
+    @property
+    def metric(self) -> str | None:
+        """Name of the metric by which checkpoints are compared."""
+        return self._metric
+
+    @property
+    def by_evaluation(self) -> bool:
+        """Whether that is a metric of evaluations."""
+        return self._metric is not None and self._metric.startswith("eval/")
+
+    @property
+    def value(self) -> float | None:
+        """The metric of the best checkpoint so far."""
+        return self._state.best_metric
+
+    @property
+    def step(self) -> int | None:
+        """Step of the best checkpoint so far."""
+        return self._state.best_global_step
 
     @property
     def folder(self) -> Path | None:
@@ -84,12 +106,13 @@ class BestCheckpoint:
         return None if self._state.best_model_checkpoint is None else Path(self._state.best_model_checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Metric, value and step of the best checkpoint."""
+        """Metric, value, step and metrics of the best checkpoint."""
         return {
             "metric": self._metric,
             "greater_is_better": self._greater_is_better,
             "value": self._state.best_metric,
             "step": self._state.best_global_step,
+            "stats": self.stats,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: Path) -> None:
@@ -111,6 +134,7 @@ class BestCheckpoint:
             return
         self._state.best_metric, self._state.best_global_step = saved["value"], saved["step"]
         self._state.best_model_checkpoint = str(best)
+        self.stats = saved["stats"]
 
 
 class CheckpointManager:
@@ -147,6 +171,8 @@ class CheckpointManager:
         self.best = best
         self._identity, self._check = identity, check
         self._save_total_limit = save_total_limit
+        self.best_is_loaded = False
+        """Whether the models hold the weights of the best checkpoint instead of the last step's."""
 
     def folder(self, step: int) -> Path:
         """Folder of the checkpoint after `step` completed steps."""
@@ -156,9 +182,18 @@ class CheckpointManager:
         """Writes the checkpoint of `step`, complete or not at all, removes surplus older ones, and returns its folder.
 
         Every rank must call it. `stats` are the step's metrics; they decide whether this becomes the best one.
+
+        Raises:
+            ValueError: after `load_best`, because weights and optimizer are those of different steps.
         """
         folder = self.folder(step)
-        self.best.compare(stats, step, folder)
+        if self.best_is_loaded:
+            raise ValueError(
+                f"{folder} cannot be saved: load_best_model_at_end has put the weights of {self.best.folder} into the "
+                "models, and the optimizer has gone on; save before the end of train(), or use save_model"
+            )
+        if self._improves(stats):
+            self.best.set(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
         rng = collectives.gather_list(random_states(), self._accelerator)
@@ -177,22 +212,59 @@ class CheckpointManager:
                 )
         return folder
 
-    def find(self, resume_from_checkpoint: bool | str | None) -> Path | None:
+    def is_best_evaluation(self, stats: Mapping[str, float]) -> bool:
+        """Whether `stats`, a step's metrics, have an evaluation that is the best of the run so far, and must be saved.
+
+        Every rank must call it. Without a metric of evaluations as `metric_for_best_model`, none is.
+        """
+        return self.best.by_evaluation and self._improves(stats)
+
+    def _improves(self, stats: Mapping[str, float]) -> bool:
+        """`BestCheckpoint.improves` as the main process sees it: an overridden `evaluate` may return metrics that
+        differ between ranks, which must save and load the same checkpoints.
+        """
+        if self.best.metric is None:
+            return False
+        return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
+
+    def find(
+        self,
+        resume_from_checkpoint: bool | str | None,
+        *,
+        overwrite_output_dir: bool = False,
+        has_trained: bool = False,
+    ) -> Path | None:
         """The checkpoint to resume from, or None for a new run; removes what killed processes left in the folder.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, True for the newest one, or None.
+            overwrite_output_dir: delete an earlier run in the folder that is not resumed.
+            has_trained: whether the models have been trained here, so that the run in the folder is their own.
 
         Raises:
             ValueError: if there is no such checkpoint, or if a new run would overwrite an older one.
         """
-        folder = None
+        folder, overwrite = None, overwrite_output_dir and not has_trained
         if resume_from_checkpoint:
-            folder = directory.resolve_checkpoint(resume_from_checkpoint, str(self._output_dir))
-        else:
+            folder = directory.resolve_checkpoint(
+                resume_from_checkpoint, str(self._output_dir), overwrite_output_dir=overwrite
+            )
+            overwrite = overwrite and not directory.is_in(folder, self._output_dir)
+        elif overwrite_output_dir and has_trained:
+            raise ValueError(
+                f"overwrite_output_dir is True, but the run in {self._output_dir} is this trainer's own, and its "
+                "models are not those that the run started from; train(resume_from_checkpoint=True) "
+                "continues it, or make a new trainer, whose run replaces it"
+            )
+        elif not overwrite:
             directory.check_no_earlier_run(str(self._output_dir))
         # Clean up only after every rank has checked that the folder belongs to this run: if it belongs to another one,
         # that run may still be writing to it.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             clean_leftovers(str(self._output_dir))
+            if overwrite:
+                directory.remove_run(str(self._output_dir))
         self._accelerator.wait_for_everyone()
         return folder
 
@@ -211,6 +283,7 @@ class CheckpointManager:
             rank=self._accelerator.process_index,
             check=partial(self._check_entries, folder),
         )
+        self.best_is_loaded = False
         for name, component in self._components().items():
             component.load_state_dict(extra["components"][name])
         self.best.load_state_dict(extra["best"], folder.parent)
@@ -219,6 +292,21 @@ class CheckpointManager:
         if self._accelerator.is_main_process and (moved := directory.abandon_later_checkpoints(folder)):
             print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
         return extra
+
+    def load_best(self, step: int) -> None:
+        """Puts the weights of the best checkpoint into the models; the optimizer stays as it is.
+
+        Every rank must call it, after `step`, and save no checkpoint afterwards. Without a best checkpoint, and if that
+        is the one of `step`, the weights stay.
+
+        Raises:
+            ValueError: if the checkpoint is gone or damaged.
+        """
+        if self.best.folder is not None and self.best.step != step:
+            serialization.load_weights(self.best.folder, self._engine)
+            self.best_is_loaded = True
+            # No rank deletes or replaces the folder while another one reads it.
+            self._accelerator.wait_for_everyone()
 
     def _check_entries(self, folder: Path, extra: Mapping[str, Any]) -> None:
         with collectives.raise_on_all_ranks(self._accelerator):

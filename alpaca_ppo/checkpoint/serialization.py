@@ -150,6 +150,24 @@ def load_checkpoint(
     return extra
 
 
+def load_weights(folder: StrPath, trained: Checkpointable) -> None:
+    """Restores the weights of a checkpoint in place, and nothing else.
+
+    Args:
+        folder: of the checkpoint.
+        trained: a model with the same tensors (names, shapes, dtypes) as the saved one, on any device.
+
+    Raises:
+        ValueError: as `load_checkpoint`.
+    """
+    folder = Path(folder)
+    verify_files(folder, [_WEIGHTS])
+    weights = _read_tensors(folder / _WEIGHTS)
+    here = {name: _describe(tensor) for name, tensor in trained.weights().items()}
+    _compare(folder, "tensor", {name: _describe(tensor) for name, tensor in weights.items()}, here)
+    trained.load_weights(weights)
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value

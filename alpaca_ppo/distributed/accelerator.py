@@ -10,6 +10,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, disable_zero3_init, wants_deepspeed
 from alpaca_ppo.distributed.launcher import watch_launcher
 from alpaca_ppo.distributed.threads import limit_threads
+from alpaca_ppo.library_output import ignore_known_lines
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
@@ -24,6 +25,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
             other settings.
     """
     watch_launcher()
+    ignore_known_lines()
     made = _made(args) if accelerator is None else _checked(accelerator, args)
     limit_threads(made)
     return made

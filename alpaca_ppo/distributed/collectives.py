@@ -103,6 +103,19 @@ def gather_list(item: T, accelerator: Accelerator) -> list[T]:
     return gathered
 
 
+def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:
+    """What `compute` returns on the main process, on every rank; the others wait for it, at most `ddp_timeout`.
+
+    Raises:
+        Exception: what `compute` raised; on the other ranks a RuntimeError that names its error.
+    """
+    result: list[T] = []
+    with raise_on_all_ranks(accelerator):
+        if accelerator.is_main_process:
+            result.append(compute())
+    return gather_list(result, accelerator)[0][0]
+
+
 def pad_to_longest_rank(
     batches: Sequence[T], count: int, make_dummies: Callable[[int], T], accelerator: Accelerator
 ) -> list[T]:

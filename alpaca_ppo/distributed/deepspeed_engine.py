@@ -66,6 +66,7 @@ class DeepSpeedEngine(Engine):
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
         self.gathers_to_sample = self.synced_forwards and gather_for_generation
+        self._frozen_engines: dict[int, Any] = {}
         policy = actor_critic.policy.model
         self._sampler = _copy_without_weights(policy, accelerator.device) if self.gathers_to_sample else None
         super().__init__(
@@ -176,9 +177,19 @@ class DeepSpeedEngine(Engine):
         # bf16 would round the float32 adapters on a bfloat16 base, unlike the policy's.
         half = {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": half}}
-        deepspeed.initialize(model=model, config=config)
+        frozen = self._frozen_engines[id(model)] = deepspeed.initialize(model=model, config=config)[0]
         if isinstance(model, Policy):
             _register_head_use(model, model)
+            # Sampling calls the language model inside, of whose passes DeepSpeed would make one record without an end,
+            # and keep what comes again in it.
+            coordinator = frozen.optimizer.get_param_coordinator()
+            model.model.register_forward_pre_hook(lambda *_: coordinator.reset_step())
+
+    def release_parameters(self, model: nn.Module) -> None:
+        if self.stage == 3:
+            # A reference that is the policy without its adapter has no engine of its own.
+            frozen = self._frozen_engines.get(id(model))
+            (self._zero if frozen is None else frozen.optimizer).empty_partition_cache()
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:

@@ -249,6 +249,9 @@ class Engine(TrainState):
         casts the trained models. With `offload`, the shards stay in host memory.
         """
 
+    def release_parameters(self, model: nn.Module) -> None:
+        """Releases the parameters that passes of a part of `model`, such as those of sampling, have left gathered."""
+
     @contextmanager
     def autocast(self, *, sampling: bool = False) -> Iterator[None]:
         """Wraps passes without gradients in the run's precision: one block for the sampling of a rollout, and one for

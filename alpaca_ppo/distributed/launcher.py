@@ -27,8 +27,9 @@ _MODULES = (
     "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli",
     "deepspeed.launcher.launch",
+    "alpaca_ppo.cli",
 )
-_SCRIPTS = ("torchrun", "accelerate", "accelerate-launch")
+_SCRIPTS = ("torchrun", "accelerate", "accelerate-launch", "alpaca-ppo")
 _POLL_SECONDS = 1.0
 _SIGNAL_SECONDS = 2.0
 """Ctrl-C and Slurm signal the launcher and its ranks together; a rank may get the signal after its launcher ended."""
@@ -70,6 +71,12 @@ def watch_launcher() -> None:
     if _watched is None and any(name in os.environ for name in _SET_BY_LAUNCHERS) and _is_launcher(_command(parent)):
         _watched = parent
         threading.Thread(target=_end_with, args=(parent,), daemon=True, name="launcher watch").start()
+
+
+def launcher_command() -> tuple[str, ...] | None:
+    """The command line of the launcher that started this process; None if no launcher did."""
+    words = _command(os.getppid())
+    return tuple(words) if _is_launcher(words) else None
 
 
 def end_without_launcher() -> None:
@@ -119,7 +126,8 @@ def _end_with(launcher: int) -> None:
     with suppress(OSError):
         message = (
             f"\nprocess {os.getpid()}: the launcher (process {launcher}) has died, so this rank ends too; "
-            "everything saved is intact: continue with resume_from_checkpoint: true\n"
+            "everything saved is intact: continue with --resume_from_checkpoint, or "
+            "resume_from_checkpoint: true in YAML\n"
         )
         os.write(2, message.encode())
     # To the main thread, which it wakes from a call that waits. Without a handler it ends the process.

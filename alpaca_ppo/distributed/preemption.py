@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT ask a run to save its state and exit; the ranks agree on when.
+"""SIGTERM and SIGINT ask a run to save its state and exit; the ranks agree on when. At a prompt or in a notebook,
+SIGINT leads back there instead.
 
 A signal handler only records the request. The run polls for it at points where it can stop: with `poll_all_ranks`
 when every rank is at the same point, or with `poll_local` during a rollout, when each rank works by itself until
@@ -7,6 +8,7 @@ rollouts are gathered. What is saved then is decided in `trainer.base_trainer` a
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,11 @@ _ONE_REQUEST = 1.0
 """Seconds in which signals count as one: Slurm signals every process, and torchrun then passes the same signal on."""
 
 
+def at_prompt() -> bool:
+    """Whether somebody goes on typing in this process: an interactive interpreter, IPython or a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 class Interrupted(SystemExit):
     """Ends the process, once the run has saved its state, with 128 + the signal's number as its exit code."""
 
@@ -35,6 +42,11 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return signal.Signals(self.signum).name
+
+    def return_to_prompt(self) -> None:
+        """Raises KeyboardInterrupt instead of this exception if the signal was SIGINT and there is a prompt."""
+        if self.signum == signal.SIGINT and at_prompt():
+            raise KeyboardInterrupt(str(self)) from None
 
 
 class SamplingStopped(KeyboardInterrupt):
@@ -62,11 +74,13 @@ class PreemptionHandler:
     def install(self) -> Iterator[None]:
         """Installs the handlers for the duration of the block, if this is the main thread and they are not ignored.
 
-        The first signal requests a stop; another one at least a second later ends the process immediately. The old
-        handlers are restored at the end.
+        The first signal requests a stop; another one at least a second later ends the process immediately, or, if it is
+        a SIGINT and there is a prompt, raises KeyboardInterrupt wherever the run is. The old handlers are restored at
+        the end.
 
         Raises:
-            Interrupted: at the end, if a signal arrived after the last poll.
+            Interrupted: at the end, if a signal arrived after the last poll; KeyboardInterrupt for a SIGINT with a
+                prompt.
         """
         self._signum, self._pid, self._installed = 0, os.getpid(), True
         before: dict[signal.Signals, Any] = {}
@@ -82,7 +96,9 @@ class PreemptionHandler:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self._signum:
-            raise Interrupted(self._signum)
+            late = Interrupted(self._signum)
+            late.return_to_prompt()
+            raise late
 
     def for_rollout(
         self,
@@ -151,12 +167,16 @@ class PreemptionHandler:
             self._signum, self._requested_at = signum, time.monotonic()
             launcher.end_without_launcher()
             if self._accelerator.is_main_process:
-                name = signal.Signals(signum).name
+                after = "exiting; a second signal exits immediately"
+                if signum == signal.SIGINT and at_prompt():
+                    after = "returning to the prompt; a second SIGINT returns immediately, without a checkpoint"
                 # Not print: a handler may run in the middle of another print.
-                os.write(2, f"\n{name}: saving a checkpoint and exiting; a second signal exits immediately\n".encode())
+                os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint and {after}\n".encode())
             if self._raise_at_once:
                 raise SamplingStopped
         elif time.monotonic() - self._requested_at >= _ONE_REQUEST:
+            if signum == signal.SIGINT and at_prompt():
+                raise KeyboardInterrupt
             os._exit(128 + signum)
 
 

@@ -4,7 +4,8 @@ The package itself draws from none of them (`functional.rng`); reward functions,
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,3 +55,13 @@ def set_random_states(state: Mapping[str, Any]) -> None:
     # With fewer devices only the first states are used, so that a GPU run can be loaded on a machine without one.
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda, device)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """A block that may draw from the generators; afterwards, also after an exception, they are as they were before."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)

@@ -3,6 +3,7 @@
 The formulas are transformers'. How many optimizer steps a run takes is counted in `ppo.minibatches`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -143,7 +144,8 @@ class _Groups(torch.optim.Optimizer):
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: PPOConfig, total_steps: int, *, of_critic: bool = False
 ) -> Any:
-    """The schedule that `args` name for the policy, or `of_critic`, over `total_steps` optimizer steps.
+    """The schedule that `args` name for the policy, or `of_critic`, over `total_steps` optimizer steps. Of a
+    warm-up that is a share of these, the number of steps is rounded up, as in transformers.
 
     Raises:
         ValueError: when transformers has no schedule of that name.
@@ -153,8 +155,9 @@ def make_scheduler(
         name, field = args.critic_lr_scheduler_type, "critic_lr_scheduler_type"
     if of_critic and args.critic_lr_warmup_steps is not None:
         warmup = args.critic_lr_warmup_steps
+    warmup = math.ceil(warmup * total_steps) if warmup < 1 else warmup
     try:
-        return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+        return get_scheduler(name, optimizer, num_warmup_steps=int(warmup), num_training_steps=total_steps)
     except ValueError as error:
         raise ValueError(f"{field} is {name!r}: {error}") from error
 

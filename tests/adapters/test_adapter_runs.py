@@ -184,7 +184,7 @@ def test_final_folders_hold_adapters_that_load_on_the_base(layout, tmp_path):
     )
     trainer.train()
     final, ids = tmp_path / "run" / "final", torch.tensor([[5, 9, 11, 7]])
-    assert sorted(path.name for path in final.iterdir()) == ["merged", "policy", "value"]
+    assert sorted(path.name for path in final.iterdir()) == ["merged", "policy", "step.json", "value"]
     names = {path.name for path in (final / "policy").iterdir()}
     assert "adapter_model.safetensors" in names and "model.safetensors" not in names
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -38,7 +38,7 @@ def stir(peft):
 
 
 def save_reward(folder, arch="llama", sizes=None, **settings):
-    """A reward adapter with its tokenizer, as train_reward_model.py --use_peft writes it."""
+    """A reward adapter with its tokenizer, as alpaca-ppo reward --use_peft writes it."""
     classifier = tiny_sequence_classifier(arch, **(sizes or {}))
     stir(get_peft_model(classifier, lora(task_type="SEQ_CLS", **settings))).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

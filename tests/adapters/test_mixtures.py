@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alpaca_ppo.adapters import POLICY, add_policy_adapter, from_peft_model, load_adapters, read_policy_adapter
-from alpaca_ppo.estimate_memory.__main__ import main
+from alpaca_ppo.cli.estimate_memory import main
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import MIXTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, tiny_trainer

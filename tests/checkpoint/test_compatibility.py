@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -50,7 +51,11 @@ def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path)
     resume = None if start == "anew" else str(shutil.copytree(run / "checkpoint-1", tmp_path / "checkpoint-1"))
     (run / "final").rename(work_folder(run, "final", "new") / "old")
     work_folder(run, "checkpoint-3", "new")
-    refuse(run, "holds a finished run .*raise total_epochs or total_episodes and set resume_from_", resume=resume)
+    refuse(
+        run,
+        "holds a finished run .*raise total_epochs, total_episodes or max_steps and continue with --resume_from_",
+        resume=resume,
+    )
     for step in (1, 2):
         shutil.rmtree(run / f"checkpoint-{step}")
     refuse(run, "holds a finished run .*; to start a new run, choose another output_dir", resume=resume)
@@ -165,8 +170,11 @@ def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_pat
     tiny_trainer(other, total_episodes=20, seed=1).train()
     shutil.rmtree(other / "final")
     refuse(
-        other, "metrics.jsonl does not belong to the run that wrote the checkpoint", resume=str(run / "checkpoint-2")
+        other, r"holds the records of an earlier run \(metrics.jsonl has 2 steps\)", resume=str(run / "checkpoint-2")
     )
+    mixed = Path(shutil.copytree(run, tmp_path / "mixed"))
+    shutil.copy(other / "metrics.jsonl", mixed)
+    refuse(mixed, "metrics.jsonl does not belong to the run that wrote the checkpoint", resume=True)
     (other / "metrics.jsonl").unlink()
     tiny_trainer(other, **RUN).train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert [line["step"] for line in metric_lines(other)] == [3]

@@ -6,6 +6,7 @@ from alpaca_ppo.checkpoint.directory import (
     check_manifest,
     check_no_earlier_run,
     newest_checkpoint,
+    remove_run,
     resolve_checkpoint,
     rotate_checkpoints,
     verify_files,
@@ -66,10 +67,16 @@ def test_manifest_checks_read_sizes_and_verification_reads_contents(tmp_path):
         check_manifest(tmp_path / "checkpoint-1")
 
 
-UNFINISHED = "already holds checkpoint-5 of an earlier run; set resume_from_checkpoint: true to continue"
+UNFINISHED = "already holds checkpoint-5 of an earlier run; to continue it, --resume_from_checkpoint, or resume_from"
 FINISHED = r"holds a finished run \(its models are in final/\); "
-EXTEND = "to train it further, raise total_epochs or total_episodes and set resume_from_checkpoint: true; "
-ANEW = "to start a new run, choose another output_dir, or move the old run away"
+EXTEND = (
+    "to train it further, raise total_epochs, total_episodes or max_steps and continue with --resume_from_checkpoint, "
+    "or resume_from_checkpoint: true in YAML; "
+)
+ANEW = (
+    "to start a new run, choose another output_dir, or move the old run away, or delete it with overwrite_output_dir: "
+    "true"
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,36 @@ def test_a_new_run_does_not_overwrite_an_earlier_one(tmp_path, names, message):
     make_folders(tmp_path, *names)
     with pytest.raises(ValueError, match=message):
         check_no_earlier_run(tmp_path)
+
+
+def test_records_of_a_run_without_a_checkpoint_are_not_overwritten_either(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    # An evaluation before the first step, and what a killed process left of a line, are no loss.
+    metrics.write_text('{"step": 0, "eval/scores": 1.0}\n{"st')
+    check_no_earlier_run(tmp_path)
+    metrics.write_text('{"step": 0, "eval/scores": 1.0}\n{"step": 1, "x": 1.0}\n{"step": 2, "x": 1.0}\n')
+    with pytest.raises(
+        ValueError, match=r"earlier run \(metrics.jsonl has 2 steps\) without .*overwrite_output_dir: true$"
+    ):
+        check_no_earlier_run(tmp_path)
+
+
+def test_an_earlier_run_is_deleted_whole_and_nothing_else_is(tmp_path):
+    make_folders(tmp_path, "checkpoint-5", "abandoned-checkpoint-7", "final", "eval", "rollouts", "runs", "notes")
+    work_folder(tmp_path, "checkpoint-6", "old", "new")
+    kept = ["run.yaml", "run.lock", "checkpoint-list.txt", "notes/metrics.jsonl"]
+    for name in ["metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html", *kept]:
+        (tmp_path / name).write_text("x")
+    remove_run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-list.txt",
+        "notes",
+        "run.lock",
+        "run.yaml",
+        "runs",
+    ]
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["metrics.jsonl"]
+    remove_run(tmp_path / "none")
 
 
 @pytest.mark.parametrize(("name", "message"), [("checkpoint-5", UNFINISHED), ("final", FINISHED)])

@@ -1,6 +1,5 @@
 import copy
 import json
-import sys
 from functools import partial
 
 import pytest
@@ -23,7 +22,6 @@ from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.export import (
     matching_classifier,
-    push_folder,
     save_final,
     save_merged,
     save_policy,
@@ -39,6 +37,7 @@ from alpaca_ppo.models import (
     build_actor_critic,
     load_critic,
 )
+from alpaca_ppo.tracking.weights_step import WeightsStep
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
 METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
@@ -135,7 +134,7 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, se
     actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=partial(head, **settings))
     for parameter in actor_critic.critic.head.parameters():
         torch.nn.init.normal_(parameter)
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
     critic = load_critic(str(tmp_path / "value"), risk_level="0.5*neutral+0.5*upper:0.25")
     states = torch.randn(6, 32)
     actor_critic.critic.head.risk_level = "0.5*neutral+0.5*upper:0.25"
@@ -153,8 +152,8 @@ def test_a_critic_folder_is_told_from_a_classifier(tmp_path):
 
 def test_without_a_critic_there_is_no_value_folder(tmp_path):
     actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None)
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "step.json"]
 
 
 def test_a_matching_classifier_takes_no_memory():
@@ -196,7 +195,7 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
         if layout == "separate":
             actor_critic.critic.backbone.get_input_embeddings().weight.mul_(2)
     (tmp_path / "notes.txt").write_text("mine")
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), metrics=METRICS, config=CONFIG)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32)
     embedded = actor_critic.policy.model.get_input_embeddings().weight
@@ -220,7 +219,7 @@ def hub_cache(tmp_path, monkeypatch):
 
 
 def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache):
-    write_model_card(tmp_path, metrics=METRICS, config=CONFIG, base_model="someone/some-model")
+    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG, base_model="someone/some-model")
     assert front_matter(tmp_path) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -242,7 +241,7 @@ def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache
 def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model, hub_cache):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    write_model_card(tmp_path, metrics={}, config={}, base_model=base_model)
+    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config={}, base_model=base_model)
     assert "base_model" not in front_matter(tmp_path)
     assert "No metrics were logged." in (tmp_path / "README.md").read_text()
 
@@ -262,7 +261,7 @@ def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch
         "prompt_template": "/no_think {prompt}",
         "truncate_tokens": ["/", "."],
     }
-    write_model_card(tmp_path, metrics={}, config=config, base_model=None)
+    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config=config, base_model=None)
     text = (tmp_path / "README.md").read_text()
     assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == config | {
         "output_dir": "run",
@@ -272,7 +271,7 @@ def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch
         "own_option": "models",
     }
     for word in ("auto", "someone/some-model"):
-        write_model_card(tmp_path, metrics={}, config={"reference": word}, base_model=None)
+        write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config={"reference": word}, base_model=None)
         assert f"\nreference: {word}\n" in (tmp_path / "README.md").read_text()
 
 
@@ -281,7 +280,7 @@ def test_the_card_shortens_paths_inside_options_and_names_the_current_folder(tmp
     monkeypatch.chdir(tmp_path / "data/run")
     path = str(tmp_path / "data")
     config = {"output_dir": ".", "own": [path, {"file": path, "names": ["/no_think", 1]}], "pair": (path, 2.5)}
-    write_model_card(tmp_path, metrics={}, config=config, base_model=None)
+    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config=config, base_model=None)
     text = (tmp_path / "README.md").read_text()
     assert str(tmp_path) not in text
     assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == {
@@ -293,7 +292,7 @@ def test_the_card_shortens_paths_inside_options_and_names_the_current_folder(tmp
 
 def test_backticks_in_an_option_do_not_end_the_configuration_s_code_block(tmp_path):
     config = {"prompt_template": "```\n{prompt}\n````\n", "seed": 1}
-    write_model_card(tmp_path, metrics={}, config=config, base_model=None)
+    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config=config, base_model=None)
     text = (tmp_path / "README.md").read_text()
     # Longer than the four of the template.
     assert yaml.safe_load(text.split("\n`````yaml\n")[1].split("\n`````\n")[0]) == config
@@ -317,24 +316,26 @@ def test_a_warning_tells_why_a_model_s_own_classifier_cannot_be_built(broken, mo
 def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
     policy = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     save_policy(tmp_path / "policy", policy, tiny_tokenizer())
-    write_model_card(tmp_path / "policy", metrics=METRICS, config=CONFIG, base_model=None)
+    write_model_card(tmp_path / "policy", step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG, base_model=None)
     assert front_matter(tmp_path / "policy")["library_name"] == "peft"
     assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in (tmp_path / "policy" / "README.md").read_text()
     assert not (tmp_path / "policy" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_saving_shows_progress_bars_on_a_terminal_only_and_restores_them(tmp_path, monkeypatch, watched):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched, raising=False)
-    logging.enable_progress_bar()
+def test_saving_shows_no_progress_bars_and_leaves_them_as_they_were(tmp_path):
     seen = []
 
     class Policy:
         def save_pretrained(self, folder):
             seen.append(logging.is_progress_bar_enabled())
 
+    logging.disable_progress_bar()
+    save_policy(tmp_path / "quiet", Policy(), Policy())
+    assert not logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
     save_policy(tmp_path / "policy", Policy(), Policy())
-    assert seen[0] is watched
+    # The first of each save is the model, the second the tokenizer.
+    assert (seen[0], seen[2]) == (False, False)
     assert logging.is_progress_bar_enabled()
 
 
@@ -364,7 +365,7 @@ def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapt
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
     built = build_actor_critic(adapters, critic_layout="shared")
-    save_final(tmp_path, built, tiny_tokenizer(), metrics=METRICS, config=CONFIG, merged=True)
+    save_final(tmp_path, built, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG, merged=True)
     merged, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float32, output_loading_info=True
     )
@@ -396,18 +397,3 @@ def test_merging_into_half_precision_loses_nothing(tmp_path):
         torch.testing.assert_close(merged.eval()(IDS).logits, exact, atol=1e-4, rtol=0)
         with adapters.active(None):
             assert (base.float()(IDS).logits - exact).abs().max() > 1e-2
-
-
-def test_pushing_makes_the_repository_and_uploads_the_folder(tmp_path, monkeypatch):
-    calls = []
-
-    class Api:
-        def create_repo(self, repo_id, *, exist_ok):
-            calls.append(("create", repo_id, exist_ok))
-
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
-            calls.append(("upload", repo_id, folder_path))
-
-    monkeypatch.setattr(export, "HfApi", Api)
-    push_folder(tmp_path, "me/model")
-    assert calls == [("create", "me/model", True), ("upload", "me/model", tmp_path)]

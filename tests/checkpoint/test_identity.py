@@ -342,8 +342,8 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     # Ten rows a step in batches of 4, 4 and 2: three optimizer steps in each step of ten prompts.
     message = (
         "run: the number of optimizer steps is 6 in the checkpoint and {} here; the schedule of lr_scheduler_type or "
-        "critic_lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, total_episodes "
-        "and the number of prompts, or start a new run"
+        "critic_lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, total_episodes, "
+        "max_steps and the number of prompts, or start a new run"
     )
     refuse(run, message.format(9), **{**settings, "total_episodes": 30})
     refuse(run, message.format(12), **{**settings, "total_episodes": None, "total_epochs": 1})

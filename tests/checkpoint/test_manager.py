@@ -132,5 +132,25 @@ def test_an_unknown_metric_is_an_error_at_once_that_lists_the_known_ones(tmp_pat
     ):
         evaluated(tmp_path / "b", "scores", total_episodes=50).train()
     assert [line["step"] for line in metric_lines(tmp_path / "b")] == [0]
-    with pytest.raises(ValueError, match="'eval/scores', but eval_dataset is None"):
-        tiny_trainer(tmp_path / "c", metric_for_best_model="eval/scores", save_steps=1, eval_steps=1).train()
+
+
+def test_a_run_that_is_overwritten_leaves_nothing_behind_and_a_trainer_does_not_overwrite_its_own(tmp_path):
+    run(tmp_path / "twice", [5, 3, 2], total=30, limit=None, seed=1)
+    shutil.copytree(tmp_path / "twice", tmp_path / "resumed")
+    (tmp_path / "twice/notes.txt").write_text("kept")
+    again = run(tmp_path / "twice", [1, 2], total=20, overwrite_output_dir=True)
+    run(tmp_path / "once", [1, 2], total=20)
+    assert metric_lines(tmp_path / "twice") == metric_lines(tmp_path / "once")
+    left, whole = ({path.name for path in (tmp_path / name).iterdir()} for name in ("twice", "once"))
+    assert left == whole | {"notes.txt"}
+    # Its state is at the end, so it would delete what it has trained, and train nothing.
+    with pytest.raises(ValueError, match="overwrite_output_dir is True, but the run in .*twice is this trainer's own"):
+        again.train()
+    assert steps(tmp_path / "twice") == [2]
+    # A run that goes on in its own folder deletes nothing, and one from another folder what that folder held.
+    settings = {"limit": None, "seed": 1, "overwrite_output_dir": True}
+    longer = run(tmp_path / "resumed", [5, 3, 2, 9], total=40, resume=True, **settings)
+    assert steps(tmp_path / "resumed") == [1, 2, 3, 4] and longer.state.best_global_step == 4
+    other = str(tmp_path / "resumed/checkpoint-2")
+    run(tmp_path / "twice", [5, 3, 2], total=30, resume=other, **settings)
+    assert steps(tmp_path / "twice") == [3] and [line["step"] for line in metric_lines(tmp_path / "twice")] == [3]

@@ -77,7 +77,7 @@ def torchrun(tmp_path):
 
 def test_a_rank_ends_soon_after_its_launcher_is_killed_and_says_why(torchrun, tmp_path):
     said, seconds = output_of_orphan(torchrun, [RANK], tmp_path)
-    assert "has died, so this rank ends too; everything saved is intact: continue with resume_from" in said
+    assert "has died, so this rank ends too; everything saved is intact: continue with --resume_from" in said
     assert "lived on" not in said and seconds < 20
 
 

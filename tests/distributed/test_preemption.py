@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -387,3 +388,29 @@ def test_the_rollout_asks_the_backend_whether_it_stops_before_tokens(backend, ex
         trainer = tiny_trainer(tmp_path, generation_backend=backend)
         trainer.rollout(trainer.prompt_batches(0))
     assert trainer.rollout_poll.stops_before_tokens == expected
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_at_a_prompt_ctrl_c_raises_keyboard_interrupt_and_a_second_one_does_at_once(signum, prompt, monkeypatch, capfd):
+    ended, now = [], [100.0]
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    if prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    handler, returns = PreemptionHandler(Accelerator(cpu=True)), prompt and signum == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt if returns else Interrupted) as late, handler.install():
+        signal.raise_signal(signum)
+        said = capfd.readouterr().err
+        # Within the same second it is the same request.
+        signal.raise_signal(signum)
+        assert ended == []
+        now[0] += 1
+        try:
+            signal.raise_signal(signum)
+        except KeyboardInterrupt:
+            ended.append("raised")
+    assert ended == ["raised" if returns else 128 + signum]
+    assert ("returning to the prompt" in said) is returns
+    assert ("exiting; a second signal exits immediately" in said) is not returns
+    assert str(late.value) == signal.Signals(signum).name

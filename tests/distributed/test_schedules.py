@@ -110,3 +110,15 @@ def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model, setting):
 def test_a_run_says_how_many_optimizer_steps_it_takes():
     assert str(StepCounts(6, 6, 6)) == str(StepCounts(6, 6, 0)) == "6 optimizer steps"
     assert str(StepCounts(9, 3, 6)) == "3 optimizer steps of the policy and 6 of the critic"
+
+
+def test_a_warm_up_below_one_is_a_share_of_the_steps_of_each(model):
+    settings = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.5, "critic_lr_warmup_steps": 0.4}
+    optimizer, schedules = made(model, **settings)
+    found = []
+    for _ in range(4):
+        schedules.step("both")
+        found.append(rates(optimizer))
+    # Half of 4 steps of the policy are 2; 0.4 of 6 steps of the critic are 2.4, rounded up to 3, up to its rate 0.5.
+    assert [policy for policy, _ in found] == [0.5, 1.0, 1.0, 1.0]
+    assert [critic for _, critic in found] == pytest.approx([0.5 / 3, 1.0 / 3, 0.5, 0.5])

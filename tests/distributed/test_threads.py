@@ -276,14 +276,14 @@ os._exit(0)
 @pytest.mark.parametrize(
     "command",
     [
-        ["examples/train_ppo.py"],
+        ["examples/train_ppo.py", "--model_name_or_path", "m", "--dataset_name", "d"],
         ["examples/train_sft.py"],
         ["examples/train_reward_model.py"],
         ["-m", "examples.gsm8k_tiny"],
         ["-m", "examples.mini_farm.quickstart"],
-        ["-m", "alpaca_ppo.estimate_memory"],
+        ["-m", "alpaca_ppo.cli", "estimate-memory", "--model_name_or_path", "m"],
     ],
-    ids=lambda command: command[-1],
+    ids=" ".join,
 )
 def test_entry_points_set_how_threads_wait_before_torch_is_imported(command, tmp_path):
     (tmp_path / "torch.py").write_text(TORCH_THAT_TELLS)

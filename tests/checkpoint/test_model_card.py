@@ -1,0 +1,120 @@
+"""What the policy's card says of a run: base model, data, reward, recipe, figures from start to end, a curve."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import asdict
+
+import yaml
+
+from alpaca_ppo import PPOConfig
+from alpaca_ppo.checkpoint.model_card import write_model_card
+from alpaca_ppo.checkpoint.training_curve import training_curve
+from alpaca_ppo.report.page import report_data
+from alpaca_ppo.report.runs import read_run
+from alpaca_ppo.tracking.console_text import changes
+from alpaca_ppo.tracking.start_and_end import means_in_words, start_and_end
+from alpaca_ppo.tracking.weights_step import WeightsStep
+
+STEP = WeightsStep(4, 4)
+RECORDS = [
+    {"step": 0, "eval/scores": -1.0},
+    {"step": 1, "objective/scores": -0.5, "objective/kl_sum_seq": 0.0, "objective/response_length": 11.0},
+    {"step": 2, "objective/scores": None, "objective/kl_sum_seq": 1.0},
+    {"step": 3, "objective/scores": 0.5, "objective/kl_sum_seq": 2.0, "objective/response_length": 17.5},
+    {"step": 4, "eval/scores": 1.0},
+]
+
+
+def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    (run / "run.yaml").write_text(yaml.safe_dump({"dataset_name": "/data/secret/questions.jsonl"}))
+    config = asdict(PPOConfig(output_dir=str(run), reward_weights=[1.0, 0.5], learning_rate=3e-4, kl_coef=0.12))
+    # As in metrics.jsonl, by name. The sources are in another order.
+    metrics = {"objective/scores/brevity": 0.1, "objective/scores/grade": 0.5}
+    sources = {"grade": 1.0, "brevity": 0.5}
+    write_model_card(
+        tmp_path, step=STEP, metrics=metrics, config=config, base_model="/models/mine/sft", reward_weights=sources
+    )
+    text = (tmp_path / "README.md").read_text()
+    assert "- **Base model**: `sft`\n- **Data**: `questions.jsonl`\n" in text
+    assert "- **Reward**: `grade` (weight 1), `brevity` (weight 0.5)\n" in text
+    assert (
+        "- **Recipe**: `gae` advantages, the `clip` loss, a scalar critic (separate), a KL penalty of 0.12 in the "
+        f"reward; {config['rollout_batch_size']} prompts with 1 response(s) a step, learning rate 0.0003, 4 steps\n"
+    ) in text
+    assert "| Reward on held-out prompts | -1 | 1 |\n| Reward on training prompts | -0.5 | 0.5 |\n" in text
+    assert "| Response length, tokens | 11 | 17.5 |" in text
+    assert "![Reward and KL over the run](training_curve.svg)" in text
+    assert text.index("## Key figures") < text.index("## Use") < text.index("## Metrics")
+    assert "secret" not in text and "/models" not in text
+    assert (tmp_path / "training_curve.svg").read_text() == training_curve(RECORDS)
+    # The figures of an earlier checkpoint end with it.
+    best = WeightsStep(3, 4, "objective/scores", 0.5)
+    write_model_card(tmp_path, step=best, metrics=metrics, config=config, base_model=None)
+    text = (tmp_path / "README.md").read_text()
+    assert "; the weights are those of step 3 of 4, the best checkpoint by objective/scores (0.5)." in text
+    # They were evaluated once up to then, before training.
+    assert "| Reward on held-out prompts | -1 | |" in text
+
+
+def test_weights_that_are_worse_than_before_training_are_called_so(tmp_path):
+    evaluated = [{"step": 0, "eval/scores": 0.484}, {"step": 10, "eval/scores": 0.3554}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evaluated))
+
+    def card(value, greater_is_better=True):
+        config = {"output_dir": str(tmp_path), "greater_is_better": greater_is_better}
+        step = WeightsStep(10, 25, "eval/scores", value)
+        write_model_card(tmp_path, step=step, metrics={}, config=config, base_model=None)
+        return (tmp_path / "README.md").read_text()
+
+    worse = "\n\n**These weights are worse than those before training**: `eval/scores` was 0.484, and is 0.3554.\n\n"
+    assert worse in card(0.3554)
+    assert "**These" not in card(0.3554, greater_is_better=False)
+    assert "**These" not in card(0.484) and "**These" not in card(0.5)
+
+
+def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
+    # 30 steps whose reward is their number: (1 + 2 + 3) / 3 = 2 and (28 + 29 + 30) / 3 = 29.
+    history = [{"step": 0, "eval/scores": 0.5, "eval/rewards": 0.5}]
+    for step in range(1, 31):
+        history.append({"step": step, "objective/rewards": float(step), "objective/scores": float(step)})
+        history[-1] |= {"ppo/policy/entropy": 2.0 * step} | ({"objective/entropies": 7.0} if step == 1 else {})
+    history[-1] |= {"eval/scores": 0.25, "eval/rewards": 0.25}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history))
+    shown = {change.title: (change.start, change.end) for change in changes(history)}
+    assert (shown["reward"], shown["eval reward"]) == ((2.0, 29.0), (0.5, 0.25))
+    config = {"output_dir": str(tmp_path)}
+    write_model_card(tmp_path, step=WeightsStep(30, 30), metrics={}, config=config, base_model=None)
+    card = (tmp_path / "README.md").read_text()
+    assert "| Reward on held-out prompts | 0.5 | 0.25 |\n| Reward on training prompts | 2 | 29 |\n" in card
+    # The entropy that was measured in every step: 2 * 2 and 2 * 29.
+    assert "| Entropy, nats per token | 4 | 58 |\n\nMeans of the first and the last 3 steps; on held-out" in card
+    run = report_data([read_run(tmp_path, "run")], token_mb=1)["runs"][0]
+    assert (run["ends"]["objective/scores"], run["ends"]["eval/scores"]) == ([2.0, 29.0, 30], [0.5, 0.25, 2])
+    assert run["ends_are"] == means_in_words(history) == "means of the first and the last 3 steps"
+    # The report's rule is that of the whole history, however few points its curves have.
+    assert start_and_end(history, "nothing") is None
+
+
+def test_weights_that_are_all_one_are_not_named(tmp_path):
+    write_model_card(tmp_path, step=STEP, metrics={}, config={}, base_model=None, reward_weights={"z": 1.0, "a": 1.0})
+    assert "- **Reward**: `z`, `a`\n" in (tmp_path / "README.md").read_text()
+
+
+def test_without_a_run_there_is_no_curve(tmp_path):
+    write_model_card(tmp_path, step=STEP, metrics={}, config={}, base_model=None)
+    assert "training_curve" not in (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "training_curve.svg").exists()
+
+
+def test_the_curve_runs_from_the_first_step_to_the_last_and_from_the_lowest_value_to_the_highest():
+    picture = ET.fromstring(training_curve(RECORDS))
+    lines = [line.get("points") for line in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    # 520 points wide from x = 60, 140 high from y = 180 up. Steps 1 and 3 of 0 to 4; -0.5 and 0.5 in -1 to 1.
+    assert lines == ["190.0,145.0 450.0,75.0", "60.0,180.0 580.0,40.0", "190.0,180.0 320.0,110.0 450.0,40.0"]
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"-1", "1", "0", "2", "step 0", "4"} <= set(texts)
+    assert training_curve([]) == "" and training_curve(RECORDS[:1]) == ""
+    assert len(training_curve([{"step": i, "objective/scores": 1.0} for i in range(10_000)])) < 10_000
