@@ -47,7 +47,7 @@ def collate_prompts(
                 f"prompt {index} has {len(item['input_ids'])} tokens, more than query_len ({query_len}); "
                 "use the query_len that the prompts were prepared with"
             )
-    queries, masks = _left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
+    queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
     batch = PromptBatch(
         queries=queries,
         query_attn_masks=masks,
@@ -57,12 +57,12 @@ def collate_prompts(
     if items and "privileged_ids" in items[0]:
         assert privileged_len is not None
         rows = [item["privileged_ids"] for item in items]
-        batch["privileged"], batch["privileged_attn_masks"] = _left_padded(rows, privileged_len, pad_token_id)
+        batch["privileged"], batch["privileged_attn_masks"] = left_padded(rows, privileged_len, pad_token_id)
     return batch
 
 
-def _left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """The ids of `rows` (B, width) int64, padded on the left, and their masks (B, width) int64, 1 = a token."""
+def left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """The ids of `rows`, (B, width) int64, padded on the left, and their masks, (B, width) int64, 1 = a token."""
     ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
     masks = torch.zeros((len(rows), width), dtype=torch.int64)
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Tokenized prompts: templates and chat templates are applied, and overlong prompts are dropped.
+"""Tokenized prompts: templates and chat templates are applied, and overlong prompts are dropped or cut.
 
 Token ids are kept in memory, 4 bytes each; the rows stay in the dataset and are read on access. Leaves
 out images, tools and the continuation of an assistant message.
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +23,9 @@ from alpaca_ppo.data.privileged import check_privileged_column, tokenize_privile
 from alpaca_ppo.data.templates import PromptTemplate, resolve_template
 
 _CHUNK = 1000
+_BLANK = [{"role": "user", "content": ""}]
+_NOT_TEXT = ("image", "images", "pixel_values", "video", "videos")
+"""Columns that trainers of models with vision read, beside the prompt."""
 
 
 class PromptDataset(Sequence[dict[str, Any]]):
@@ -36,6 +39,8 @@ class PromptDataset(Sequence[dict[str, Any]]):
     Attributes:
         num_dropped: prompts that were longer than `query_len`, or whose privileged text was longer than
             `privileged_len`.
+        num_cut: prompts that were too long in one of these ways, and whose beginning was cut off.
+        from_template: whether the prompts are rendered by a prompt template, rather than those of a column.
         fingerprint: a hash of the token ids and of all columns, independent of where the rows were loaded from.
     """
 
@@ -48,22 +53,42 @@ class PromptDataset(Sequence[dict[str, Any]]):
         num_dropped: int,
         fingerprint: str,
         privileged_ids: "Sequence[array[int]]" = (),
+        num_cut: int = 0,
+        from_template: bool = False,
     ) -> None:
         assert len(dataset) == len(input_ids), (len(dataset), len(input_ids))
         self._dataset = dataset
         self._input_ids = input_ids
         self._prompt_of = prompt_of
         self._privileged_ids = privileged_ids
-        self.num_dropped = num_dropped
+        self.num_dropped, self.num_cut = num_dropped, num_cut
+        self.from_template = from_template
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self._input_ids)
 
+    def __str__(self) -> str:
+        """How many prompts there are, and how many were dropped or cut."""
+        if self.any_blank:
+            return f"{len(self)} prompts that environments make"
+        cut = f", {self.num_cut} without their beginning" if self.num_cut else ""
+        return f"{len(self)} prompts ({self.num_dropped} dropped as overlong{cut})"
+
     @property
     def are_messages(self) -> bool:
         """Whether the prompts are messages, which the tokenizer's chat template renders, rather than text."""
         return isinstance(self[0]["row"]["prompt"], list)
+
+    @property
+    def any_blank(self) -> bool:
+        """Whether a prompt is blank, for its environment to write."""
+        return any(not ids for ids in self._input_ids) or self[0]["row"]["prompt"] == _BLANK
+
+    @property
+    def num_distinct(self) -> int:
+        """How many different prompts there are, by their token ids."""
+        return len({ids.tobytes() for ids in self._input_ids})
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         row = self._dataset[index]
@@ -79,8 +104,10 @@ def prepare_prompts(
     prompt_column: str = "prompt",
     prompt_template: str | None = None,
     overlong: str = "drop",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     privileged_column: str | None = None,
     privileged_len: int = 256,
+    tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
 ) -> PromptDataset:
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
@@ -94,9 +121,14 @@ def prepare_prompts(
         prompt_column: the column with the prompt.
         prompt_template: a named template or a format string over any columns, used instead of `prompt_column`; see
             `resolve_template`.
-        overlong: what happens to a longer prompt: "drop" (it is counted), or "error".
+        overlong: what happens to a longer prompt: "drop" and "truncate" count it, "error" refuses it. A prompt is cut
+            at its beginning, because a response continues its end, which in a chat is what the template writes before
+            an answer; a bos at its very beginning stays. The text in `row` is not cut.
+        chat_template_kwargs: further arguments of the chat template.
         privileged_column: the column with the text that only the critic reads (`data.privileged`); None = none.
         privileged_len: the longest such text, in tokens; a prompt with a longer one is overlong too.
+        tools_of: given where environments answer: returns the schemas of the tools that a row's prompt shows. A prompt
+            may then be blank, for the environment to write; it has no tokens.
 
     Raises:
         ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
@@ -112,23 +144,25 @@ def prepare_prompts(
         limits["privileged_len"] = privileged_len
     digest = hashlib.sha256()
     kind: type | None = None
-    kept: list[int] = []
-    input_ids: list[array[int]] = []
-    privileged_ids: list[array[int]] = []
+    kept, num_cut = list[int](), 0
+    input_ids, privileged_ids = list["array[int]"](), list["array[int]"]()
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
-        prompts = [_checked_prompt(prompt_of, row, start + i) for i, row in enumerate(rows)]
+        prompts = [_checked_prompt(prompt_of, row, start + i, bool(tools_of)) for i, row in enumerate(rows)]
         kind = kind or type(prompts[0])
         _check_kind(prompts, kind, start)
-        own = {"query_len": _tokenize(prompts, tokenizer, start=start)}
+        own = {"query_len": _tokenize(prompts, rows, tokenizer, chat_template_kwargs, tools_of, start=start)}
         if privileged_column is not None:
             texts = columns[privileged_column]
             own["privileged_len"] = tokenize_privileged(texts, tokenizer, column=privileged_column, start=start)
         for i in range(size):
             ids = {name: of_rows[i] for name, of_rows in own.items()}
+            if overlong == "truncate":
+                ids, was_cut = _cut(ids, limits, tokenizer.bos_token_id)
+                num_cut += was_cut
             if _fit(ids, limits, start + i, overlong):
                 kept.append(start + i)
                 input_ids.append(array("i", ids["query_len"]))
@@ -144,7 +178,23 @@ def prepare_prompts(
         num_dropped=len(dataset) - len(kept),
         fingerprint=digest.hexdigest()[:16],
         privileged_ids=privileged_ids,
+        num_cut=num_cut,
+        from_template=template is not None,
     )
+
+
+def _cut(
+    ids_of: Mapping[str, list[int]], limits: Mapping[str, int], bos: int | None
+) -> tuple[dict[str, list[int]], bool]:
+    """The last tokens of each list that is beyond its limit, and whether any is; a bos at the beginning stays, in the
+    place of one of them.
+    """
+    ends = {}
+    for name, ids in ids_of.items():
+        surplus = max(0, len(ids) - limits[name])
+        kept = [ids[0]] if surplus and ids[0] == bos else []
+        ends[name] = kept + ids[surplus + len(kept) :]
+    return ends, ends != dict(ids_of)
 
 
 def _fit(ids_of: Mapping[str, list[int]], limits: Mapping[str, int], number: int, overlong: str) -> bool:
@@ -160,7 +210,7 @@ def _fit(ids_of: Mapping[str, list[int]], limits: Mapping[str, int], number: int
             what = "prompt" if name == "query_len" else "privileged text"
             raise ValueError(
                 f"the {what} in row {number} has {len(ids)} tokens, more than {name} ({limits[name]}); raise {name}, "
-                "or set overlong_prompts: drop"
+                "or set overlong_prompts: drop or truncate"
             )
         return False
     return True
@@ -176,6 +226,12 @@ def _json_value(value: Any) -> Any:
 
 
 def _check_arguments(dataset: Dataset, query_len: int, overlong: str) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "the prompt dataset is an IterableDataset, which is read as a stream, but the order of prompts and a "
+            "resumed run need to know how many there are; take as many as the run needs: "
+            "Dataset.from_list(list(dataset.take(10000)), features=dataset.features)"
+        )
     if not isinstance(dataset, Dataset):
         raise ValueError(
             f"the prompt dataset is a {type(dataset).__name__}; pass one split as a datasets.Dataset "
@@ -183,10 +239,24 @@ def _check_arguments(dataset: Dataset, query_len: int, overlong: str) -> None:
         )
     if len(dataset) == 0:
         raise ValueError("the prompt dataset has no rows; it must have at least one")
+    check_text_only(dataset.column_names)
     if query_len < 1:
         raise ValueError(f"query_len is {query_len}; it must be at least 1")
-    if overlong not in ("drop", "error"):
-        raise ValueError(f"overlong_prompts is {overlong!r}; it must be 'drop' or 'error'")
+    if overlong not in ("drop", "truncate", "error"):
+        raise ValueError(f"overlong_prompts is {overlong!r}; it must be 'drop', 'truncate' or 'error'")
+
+
+def check_text_only(columns: Sequence[str]) -> None:
+    """Checks that no column is one in which other trainers take images or videos.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if found := [name for name in columns if name in _NOT_TEXT]:
+        raise ValueError(
+            f"the dataset has the column {found[0]!r}, but the policy reads text only and would answer without it; "
+            f"remove it (dataset.remove_columns({found})), or rename it if a reward function needs it"
+        )
 
 
 def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | None) -> PromptTemplate | None:
@@ -218,13 +288,15 @@ def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:
     ]
 
 
-def _checked_prompt(prompt_of: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], number: int) -> Any:
+def _checked_prompt(
+    prompt_of: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], number: int, may_be_blank: bool
+) -> Any:
     try:
         prompt = prompt_of(row)
     except ValueError as error:
         raise ValueError(f"row {number}: {error}") from error
     if isinstance(prompt, str):
-        if not prompt.strip():
+        if not prompt.strip() and not may_be_blank:
             raise ValueError(f"the prompt in row {number} is empty; drop such rows")
     elif isinstance(prompt, list) and prompt:
         _check_messages(prompt, number)
@@ -256,12 +328,48 @@ def _check_messages(messages: list[Any], number: int) -> None:
         )
 
 
-def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, start: int) -> list[list[int]]:
-    """Returns the token ids of texts or of conversations, one or more each; `start` is the row of the first one."""
+def _tokenize(
+    prompts: list[Any],
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    keywords: Mapping[str, Any] | None,
+    tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None,
+    *,
+    start: int,
+) -> list[list[int]]:
+    """The token ids of `prompts`, each with the tools of its row, where there are environments."""
+    if tools_of is None:
+        return tokenize_prompts(prompts, tokenizer, keywords, start=start)
+    of_prompts = []
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), start):
+        try:
+            tools = tools_of(row)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        shown_tools = {"tools": list(tools)} if tools and isinstance(prompt, list) else {}
+        blank = not prompt
+        of_prompts += (
+            [[]] if blank else tokenize_prompts([prompt], tokenizer, {**(keywords or {}), **shown_tools}, start=number)
+        )
+    return of_prompts
+
+
+def tokenize_prompts(
+    prompts: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    start: int = 0,
+) -> list[list[int]]:
+    """Returns the token ids of texts or of conversations, one or more each; `start` is the row of the first one.
+
+    Raises:
+        ValueError: for messages without a chat template or that it refuses, and for a prompt without tokens.
+    """
     of_prompts = (
         _tokenize_texts(prompts, tokenizer)
         if isinstance(prompts[0], str)
-        else _tokenize_messages(prompts, tokenizer, start=start)
+        else _tokenize_messages(prompts, tokenizer, chat_template_kwargs or {}, start=start)
     )
     for number, ids in enumerate(of_prompts, start):
         if not ids:
@@ -272,31 +380,37 @@ def _tokenize(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, start: 
     return of_prompts
 
 
-def _tokenize_messages(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, start: int) -> list[list[int]]:
+def _tokenize_messages(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any], *, start: int
+) -> list[list[int]]:
     if tokenizer.chat_template is None:
         raise ValueError(
             "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
             "model, set tokenizer.chat_template, or use text prompts"
         )
     try:
-        return _apply_chat_template(prompts, tokenizer)
+        return _apply_chat_template(prompts, tokenizer, keywords)
     # A template refuses roles and keys that it does not know with an error of its own choice.
     except Exception as error:
-        number = next((i for i, messages in enumerate(prompts) if not _fits_template(messages, tokenizer)), 0)
+        number = next((i for i, messages in enumerate(prompts) if not _fits_template(messages, tokenizer, keywords)), 0)
         raise ValueError(
             f"the chat template refuses the messages in row {start + number}, {shown(prompts[number])}: "
             f"{type(error).__name__}: {error}; change the row, or the tokenizer"
         ) from error
 
 
-def _apply_chat_template(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    encoded: Any = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+def _apply_chat_template(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any]
+) -> list[list[int]]:
+    encoded: Any = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **keywords
+    )
     return [list(ids) for ids in encoded["input_ids"]]
 
 
-def _fits_template(messages: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _fits_template(messages: Any, tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any]) -> bool:
     try:
-        _apply_chat_template([messages], tokenizer)
+        _apply_chat_template([messages], tokenizer, keywords)
     except Exception:
         return False
     return True

@@ -24,11 +24,12 @@ class PromptSchedule:
         num_prompts: prompts in the dataset.
         rollout_batch_size: prompts per step.
         seed: seed of the permutations.
-        total_epochs: passes over the dataset. Give either this or `total_episodes`.
+        total_epochs: passes over the dataset. Give either this, `total_episodes` or `num_steps`.
         total_episodes: prompts in total.
+        num_steps: steps in total (`max_steps`).
 
     Raises:
-        ValueError: if the dataset is empty, or not exactly one of the two totals is given.
+        ValueError: if the dataset is empty, or not exactly one of the totals is given.
     """
 
     def __init__(
@@ -39,19 +40,23 @@ class PromptSchedule:
         seed: int,
         total_epochs: int | None = None,
         total_episodes: int | None = None,
+        num_steps: int | None = None,
     ) -> None:
         if num_prompts < 1:
             raise ValueError(
                 "train_dataset has no prompt left to train on (0 rows); check query_len and the dataset's columns"
             )
-        if (total_epochs is None) == (total_episodes is None):
+        if [total_epochs, total_episodes, num_steps].count(None) != 2:
             raise ValueError(
-                f"set exactly one of total_epochs ({total_epochs}) and total_episodes ({total_episodes}), and the "
-                "other to null"
+                f"set exactly one of total_epochs ({total_epochs}), total_episodes ({total_episodes}) and max_steps "
+                f"({num_steps}), and the others to null"
             )
         self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, rollout_batch_size, seed
         self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
         self._steps_per_epoch = -(-num_prompts // rollout_batch_size)
+        if num_steps is not None:
+            epochs, within = divmod(num_steps, self._steps_per_epoch)
+            self.num_episodes = epochs * num_prompts + within * rollout_batch_size
         epochs, rest = divmod(self.num_episodes, num_prompts)
         self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
 
@@ -82,7 +87,8 @@ class PromptSchedule:
         """
         if not 0 <= step < self.num_steps:
             raise ValueError(
-                f"step {step} is outside the schedule of {self.num_steps} steps; raise total_epochs or total_episodes"
+                f"step {step} is outside the schedule of {self.num_steps} steps; raise total_epochs, total_episodes or "
+                "max_steps"
             )
         return StepPrompts(self, self.start(step) + extra_prompts, self.num_prompts_at(step), chances)
 

@@ -175,7 +175,7 @@ def test_a_dataset_with_only_overlong_prompts_is_refused():
     ("options", "message"),
     [
         ({"query_len": 0}, "query_len is 0; it must be at least 1"),
-        ({"overlong": "truncate"}, "overlong_prompts is 'truncate'; it must be 'drop' or 'error'"),
+        ({"overlong": "cut"}, "overlong_prompts is 'cut'; it must be 'drop', 'truncate' or 'error'"),
     ],
 )
 def test_invalid_options_are_refused_by_name(options, message):

@@ -54,3 +54,13 @@ def test_a_schedule_without_prompts_or_with_two_totals_is_refused():
         PromptSchedule(0, 4, seed=0, total_epochs=1)
     with pytest.raises(ValueError, match="exactly one of total_epochs"):
         PromptSchedule(10, 4, seed=0, total_epochs=1, total_episodes=5)
+
+
+def test_a_run_may_be_given_as_a_number_of_steps():
+    # Ten prompts are steps of 4, 4 and 2, so four steps are an epoch and 4 prompts.
+    schedule = PromptSchedule(10, 4, seed=0, num_steps=4)
+    assert (schedule.num_steps, schedule.num_episodes) == (4, 14)
+    assert [len(schedule.indices(step)) for step in range(4)] == [4, 4, 2, 4]
+    assert PromptSchedule(10, 4, seed=0, num_steps=3).num_episodes == 10
+    # A step of more prompts than there are takes all of them.
+    assert (PromptSchedule(3, 4, seed=0, num_steps=5).num_steps, schedule.epoch_at(4)) == (5, 1.4)

@@ -1,0 +1,43 @@
+"""The eval sets that the options of a script name."""
+
+import os
+from typing import Any
+
+from datasets import Dataset
+
+from alpaca_ppo.data.loading import load_prompt_dataset
+
+
+def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
+    """Returns what `PPOTrainer` takes as `eval_dataset`: one dataset, several by name, or None.
+
+    Args:
+        script_args: `ScriptArguments`.
+
+    Raises:
+        ValueError: for an entry of `eval_datasets` that is not set=dataset, a name that occurs twice, and a dataset
+            that cannot be loaded.
+    """
+    if script_args.eval_datasets:
+        found: dict[str, Dataset] = {}
+        for entry in script_args.eval_datasets:
+            name, equals, rest = entry.partition("=")
+            if not equals or not name or not rest or name in found:
+                problem = "a set that is named already" if name in found else "which is not of the form set=dataset"
+                raise ValueError(
+                    f"eval_datasets has {entry!r}, {problem}; write gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or "
+                    "gsm8k=openai/gsm8k:main@test"
+                )
+            dataset, split, config = rest, None, None
+            if not os.path.exists(rest):
+                dataset, _, split = rest.partition("@")
+                dataset, _, config = (dataset, "", "") if os.path.exists(dataset) else dataset.partition(":")
+            found[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
+        return found
+    name, split = script_args.dataset_name, script_args.dataset_test_split
+    config = script_args.dataset_config
+    if not script_args.eval_dataset_name and not split:
+        return None
+    if script_args.eval_dataset_name:
+        name, config = script_args.eval_dataset_name, script_args.eval_dataset_config
+    return load_prompt_dataset(name, split=split, config_name=config)
