@@ -1,0 +1,47 @@
+"""The doctor on real runs: nothing is wrong with the good ones, and the over-optimised ones are found."""
+
+import pytest
+
+from alpaca_ppo.doctor import Doctor, Finding, History
+from tests.doctor import measured
+
+RUNS = measured.read()
+GOOD = [name for name in RUNS if name not in measured.OVEROPTIMIZED]
+
+
+def examined(run) -> list[Finding]:
+    doctor, found = Doctor(History(run["config"])), []
+    for row in run["rows"]:
+        doctor.history.add(row["step"], row)
+        found += doctor.examine()
+    return found
+
+
+def test_there_are_twenty_good_runs_of_different_algorithms():
+    assert len(GOOD) >= 20
+    assert {run["config"]["adv_estimator"] for run in RUNS.values()} >= {"gae", "grpo", "rloo"}
+    assert {run["config"]["critic"] for run in RUNS.values()} == {"scalar", "c51", "hl_gauss", "quantile"}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_run_that_has_learned_has_neither_error_nor_warning(name):
+    assert [str(finding) for finding in examined(RUNS[name]) if finding.severity != "info"] == []
+
+
+@pytest.mark.parametrize("name", measured.OVEROPTIMIZED)
+def test_a_run_that_is_overoptimized_is_found(name):
+    found = {finding.rule: finding for finding in examined(RUNS[name])}
+    assert found["overoptimization"].severity == "error"
+    assert found["overoptimization"].title == "the reward rises while objective/scores/gold falls"
+    # In all three, the gold score is highest between steps 6 and 20.
+    assert 10 <= found["overoptimization"].step <= 25
+    assert "kl_runaway" in found
+
+
+@pytest.mark.parametrize("name", measured.OVEROPTIMIZED)
+def test_the_gold_source_is_known_by_its_weight(name):
+    history = History(RUNS[name]["config"])
+    for row in RUNS[name]["rows"]:
+        history.add(row["step"], row)
+    # metrics.jsonl has gold before the reward model, run.yaml the weight of the reward model first.
+    assert history.source_weights == {"gold": 0.0, "overopt_reward_model": 1.0}
