@@ -1,0 +1,63 @@
+"""The callback that writes the report of a run while it trains, and at its end."""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from alpaca_ppo.report.page import write_report
+from alpaca_ppo.report.runs import read_run
+
+SHARE = 0.02
+"""Most of a run's time that is spent on writing its report."""
+
+
+class ReportRefresher(TrainerCallback):
+    """Writes report.html into the run's folder: after an evaluation or a log, unless that would take more than `SHARE`
+    of the time, and at the end.
+
+    Args:
+        output_dir: the folder of the run.
+        token_mb: most megabytes of numbers of tokens.
+        is_main: whether this is the main process, which alone writes.
+        say: called with a message where the report cannot be written. The run goes on: its records are whole.
+    """
+
+    def __init__(
+        self, output_dir: str, *, token_mb: float, is_main: bool, say: Callable[[str], Any] = lambda text: None
+    ) -> None:
+        self.folder, self.token_mb, self.is_main, self._say = Path(output_dir), token_mb, is_main, say
+        self._next = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        """Nothing is written in the first half minute, which a small run may not even last."""
+        self._next = time.monotonic() + 30
+
+    def on_log(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        """Writes the report if it is due."""
+        if self.is_main and time.monotonic() >= self._next:
+            self.write()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        """Writes the whole run's report."""
+        if self.is_main:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the report as far as the run has come."""
+        start = time.monotonic()
+        try:
+            run = read_run(self.folder, self.folder.resolve().name)
+            write_report([run], self.folder / "report.html", token_mb=self.token_mb)
+        except (OSError, ValueError) as error:
+            self._say(f"report.html was not written: {error}; `alpaca-ppo report {self.folder}` writes it later")
+        self._next = start + (time.monotonic() - start) / SHARE
+
+
+def refresh_report(callbacks: Iterable[TrainerCallback]) -> None:
+    """Writes the report of a run that is interrupted, if one of its `callbacks` does that and there are metrics."""
+    for callback in callbacks:
+        if isinstance(callback, ReportRefresher) and callback.is_main and (callback.folder / "metrics.jsonl").exists():
+            callback.write()

@@ -1,0 +1,170 @@
+"""Reads the folder of a run: metrics, configuration, findings, and the tables of answers. Without torch."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alpaca_ppo.doctor.run_folder import check_run, most_severe, read_findings
+from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
+
+TABLES = ("rollouts", "eval", "inspected")
+"""Folders of a run with tables of answers; a folder within `eval` is the table of a named eval set."""
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """One table of answers on the disk: those of one step."""
+
+    table: str
+    """Folder below the run's, such as rollouts or eval/math."""
+    step: int
+    path: Path
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the folder of a run holds, but for the answers, which are read from `tables` as far as they are needed."""
+
+    name: str
+    path: Path
+    metrics: list[dict[str, Any]]
+    """The lines of metrics.jsonl: `step`, and numbers by name; None for one that was not finite."""
+    config: dict[str, Any]
+    """run.yaml; empty without one."""
+    findings: list[dict[str, Any]]
+    """What the doctor has found, the most severe first."""
+    tables: list[TableFile] = field(default_factory=list)
+    weights: WeightsStep | None = None
+    """Which step the models in final/ are from; None if they are not there."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step with metrics, or 0."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The runs in `folders`, examined by the doctor, with names that tell them apart.
+
+    Raises:
+        ValueError: if a folder is not that of a run, or one of its files is damaged.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    return [read_run(path, name, examine=True) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
+    """The run in the folder `path`.
+
+    Args:
+        path: the folder.
+        name: what the report calls the run.
+        examine: whether the doctor looks at the whole run again; otherwise its findings are those that it wrote while
+            the run trained.
+
+    Raises:
+        ValueError: as `read_runs`.
+    """
+    if not (path / "metrics.jsonl").is_file():
+        raise ValueError(f"{path} has no metrics.jsonl, so it is not the output_dir of a run; pass the folder of a run")
+    metrics, config = [_metrics_line(row, path) for row in read_lines(path / "metrics.jsonl")], _read_config(path)
+    findings = check_run(path) if examine else most_severe(read_findings(path))
+    return Run(
+        name=name,
+        path=path,
+        metrics=metrics,
+        config=config,
+        findings=[finding.row() for finding in findings],
+        weights=read_weights_step(path / "final"),
+        tables=sorted(_table_files(path), key=lambda file: (file.table, file.step)),
+    )
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line. An incomplete last line, which a killed run leaves, is left out.
+
+    Raises:
+        ValueError: for any other line that is not a JSON object.
+    """
+    *lines, rest = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, rest], 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode(errors="surrogateescape"))
+        except (ValueError, RecursionError) as error:
+            if number > len(lines):
+                return
+            raise ValueError(
+                f"{path} line {number} is not JSON: {line[:80]!r}; remove the line, or the file"
+            ) from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} line {number} is not a JSON object: {line[:80]!r}; remove the line, or the file")
+        yield row
+
+
+def number_or_none(value: Any) -> float | None:
+    """`value` as a finite float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: dates, and floats that are not finite, become text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value) or not isinstance(value, str | int | float | None):
+        return str(value)
+    return value
+
+
+def _metrics_line(row: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    step = number_or_none(row.get("step"))
+    if step is None:
+        raise ValueError(f"{path / 'metrics.jsonl'} has a line whose step is {row.get('step')!r}; remove the line")
+    return {"step": int(step), **{str(k): number_or_none(v) for k, v in row.items() if k != "step"}}
+
+
+def _read_config(run: Path) -> dict[str, Any]:
+    path = run / "run.yaml"
+    if not path.exists():
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}; restore or remove the file") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {type(config).__name__} instead of options; restore or remove the file")
+    return config
+
+
+def _table_files(run: Path) -> Iterator[TableFile]:
+    for top in TABLES:
+        folders = [run / top, *(sorted(p for p in (run / top).glob("*") if p.is_dir()) if top == "eval" else [])]
+        for folder in folders:
+            for path in folder.glob("step_*.jsonl"):
+                number = path.stem.removeprefix("step_")
+                if number.isdigit():
+                    table = folder.relative_to(run).as_posix()
+                    yield TableFile(table, int(number), path, path.stat().st_size)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, and as many more of the parts before it as it takes to tell the paths apart."""
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}; name each folder once")
+    depth, names = 0, [""] * len(paths)
+    while depth == 0 or len(set(names)) < len(names):
+        depth += 1
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+    return names
