@@ -228,14 +228,36 @@ probabilities to returns between two ends, `PPOConfig.value_support`."""
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend",
     {
-        "auto": {"stops_before_tokens": True, "refills": True, "takes_turns": True},
-        "slots": {"stops_before_tokens": True, "refills": True, "takes_turns": True},
-        "decode": {"stops_before_tokens": True},
-        "generate": {"own_cache": True},
+        "auto": {"stops_before_tokens": True, "refills": True, "takes_turns": True, "takes_stop_strings": True},
+        "slots": {"stops_before_tokens": True, "refills": True, "takes_turns": True, "takes_stop_strings": True},
+        "decode": {"stops_before_tokens": True, "takes_stop_strings": True},
+        "generate": {"own_cache": True, "takes_stop_strings": True},
     },
-    {"stops_before_tokens": False, "own_cache": False, "refills": False, "takes_turns": False},
+    {
+        "stops_before_tokens": False,
+        "own_cache": False,
+        "refills": False,
+        "takes_turns": False,
+        "takes_stop_strings": False,
+    },
 )
 """`stops_before_tokens`: can be stopped before any token, on all ranks at once where these generate in lockstep.
 `own_cache`: keeps its keys and values in a cache of `transformers` instead of the preallocated one.
 `refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished.
-`takes_turns`: lets responses go on after appended tokens (`generation.turns`)."""
+`takes_turns`: lets responses go on after appended tokens (`generation.turns`).
+`takes_stop_strings`: ends responses at `SamplingParams.stop_strings`."""
+
+
+DOCTOR_RULES = tuple(
+    """
+    constant_reward reward_falling eval_falling overoptimization source_drowned reward_model_out_of_range
+    uniform_groups identical_responses duplicate_prompts policy_does_not_move kl_runaway negative_kl
+    entropy_collapse entropy_explosion length_explosion length_collapse all_truncated clip_fraction_high
+    clip_fraction_zero update_too_large grad_norm_spike skipped_updates sampler_mismatch first_ratio_off
+    critic_useless critic_off_scale returns_outside_support padding phase_dominates evaluation_dominates
+    """.split()
+)
+"""The rules of `doctor.rules`, in the order in which findings are reported."""
+
+DOCTOR_SEVERITIES = ("info", "warning", "error")
+"""How severe a finding is, from the least to the most."""

@@ -9,6 +9,9 @@ from typing import Any, NotRequired, Required, TypedDict
 
 from torch import Tensor
 
+EPISODE = "<episode>"
+"""The key of a dataset row under which reward sources find its episode, where there are environments."""
+
 
 class PromptBatch(TypedDict):
     """B prompts, left-padded."""
@@ -83,6 +86,16 @@ class Rollouts(TypedDict, total=False):
     length."""
     overlong_penalties: NotRequired[Tensor]
     """(B,) float32, at most 0: the part of the rewards that punishes length; with `overlong_buffer_len`."""
+    num_turns: NotRequired[Tensor]
+    """(B,) int64, turns of the policy; with environments or tools, as the next four."""
+    environment_seconds: NotRequired[Tensor]
+    """(B,) float32, seconds that calls of the environment and of tools took."""
+    environment_tokens: NotRequired[Tensor]
+    """(B,) int64, tokens between the policy's first and last one that the policy did not choose."""
+    tool_calls: NotRequired[Tensor]
+    """(B,) int64, tool calls in the response, failed ones included."""
+    tool_failures: NotRequired[Tensor]
+    """(B,) int64, tool calls that were malformed, of no known tool, with wrong arguments, too slow or raised."""
     shaped_rewards: Tensor
     """(B, R) float32, set by `_shape_reward`: rewards and KL penalty of each token."""
     non_score_rewards: Tensor
@@ -93,6 +106,9 @@ class Rollouts(TypedDict, total=False):
     """(B, R) float32, set by `_estimate_advantage`; without a unit if whitened."""
     returns: Tensor
     """(B, R) float32, set by `_estimate_advantage`: the targets of the critic."""
+    ratio: NotRequired[Tensor]
+    """(B, R) float32, the probability of each token under the policy after the update, divided by that under the old
+    policy; only in the rows of which the table of rollouts is made, in steps that log entropies."""
     loss_weights: NotRequired[Tensor]
     """(B, R) float32, set by `step_with_rollouts` with `old_policy: correct`: importance weight of each token."""
     value_taus: NotRequired[Tensor]

@@ -1,1 +1,1 @@
-"""Estimates the memory of a run without loading weights: `python -m alpaca_ppo.estimate_memory --config run.yaml`."""
+"""Estimates the memory of a run without loading weights: `alpaca-ppo estimate-memory --config run.yaml`."""

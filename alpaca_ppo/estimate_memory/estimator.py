@@ -1,17 +1,17 @@
 """Estimates the memory of a run: the peak of each phase of a PPO step by cause, and whether a device has enough.
 
 Reads only the models' configurations and runs the trainer's passes over tensors without memory (`measure`). The command
-is in `__main__`.
+is `alpaca_ppo/cli/estimate_memory.py`.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from alpaca_ppo.adapters import read_reward_adapter, read_value_adapter
 from alpaca_ppo.config.checks import REFERENCES
-from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.config.estimate_arguments import RESERVE_GIB, EstimateArguments
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.model_configs import check_run, read_config, read_policy, read_reference, sharding_of
@@ -21,36 +21,6 @@ from alpaca_ppo.estimate_memory.sharding import DeviceMemory
 from alpaca_ppo.models.factory import check_merge
 
 GIB = 2**30
-RESERVE_GIB = 1.0
-"""GiB of an accelerator's memory that tensors cannot use: CUDA context, kernel workspaces, fragmentation."""
-
-
-@dataclass(frozen=True)
-class EstimateArguments(ScriptArguments):
-    """`ScriptArguments`, of which only the models are used, and the devices to estimate for.
-
-    Raises:
-        ValueError: for a missing model, or a value out of range.
-    """
-
-    num_processes: int = argument(1, "Processes, one per device.", at_least=1)
-    zero_stage: int = argument(0, "DeepSpeed ZeRO stage, 1 to 3; 0 = none.", at_least=0, at_most=3)
-    device_gib: float | None = argument(
-        None,
-        f"Memory of a device in GiB, of which {RESERVE_GIB:g} is reserved; the output then shows whether the run fits.",
-        above=RESERVE_GIB,
-    )
-    json: bool = argument(False, "Print JSON, in bytes, instead of a table.")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.model_name_or_path:
-            raise ValueError("model_name_or_path is not set; give --model_name_or_path or put it in the --config file")
-        if self.zero_stage and self.num_processes == 1:
-            raise ValueError(
-                f"zero_stage is {self.zero_stage} but num_processes is 1, so there is nothing to shard; raise "
-                "num_processes, or set zero_stage: 0"
-            )
 
 
 class MemoryEstimator:

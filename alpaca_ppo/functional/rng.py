@@ -15,7 +15,13 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def stream_keys(
-    *, seed: int, step: int, prompt_ids: Tensor, num_return_sequences: int, sampling_round: int = 0
+    *,
+    seed: int,
+    step: int,
+    prompt_ids: Tensor,
+    num_return_sequences: int,
+    sampling_round: int = 0,
+    sample_ids: Tensor | None = None,
 ) -> Tensor:
     """The key of each response's stream of random numbers, (B * num_return_sequences,) int64, prompt-major.
 
@@ -28,6 +34,8 @@ def stream_keys(
         prompt_ids: (B,) int64, index of each prompt in its dataset.
         num_return_sequences: samples of each prompt.
         sampling_round: from 0; of later rounds each has keys of its own for all prompts of the step.
+        sample_ids: (B,) int64, which of its prompt's samples each row is, where rows come singly
+            (`num_return_sequences` 1); None numbers the samples of each prompt from 0.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), its output function.
     """
@@ -37,6 +45,9 @@ def stream_keys(
         # Outputs that no prompt takes, because prompts count from 0.
         state = _next(state, -sampling_round)
     samples = torch.arange(num_return_sequences, device=prompt_ids.device)
+    if sample_ids is not None:
+        assert num_return_sequences == 1, num_return_sequences
+        return _next(_next(state, prompt_ids), sample_ids)
     return _next(_next(state, prompt_ids).unsqueeze(1), samples).flatten()
 
 

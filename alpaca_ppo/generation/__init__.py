@@ -8,6 +8,7 @@ from alpaca_ppo.generation.backends import register_generation_backend
 from alpaca_ppo.generation.generate import generate
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.stop_strings import StopStrings
 from alpaca_ppo.generation.stopping_criteria import (
     configured_stop_tokens,
     resolve_stop_tokens,
@@ -20,6 +21,7 @@ __all__ = [
     "PENDING",
     "Generation",
     "SamplingParams",
+    "StopStrings",
     "Turn",
     "TurnHandler",
     "Turns",

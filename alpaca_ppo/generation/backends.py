@@ -33,6 +33,7 @@ def register_generation_backend(
     own_cache: bool = False,
     refills: bool = False,
     takes_turns: bool = False,
+    takes_stop_strings: bool = False,
 ) -> Callable[[Backend], Backend]:
     """Returns a decorator that adds the generation backend `name`.
 
@@ -59,6 +60,8 @@ def register_generation_backend(
             Otherwise a rollout calls the backend with chunks of prompts.
         takes_turns: the backend also gets `turns`, the `generation.Turns` of the call or None, and lets responses go on
             as `generation.turns` describes. Otherwise a call with turns is refused.
+        takes_stop_strings: the backend ends a response with the token that completes one of
+            `sampling_params.stop_strings.strings`. Otherwise a call with stop strings is refused.
 
     Raises:
         ValueError: if the name is taken, or contains a space, comma or colon.
@@ -70,6 +73,7 @@ def register_generation_backend(
         own_cache=own_cache,
         refills=refills,
         takes_turns=takes_turns,
+        takes_stop_strings=takes_stop_strings,
     )
 
 
@@ -98,8 +102,8 @@ def run_backend(
     """Returns the responses of the backend `sampling_params.backend`.
 
     Raises:
-        ValueError: for an unknown backend, for turns that it does not take, or if it does not return a `Generation` of
-            the right shapes.
+        ValueError: for an unknown backend, for turns or stop strings that it does not take, or if it does not return a
+            `Generation` of the right shapes.
     """
     name, rows = sampling_params.backend, len(queries) * sampling_params.num_return_sequences
     missing = set(range(rows))
@@ -108,6 +112,12 @@ def run_backend(
         raise ValueError(
             f"generation_backend is {name}, which samples responses of one turn only, but turns were given; set "
             f"generation_backend: slots, or register a backend of your own with takes_turns=True"
+        )
+
+    if sampling_params.stop_strings is not None and not GENERATION_BACKENDS.trait(name, "takes_stop_strings"):
+        raise ValueError(
+            f"stop_strings is {list(sampling_params.stop_strings.strings)}, but generation_backend {name!r} does not "
+            "end responses at strings; choose another backend, or register yours with takes_stop_strings=True"
         )
 
     def report(done: list[int], finished: Generation) -> None:

@@ -13,6 +13,7 @@ from alpaca_ppo.generation.backends import run_backend
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slots import OnFinished
+from alpaca_ppo.generation.stop_strings import StopStrings
 from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
@@ -33,6 +34,7 @@ def generate(
     step: int,
     prompt_ids: Tensor,
     sampling_round: int = 0,
+    sample_ids: tuple[int, ...] | None = None,
     temperature: float = 1.0,
     do_sample: bool = True,
     top_k: int | None = None,
@@ -40,6 +42,7 @@ def generate(
     num_return_sequences: int = 1,
     truncate_token_ids: Sequence[int] = (),
     truncate_after: int = 0,
+    stop_strings: StopStrings | None = None,
     backend: str = "auto",
     cuda_graphs: bool = True,
     compile_decoding: bool = False,
@@ -67,6 +70,8 @@ def generate(
         step: step of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
         sampling_round: of the step; in another round, a prompt gets other responses.
+        sample_ids: with `num_return_sequences` 1, which of its prompt's samples each row is, for its random numbers;
+            None = the first.
         temperature: divides the logits, for the choice of a token and for its log-prob.
         do_sample: True samples from the softmax; False takes the most likely token.
         top_k: sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax.
@@ -74,6 +79,8 @@ def generate(
         num_return_sequences: n, responses per prompt.
         truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
         truncate_after: see `truncate_token_ids`; in tokens, with `turns` of the turn.
+        stop_strings: end a response (with `turns`: a turn) with the token that completes one of them, which is part of
+            the response; text of the prompt, or of an earlier turn, does not count. None = none.
         backend: "slots" is this package's own loop, which fills the places of ended rows; "decode" is its loop for
             models that cannot be sampled so; "auto" chooses between these two; "generate" runs `model.generate`, for
             models whose cache does not support dropping rows; others are added by `register_generation_backend`.
@@ -101,22 +108,20 @@ def generate(
         stop_token_ids=tuple(stop_token_ids),
         truncate_token_ids=tuple(truncate_token_ids),
         truncate_after=truncate_after,
+        stop_strings=stop_strings,
         num_return_sequences=num_return_sequences,
         do_sample=do_sample,
-        top_k=top_k,
-        top_p=top_p,
         backend=backend,
         cuda_graphs=cuda_graphs,
         compile_decoding=compile_decoding,
     )
-    params = replace(params, seed=seed, step=step, sampling_round=sampling_round)
+    params = replace(params, top_k=top_k, top_p=top_p, sampling_round=sampling_round, sample_ids=sample_ids)
+    params = replace(params, seed=seed, step=step)
     _check_params(params, slots, turns)
-    queries, mask = (tensor.to(model.device) for tensor in _trim(queries, query_attn_masks))
     with eval_mode(model):
         generation = run_backend(
             model,
-            queries,
-            mask,
+            *_trim(queries, query_attn_masks, model.device),
             sampling_params=params,
             prompt_ids=prompt_ids.to(model.device),
             any_rank=any_rank,
@@ -139,6 +144,11 @@ def _check_params(params: SamplingParams, slots: int | None, turns: Turns | None
         raise ValueError(f"max_new_tokens ({params.max_new_tokens}) must be at least 1")
     if params.num_return_sequences < 1:
         raise ValueError(f"num_return_sequences ({params.num_return_sequences}) must be at least 1")
+    if params.sample_ids is not None and params.num_return_sequences != 1:
+        raise ValueError(
+            f"sample_ids numbers single rows, but num_return_sequences is {params.num_return_sequences}; pass each "
+            "sample as a prompt of its own, or leave sample_ids None"
+        )
     if not params.temperature > 0:
         raise ValueError(
             f"temperature ({params.temperature}) must be positive; for greedy decoding use do_sample=False"
@@ -152,8 +162,8 @@ def _check_params(params: SamplingParams, slots: int | None, turns: Turns | None
     GENERATION_BACKENDS.check(params.backend)
 
 
-def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns prompts and mask (int64) without the columns that are padding in every row."""
+def _trim(queries: Tensor, query_attn_masks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns prompts and mask (int64) on `device`, without the columns that are padding in every row."""
     mask = query_attn_masks.long()
     if mask.size(0) == 0:
         raise ValueError("queries has no rows, so there is nothing to sample; pass at least one prompt")
@@ -166,7 +176,7 @@ def _trim(queries: Tensor, query_attn_masks: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.equal(left_padded, mask.bool()):
         row = int((left_padded != mask.bool()).any(dim=1).nonzero()[0])
         raise ValueError(f"query_attn_masks has padding after a token in row {row}; queries must be left-padded")
-    return queries[:, -width:], mask[:, -width:]
+    return queries[:, -width:].to(device), mask[:, -width:].to(device)
 
 
 def _check_finite(generation: Generation, rows: list[int] | None = None) -> Generation:

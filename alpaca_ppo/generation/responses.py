@@ -29,7 +29,8 @@ class Generation:
     """(B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature; zero outside
     the mask."""
     stopped: Tensor
-    """(B * n,) bool, True = ended by a stop or truncate token, False = cut off by a limit, such as R tokens."""
+    """(B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit, such as R
+    tokens."""
 
 
 class ResponseBuffer:
@@ -56,11 +57,14 @@ class ResponseBuffer:
             params.stop_token_ids,
             truncate_token_ids=params.truncate_token_ids,
             truncate_after=params.truncate_after,
+            stop_strings=params.stop_strings,
             device=device,
         )
         self._tokens = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
         self._mask = torch.zeros(shape, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
+        self._matched = torch.zeros(len(keys), dtype=torch.long, device=device)
+        """(N,) how much of a stop string each row ends with."""
         self.running = torch.ones(len(keys), dtype=torch.bool, device=device)
         """(N,) bool, True = no token has ended the row yet."""
 
@@ -78,7 +82,8 @@ class ResponseBuffer:
         self._tokens[rows, position] = tokens.where(running, params.pad_token_id)
         self._logprobs[rows, position] = logprobs.where(running, 0.0).to(self._logprobs.dtype)
         self._mask[rows, position] = running
-        self.running[rows] = running & ~self._stop_rule(tokens, position)
+        ends, self._matched[rows] = self._stop_rule.read(self._stop_rule(tokens, position), self._matched[rows], tokens)
+        self.running[rows] = running & ~ends
 
     def tokens_at(self, position: int, rows: Tensor) -> Tensor:
         """Returns the tokens (N',) at `position` of `rows`, which the model reads next."""

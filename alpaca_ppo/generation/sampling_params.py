@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.rng import stream_keys
+from alpaca_ppo.generation.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class SamplingParams:
     """Tokens that end a response once at least `truncate_after` of its tokens precede them."""
     truncate_after: int = 0
     """Tokens before `truncate_token_ids` take effect."""
+    stop_strings: StopStrings | None = None
+    """Texts of which the first to be completed ends a response; `stop_strings.strings` has them. None = none."""
     num_return_sequences: int = 1
     """n: responses per prompt."""
     do_sample: bool = True
@@ -48,6 +52,10 @@ class SamplingParams:
     """Round of the step in which the prompts were drawn: 0, or from 1 for those that `dynamic_sampling` draws after it.
     A prompt that is drawn in two rounds gets other responses."""
 
+    sample_ids: tuple[int, ...] | None = None
+    """With `num_return_sequences` 1: which of its prompt's samples each row is, where samples are prompts of their own;
+    None = the first. It determines random numbers."""
+
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
         """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
 
@@ -63,4 +71,7 @@ class SamplingParams:
             sampling_round=self.sampling_round,
             prompt_ids=prompt_ids,
             num_return_sequences=self.num_return_sequences,
+            sample_ids=None
+            if self.sample_ids is None
+            else torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device),
         )

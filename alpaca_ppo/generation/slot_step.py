@@ -49,6 +49,8 @@ class SlotState:
     """(S,) int64: the row of the outputs; the scratch row for an idle slot."""
     keys: Tensor
     """(S,) int64: the key of the row's random numbers."""
+    matched: Tensor
+    """(S,) int64: the state of `StopStrings.advance`, from the start of the turn on; 0 without stop strings."""
     running: Tensor
     """(S,) bool: False for a row that has ended and for an idle slot."""
 
@@ -60,7 +62,7 @@ class SlotState:
             return torch.zeros(slots, dtype=torch.long, device=device)
 
         running = torch.zeros(slots, dtype=torch.bool, device=device)
-        return cls(zeros(), zeros(), zeros(), zeros(), zeros(), zeros() + scratch_row, zeros(), running)
+        return cls(zeros(), zeros(), zeros(), zeros(), zeros(), zeros() + scratch_row, zeros(), zeros(), running)
 
     def clear(self, *, scratch_row: int) -> None:
         """Makes all slots idle."""
@@ -80,7 +82,7 @@ class SlotOutputs:
     logprobs: Tensor
     """(N + 1, R) float32 (float64 for a float64 model), in nats; zero outside the mask."""
     stopped: Tensor
-    """(N + 1,) bool, True = its last turn was ended by a stop or truncate token."""
+    """(N + 1,) bool, True = its last turn was ended by a stop or truncate token or a stop string."""
 
     @classmethod
     def empty(cls, rows: int, params: SamplingParams, *, logprob_dtype: torch.dtype, device: torch.device) -> Self:
@@ -114,6 +116,7 @@ class StepRules:
             params.stop_token_ids,
             truncate_token_ids=params.truncate_token_ids,
             truncate_after=params.truncate_after,
+            stop_strings=params.stop_strings,
             device=device,
         )
 
@@ -200,6 +203,8 @@ def choose_and_record(
         logits, numbers, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
     )
     ends = rules.stop_rule(tokens, positions - state.turn_starts[slots])
+    if rules.stop_rule.stop_strings is not None:
+        ends, state.matched[slots] = rules.stop_rule.read(ends, state.matched[slots], tokens)
     rows = state.rows[slots].where(running, outputs.scratch_row)
     # The position of a row that has ended may be R, which the scratch row does not have.
     columns = positions * running

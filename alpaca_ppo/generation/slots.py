@@ -276,6 +276,7 @@ class _SlotLoop:
         index, indices, *values = torch.tensor([slots, *zip(*numbers, strict=True)], device=self._keys.device)
         state = self._state
         state.rows[index], state.keys[index], state.running[index] = indices, self._keys[indices], True
+        state.matched[index] = 0
         state.lengths[index], state.positions[index], state.turn_starts[index], state.limits[index] = values
         return index
 

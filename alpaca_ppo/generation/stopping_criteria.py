@@ -1,12 +1,16 @@
-"""The tokens that end a response: stop tokens, and truncate tokens, which do so only after some length."""
+"""What ends a response: stop tokens, stop strings (`stop_strings`), and truncate tokens, which do so only after some
+length.
+"""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from alpaca_ppo.generation.stop_strings import StopStrings
 
 
 class StopRule:
@@ -16,6 +20,7 @@ class StopRule:
         stop_token_ids: end a response at any position.
         truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
         truncate_after: see `truncate_token_ids`; in tokens.
+        stop_strings: end a response with the token that completes one of them; None = none.
         device: device of the tokens to check.
     """
 
@@ -25,22 +30,34 @@ class StopRule:
         *,
         truncate_token_ids: Sequence[int] = (),
         truncate_after: int = 0,
+        stop_strings: StopStrings | None = None,
         device: torch.device,
     ) -> None:
         self._stop_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.long, device=device)
         self._truncate_ids = torch.tensor(sorted(set(truncate_token_ids)), dtype=torch.long, device=device)
         self._truncate_after = truncate_after
+        self.stop_strings = stop_strings
 
     def __call__(self, tokens: Tensor, position: Tensor | int) -> Tensor:
         """Returns (N,) bool: True if a token of `tokens` (N,), at position `position` (from 0), ends its row.
 
         `position` is the same for all rows, or (N,) int64. In a response of several turns it counts from the turn's
-        first token.
+        first token. Stop strings are not looked at: see `read`.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids) == 0:
             return ends
         return ends | ((tokens.unsqueeze(1) == self._truncate_ids).any(dim=1) & (position >= self._truncate_after))
+
+    def read(self, ends: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `ends` (N,) bool, also True for a token that completes a stop string, and the rows' next `states`.
+
+        `states` (N,) int64 are those of `StopStrings.advance`; without stop strings, both are returned as they are.
+        """
+        if self.stop_strings is None:
+            return ends, states
+        states = self.stop_strings.advance(states, tokens)
+        return ends | (states == self.stop_strings.completed), states
 
 
 def configured_stop_tokens(
@@ -74,7 +91,9 @@ def resolve_stop_tokens(
 _ANSWER = "SentinelAnswer"
 
 
-def resolve_turn_end(processing_class: PreTrainedTokenizerBase) -> int | None:
+def resolve_turn_end(
+    processing_class: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> int | None:
     """Returns the token with which the tokenizer's chat template ends a turn of the assistant, or None.
 
     That is the first special or added token after a rendered answer: Phi-3's `<|end|>`, before the eos that follows
@@ -83,28 +102,33 @@ def resolve_turn_end(processing_class: PreTrainedTokenizerBase) -> int | None:
     template writes none there, it is the token that starts the next turn, unless that is the bos. None for a template
     that cannot render an answer, changes its text, or ends turns with plain text.
 
-    A section that a template without an eos writes after every answer cannot be told from the end of the turn.
+    `chat_template_kwargs` are further arguments of the template. A section that a template without an eos writes after
+    every answer cannot be told from the end of the turn.
     """
     # Templates of multimodal models take a list of parts, and some render nothing for a string.
     for content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
         user = {"role": "user", "content": content("Question")}
         answer = {"role": "assistant", "content": content(_ANSWER)}
-        rest = _text_after_answer(processing_class, [user, answer])
+        rest = _text_after_answer(processing_class, [user, answer], chat_template_kwargs)
         if rest is None:
             continue
         token = _end_of_turn(processing_class, rest)
         if token is None:
-            longer = _text_after_answer(processing_class, [user, answer, user])
+            longer = _text_after_answer(processing_class, [user, answer, user], chat_template_kwargs)
             token = None if longer is None else _end_of_turn(processing_class, longer)
         starts_text = token == processing_class.bos_token_id != processing_class.eos_token_id
         return None if starts_text else token
     return None
 
 
-def _text_after_answer(processing_class: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str | None:
+def _text_after_answer(
+    processing_class: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> str | None:
     """What the chat template writes after `_ANSWER` in `messages`; None if it cannot render them."""
     try:
-        text = str(processing_class.apply_chat_template(messages, tokenize=False))
+        text = str(processing_class.apply_chat_template(messages, tokenize=False, **(chat_template_kwargs or {})))
     except Exception:
         # A template runs methods and operators of Python on the messages, and raises what these raise. Prompts, which
         # may have no answer, are rendered elsewhere, and their errors reported.

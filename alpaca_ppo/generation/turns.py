@@ -39,7 +39,8 @@ class Turn:
     start: int
     """Position of the turn's first token in `response`; the turn lasts to the end."""
     stopped: bool
-    """True = ended by a stop or truncate token, False = cut off after `Turns.max_turn_tokens` tokens."""
+    """True = ended by a stop or truncate token or a stop string, False = cut off after `Turns.max_turn_tokens`
+    tokens."""
 
 
 class TurnHandler(Protocol):

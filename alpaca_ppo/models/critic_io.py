@@ -6,6 +6,7 @@ critic has its network in place of the backbone; the policy whose states it read
 """
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,13 @@ def _write_head(folder: Path, head: CriticHead) -> None:
     (folder / HEAD_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def load_critic(folder: str, *, risk_level: str | float = "neutral", trust_remote_code: bool = False) -> Critic:
+def load_critic(
+    folder: str,
+    *,
+    risk_level: str | float = "neutral",
+    trust_remote_code: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Critic:
     """The critic that a run saved in `folder` (`final/value`), in float32, dropout off.
 
     `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions; of a
@@ -97,6 +104,7 @@ def load_critic(folder: str, *, risk_level: str | float = "neutral", trust_remot
         risk_level: what the head reads as the value; see `CriticHead`. The run's own level is not stored, nor are the
             `value_min` and `value_max` of a critic without a fixed support: set them as attributes of the head.
         trust_remote_code: run code that comes with the model.
+        arguments: further ones of `from_pretrained`, for the backbone.
 
     Raises:
         ValueError: when `folder` does not hold a critic of this form or is damaged, when its kind is not registered,
@@ -117,13 +125,14 @@ def load_critic(folder: str, *, risk_level: str | float = "neutral", trust_remot
     head.risk_level = risk_level
     if is_side_critic_folder(folder):
         return Critic(head, None, side=_load_side(folder))
+    own = dict(arguments or {})
     if is_adapter(folder):
         field = f"the critic {folder}"
         base_name = adapter_base(field, lora_config(read_adapter(field, folder), field))
-        base = load_complete(AutoModelForCausalLM, base_name, trust_remote_code=trust_remote_code)
+        base = load_complete(AutoModelForCausalLM, base_name, trust_remote_code=trust_remote_code, **own)
         backbone: Any = load_peft_model(field, base, folder).merge_and_unload().base_model
     else:
-        backbone = load_complete(AutoModel, folder, trust_remote_code=trust_remote_code)
+        backbone = load_complete(AutoModel, folder, trust_remote_code=trust_remote_code, **own)
     disable_dropout(backbone)
     return Critic(head, backbone)
 

@@ -60,14 +60,14 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
             f"{args.critic_layout!r}; set critic_layout: side, or leave value_model out"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
-        start = load_critic(value_model, trust_remote_code=args.trust_remote_code)
+        start = load_critic(value_model, trust_remote_code=args.trust_remote_code, arguments=args.loading_arguments)
         config: Any = start.backbone.config
     else:
         # The critic is trained; a reward model or policy that is the same object must not change.
         own: Any = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
         trust = args.trust_remote_code
         load = load_causal_lm if is_causal_lm(own, trust_remote_code=trust) else load_sequence_classifier
-        start = load(own, trust_remote_code=trust)
+        start = load(own, trust_remote_code=trust, arguments=args.loading_arguments)
         if load is load_causal_lm:
             check_architecture(start, "critic")
         config = start.config

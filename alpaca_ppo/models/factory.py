@@ -145,6 +145,12 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
             f"load_in_4bit is True, but model is a {type(model).__name__} in memory, which is not quantised; give its "
             "folder or hub id, or leave load_in_4bit out"
         )
+    if args.loading_arguments and not isinstance(model, str):
+        raise ValueError(
+            f"attn_implementation ({args.attn_implementation!r}) and model_init_kwargs ({args.model_init_kwargs}) are "
+            f"for models that the run loads, but model is a {type(model).__name__} in memory; give its folder or hub "
+            "id, or pass them to from_pretrained yourself and leave them out"
+        )
     has_adapters, base = peft_config is not None, model
     if isinstance(model, ActorCritic):
         has_adapters, base = model.policy.adapters is not None, model.policy.model
@@ -214,6 +220,7 @@ def _load(model: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
         trust_remote_code=args.trust_remote_code,
         dtype=getattr(torch, args.dtype),
         load_in_4bit=args.load_in_4bit,
+        arguments=args.loading_arguments,
     )
 
 
@@ -273,7 +280,12 @@ def make_reference(
         # The language model; the adapter stays in its layers.
         source = source.get_base_model()
     if source is not None:
-        other = load_causal_lm(source, trust_remote_code=args.trust_remote_code, dtype=policy.model.dtype)
+        other = load_causal_lm(
+            source,
+            trust_remote_code=args.trust_remote_code,
+            dtype=policy.model.dtype,
+            arguments=args.loading_arguments,
+        )
         if other.config.vocab_size != policy.model.config.vocab_size:
             raise ValueError(
                 f"the reference's vocabulary ({other.config.vocab_size}) differs from the policy's "

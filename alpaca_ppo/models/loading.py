@@ -4,7 +4,7 @@ Models are loaded with an explicit dtype and from safetensors only. What a run l
 saved by a run are in `critic_io`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.damaged_files import loading
+from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.critic_heads import ScalarHead
@@ -42,6 +43,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     load_in_4bit: bool = False,
+    arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Returns the causal language model `model`, with dropout off.
 
@@ -50,6 +52,7 @@ def load_causal_lm(
         trust_remote_code: run code that comes with the model.
         dtype: of the weights, if the model is loaded.
         load_in_4bit: quantize the weights, if the model is loaded (NF4, arXiv:2305.14314).
+        arguments: further ones of `from_pretrained` (`PPOConfig.loading_arguments`), if the model is loaded.
 
     Raises:
         ValueError: if the model does not exist, its folder is damaged or lacks weights, such as the language-model
@@ -58,9 +61,8 @@ def load_causal_lm(
     if isinstance(model, str):
         # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
         quantization = {"quantization_config": _four_bit()} if load_in_4bit else {}
-        model = load_complete(
-            AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **quantization
-        )
+        own = {**(arguments or {}), **quantization}
+        model = load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **own)
     disable_dropout(model)
     return model
 
@@ -97,8 +99,11 @@ def names_causal_lm(config: Any) -> bool:
     return any(name in known for name in config.architectures or [])
 
 
-def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Returns the sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32.
+def load_sequence_classifier(
+    model: str | PreTrainedModel, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """Returns the sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32, with further
+    `arguments` of `from_pretrained`.
 
     Raises:
         ValueError: if it does not exist, its folder is damaged or lacks weights, it does not have exactly one label, or
@@ -106,7 +111,9 @@ def load_sequence_classifier(model: str | PreTrainedModel, *, trust_remote_code:
     """
     classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
-        classifier = load_complete(AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code)
+        classifier = load_complete(
+            AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code, **(arguments or {})
+        )
     if classifier.config.num_labels != 1:
         raise ValueError(
             f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels "
@@ -127,23 +134,26 @@ def load_complete(
     *,
     trust_remote_code: bool,
     dtype: torch.dtype = torch.float32,
-    **quantization: BitsAndBytesConfig,
+    **arguments: Any,
 ) -> PreTrainedModel:
-    """The model `name`, from safetensors; `quantization` may be a `quantization_config`.
+    """The model `name`, from safetensors; `arguments` are further ones of `from_pretrained`.
 
     Raises:
         ValueError: if it does not exist, its folder is damaged, or weights are missing, which transformers would
             initialize at random.
     """
-    problem = f"no model can be loaded from {name!r}"
-    with remote_code(name, trust=trust_remote_code), loading(problem, name, _REMEDY):
+    problem, remedy = f"no model can be loaded from {name!r}", _REMEDY
+    if own := sorted(arguments.keys() - {"quantization_config"}):
+        remedy += f"; or it refuses an argument of attn_implementation or model_init_kwargs ({', '.join(own)})"
+    bars = transformers_bars(shown=has_screen())
+    with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy), bars:
         model, info = auto_class.from_pretrained(
             name,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            **quantization,
+            **arguments,
         )
     if info["missing_keys"]:
         raise ValueError(

@@ -28,7 +28,16 @@ def check_positions(config: Any, args: PPOConfig, *, owner: str = "model", privi
     parts = ["query_len", "response_len"]
     if privileged and args.privileged_column is not None:
         parts.append("privileged_len")
-    lengths = {name: getattr(args, name) for name in parts}
+    check_lengths(config, {name: getattr(args, name) for name in parts}, owner=owner)
+
+
+def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
+    """Checks that a row whose parts have `lengths` tokens, by their names, fits the model of the transformers
+    configuration `config`.
+
+    Raises:
+        ValueError: see `check_positions`.
+    """
     _check_rotations(config, lengths, owner)
     # Models without learned positions, such as BLOOM, have no such limit.
     limit = getattr(config, "max_position_embeddings", None)

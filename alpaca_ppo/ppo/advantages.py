@@ -55,7 +55,7 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
         inputs: what the estimator reads.
         args: of the run.
         monte_carlo_returns: whether the returns are sums of discounted rewards, which no value enters: the estimator is
-            then given `args` with `lam_critic` 1.
+            then given `args` with `lam_critic` 1 and no `turn_lam`.
 
     Raises:
         ValueError: when the values, prompt ids, baseline scores or scores by source that the estimator needs are
@@ -73,7 +73,7 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
         if given is None and ADV_ESTIMATORS.trait(name, trait):
             raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; {remedy}")
     if monte_carlo_returns:
-        args = replace(args, lam_critic=1.0)
+        args = replace(args, lam_critic=1.0, turn_lam=None)
     return _checked(name, estimator(inputs, args), inputs.rewards)
 
 
@@ -106,6 +106,8 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
         gamma=args.gamma,
         lam_policy=_lam_policy(inputs.response_mask, args),
         lam_critic=args.lam if args.lam_critic is None else args.lam_critic,
+        turn_gamma=args.turn_gamma,
+        turn_lam=args.turn_lam,
     )
     if not args.whiten_advantages:
         return estimated

@@ -1,5 +1,6 @@
-"""Responses that are left out of a step because their reward failed (`failed_rewards: drop`), or because that left
-them without another response to compare with; and responses that give no gradient (`mask_truncated`).
+"""Responses that are left out of a step because their reward failed (`failed_rewards: drop`), because no source scored
+them (`drop_unscored`), or because that left them without another response to compare with; and responses that give no
+gradient (`mask_truncated`).
 
 A rank scores and evaluates the first like all others, so that ranks stay in lockstep. They are taken out of the global
 rollouts, on every rank alike. The second stay in the rollouts, where others are compared with them, and are taken out

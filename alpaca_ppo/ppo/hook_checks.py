@@ -37,6 +37,21 @@ class NonFiniteUpdate(FloatingPointError):
         self.cause, self.prompt_ids = cause, list(prompt_ids)
 
 
+def check_full_softmax(sampling_params: SamplingParams) -> None:
+    """Checks that training samples from the whole softmax, which is what every log-prob is of.
+
+    Raises:
+        ValueError: for `top_k` or `top_p`.
+    """
+    if sampling_params.top_k is not None or sampling_params.top_p is not None:
+        raise ValueError(
+            f"the rollouts of training would be sampled with top_k {sampling_params.top_k} and top_p "
+            f"{sampling_params.top_p}, but the log-probs of policy, old policy and reference are those of all tokens: "
+            "the ratios would be those of another policy than the one that sampled. Leave both None, and use "
+            "eval_top_k and eval_top_p for evaluation"
+        )
+
+
 def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
     """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added,
     and the privileged text if the prompts have it.
@@ -55,6 +70,8 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
     _check_keys("_generate", samples, SAMPLED)
     n = sampling_params.num_return_sequences
     rows, width = len(prompts["rows"]) * n, prompts["queries"].size(1)
+    given = sampling_params.sample_ids
+    sample_ids = torch.arange(n).repeat(len(prompts["rows"])) if given is None else torch.tensor(given)
     shapes = dict.fromkeys(SAMPLED, (rows, sampling_params.max_new_tokens)) | {"stopped": (rows,)}
     complete = {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
@@ -63,7 +80,7 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
         # Always computed from `prompts`; values that the hook returned under these names are ignored.
         **{name: prompts[name].repeat_interleave(n, dim=0) for name in PRIVILEGED_KEYS if name in prompts},  # type: ignore[literal-required]
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-        "sample_ids": torch.arange(n).repeat(len(prompts["rows"])),
+        "sample_ids": sample_ids,
     }
     shapes |= dict.fromkeys(("queries", "query_attn_masks"), (rows, width))
     for key, value in complete.items():
@@ -132,9 +149,11 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     return {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])}
 
 
-def join_scores(parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor) -> dict[str, Tensor]:
+def join_scores(
+    parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor, *, per_token: bool = False
+) -> dict[str, Tensor]:
     """The scores of all chunks as tensors of all rows. If some chunks have rewards per token and others per response,
-    a response's reward goes to its last chosen token.
+    or with `per_token`, a response's reward goes to its last chosen token.
 
     Raises:
         ValueError: if `_score` returned other keys for one chunk than for another.
@@ -143,7 +162,7 @@ def join_scores(parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor) ->
     if different := sorted(set.union(*keys) - set.intersection(*keys)):
         raise ValueError(f"_score() returned {', '.join(different)} for some of its chunks only; return them for all")
     rewards = [part["rewards"] for part in parts]
-    if any(part.dim() == 2 for part in rewards):
+    if per_token or any(part.dim() == 2 for part in rewards):
         masks = response_mask.split([len(part) for part in rewards])
         rewards = [part if part.dim() == 2 else _on_last(part, mask) for part, mask in zip(rewards, masks, strict=True)]
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "rewards"}

@@ -9,15 +9,17 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
+from alpaca_ppo.functional.groups import informative_rows
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo.dropped_rows import trained_mask
@@ -114,7 +116,7 @@ class RolloutCounts:
     """What was sampled for a step and is not in its rollouts, over all ranks."""
 
     dropped_rows: int = 0
-    """Responses that were left out because their reward failed."""
+    """Responses that were left out because their reward failed, or no source scored them."""
     sampling_rounds: int = 0
     """Rounds of fresh prompts (`dynamic_sampling`)."""
     redrawn_prompts: int = 0
@@ -130,9 +132,12 @@ class RolloutCounts:
     extra_prompts: int = 0
     """How much further than by the step's own prompts the sequence of prompts has moved."""
 
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """Sum and number of the values of each metric that reward functions have logged."""
+
     def stats(self, args: PPOConfig) -> dict[str, float]:
-        """The metrics of a step, as far as the options can change them."""
-        stats = self.evaluation_stats(args, prefix="objective")
+        """The metrics of a step, as far as the options and the reward functions can change them."""
+        stats = {f"objective/{name}": value for name, value in self._dropped_rows(args).items()} | self._logged_means()
         if args.dynamic_sampling:
             stats["objective/sampling_rounds"] = float(self.sampling_rounds)
             stats["objective/redrawn_prompts"] = float(self.redrawn_prompts)
@@ -142,16 +147,28 @@ class RolloutCounts:
             stats["objective/extra_prompts"] = float(self.extra_prompts)
         return stats
 
-    def evaluation_stats(self, args: PPOConfig, *, prefix: str = "eval") -> dict[str, float]:
-        """The metrics of an evaluation, which replaces no prompts."""
-        return {f"{prefix}/dropped_rows": float(self.dropped_rows)} if args.failed_rewards == "drop" else {}
+    def evaluation_stats(self, args: PPOConfig) -> dict[str, float]:
+        """The metrics of an evaluation, which replaces no prompts, without a prefix."""
+        return self._dropped_rows(args) | self._logged_means()
+
+    def _logged_means(self) -> dict[str, float]:
+        return {f"reward/{name}": total / number for name, (total, number) in self.logged.items()}
+
+    def _dropped_rows(self, args: PPOConfig) -> dict[str, float]:
+        may_drop = args.failed_rewards == "drop" or args.drop_unscored
+        return {"dropped_rows": float(self.dropped_rows)} if may_drop else {}
 
 
 class Timers:
-    """Wall-clock seconds by phase."""
+    """Wall-clock seconds by phase.
 
-    def __init__(self) -> None:
+    Args:
+        during: returns a context manager in which a phase, given by name, takes place.
+    """
+
+    def __init__(self, during: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         self.seconds: dict[str, float] = {}
+        self._during = during
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -159,7 +176,8 @@ class Timers:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        yield
+        with self._during(phase):
+            yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -243,8 +261,11 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     rewards = sequence_scores(rollouts["rewards"])
     scores = rollouts["scores"]
     by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
+    spreads = [standard_deviation(column[~column.isnan()]) for column in rollouts["scores_by_source"].unbind(dim=1)]
     stats = {
         **{f"objective/scores/{name}": mean for name, mean in zip(source_names, by_source, strict=True)},
+        **{f"objective/scores_std/{name}": spread for name, spread in zip(source_names, spreads, strict=True)},
+        **group_stats(rollouts),
         "objective/kl_sum_seq": float(rollouts["kl"].sum(dim=1).mean()),
         "objective/kl_avg_seq": float(masked_mean(rollouts["kl"], mask)),
         "objective/shaped_rewards": float(rollouts["shaped_rewards"].sum(dim=1).mean()),
@@ -254,6 +275,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/scores_std": standard_deviation(scores),
         "objective/response_length": float(lengths.mean()),
         "objective/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
+        **{f"objective/{name}": value for name, value in episode_stats(rollouts).items()},
     }
     if "ref_entropies" in rollouts:
         stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
@@ -267,6 +289,29 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         return stats
     mismatch = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
     return stats | {name: float(value) for name, value in mismatch.items()}
+
+
+def group_stats(rollouts: Rollouts) -> dict[str, float]:
+    """Returns how much the responses to a prompt differ; nothing if no prompt has more than one.
+
+    `objective/identical_responses` is the share of responses that equal another one to the same prompt,
+    `objective/uniform_groups` the share of prompts whose responses all have the same score.
+    """
+    groups = rollouts["prompt_ids"].unique(return_inverse=True)[1]
+    sizes = groups.bincount()
+    if not sizes.numel() or int(sizes.max()) < 2:
+        return {}
+    mask = rollouts["response_mask"]
+    tokens = torch.where(mask, rollouts["responses"], -1)
+    _, which, counts = torch.cat([groups.unsqueeze(1), tokens], dim=1).unique(
+        dim=0, return_inverse=True, return_counts=True
+    )
+    several = sizes > 1
+    uniform = torch.zeros_like(sizes).scatter(0, groups, (~informative_rows(rollouts["scores"], groups)).long())
+    return {
+        "objective/identical_responses": float((counts[which] > 1)[several[groups]].float().mean()),
+        "objective/uniform_groups": float(uniform[several].float().mean()),
+    }
 
 
 def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
@@ -293,20 +338,34 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
 
 
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns `eval/*` of an evaluation: rewards, lengths in tokens, and the KL to the reference.
+    """Returns metrics of an evaluation, without `eval/`: rewards, lengths in tokens, and the KL to the reference.
 
     The KL is the k1 estimate in nats, summed over a response.
     """
     rewards = sequence_scores(rollouts["rewards"])
     kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
     return {
-        "eval/rewards": float(rewards.mean()),
-        "eval/scores": float(rollouts["scores"].mean()),
-        "eval/scores_std": standard_deviation(rollouts["scores"]),
-        "eval/kl_sum_seq": float(kl.mean()),
-        "eval/response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
-        "eval/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
+        "rewards": float(rewards.mean()),
+        "scores": float(rollouts["scores"].mean()),
+        "scores_std": standard_deviation(rollouts["scores"]),
+        "kl_sum_seq": float(kl.mean()),
+        "response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
+        "truncated_fraction": float((~rollouts["stopped"]).float().mean()),
+        **episode_stats(rollouts),
     }
+
+
+def episode_stats(rollouts: Rollouts) -> dict[str, float]:
+    """Returns the means over responses of what their episodes counted; nothing without environments and tools."""
+    if "num_turns" not in rollouts:
+        return {}
+    calls = int(rollouts["tool_calls"].sum())
+    stats = {
+        "turns": float(rollouts["num_turns"].float().mean()),
+        "environment_tokens": float(rollouts["environment_tokens"].float().mean()),
+        "tool_calls": float(rollouts["tool_calls"].float().mean()),
+    }
+    return stats | ({"tool_failure_rate": int(rollouts["tool_failures"].sum()) / calls} if calls else {})
 
 
 def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:
@@ -320,6 +379,8 @@ def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[st
     sampled = int(rollouts["response_mask"].sum())
     tokens = sampled + int(rollouts["query_attn_masks"].sum())
     stats = {name: value for name, value in phases.items() if name not in seconds}
+    if "environment_seconds" in rollouts:
+        stats["time/environment_calls"] = float(rollouts["environment_seconds"].mean())
     stats |= {f"time/{phase}": value for phase, value in seconds.items()}
     stats["time/step"] = sum(seconds.values())
     stats["tokens/sampled"] = float(sampled)

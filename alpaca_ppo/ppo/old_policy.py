@@ -39,7 +39,8 @@ class OldPolicySource:
     policy too close to its reference, steps recompute until comparisons agree once more.
 
     Half precision always recomputes, as does a critic that shares the policy's hidden states, because the critic's pass
-    computes all of the policy but its head.
+    computes all of the policy but its head. So does a run whose environments answer: which rows the sampler reads
+    together depends on when they do, and the rounding of its log-probs with it.
 
     While the critic is pretrained, the policy is frozen and its update has no ratio: the old log-probs only measure the
     KL. So there, whatever `old_policy` is, the first step and every `mismatch_check_steps`-th one recompute and
@@ -58,6 +59,7 @@ class OldPolicySource:
         has_reference: whether there is a reference policy.
         report: called with a message for the user the first time that the sampler's log-probs begin to be used, that
             they no longer are for a while, and that they no longer are for good.
+        sampler_repeats: whether the sampler computes the same log-probs to the last bit when a step is repeated.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class OldPolicySource:
         *,
         has_reference: bool,
         report: Callable[[str], Any],
+        sampler_repeats: bool = True,
     ) -> None:
         self._guard, self._args, self._pretraining = guard, args, pretraining
         self._has_reference, self._report = has_reference, report
-        self._decides = args.old_policy == "auto" and not guard.half_precision and not guard.shares_states
+        serves = sampler_repeats and not guard.half_precision and not guard.shares_states
+        self._decides = args.old_policy == "auto" and serves
         self._agreed_at: list[int] = []
         self._disagreed_at: int | None = None
         self._moved_at: int | None = None

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.environments.episodes import Episodes
 from alpaca_ppo.functional.packing import PackedRows, critic_rows, pack_rows
-from alpaca_ppo.generation import Generation, generate
+from alpaca_ppo.generation import Generation, Turns, generate
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
@@ -110,6 +111,7 @@ def sample_responses(
     before_token: Callable[[], Any] = lambda: None,
     on_rows: Callable[[int], Any] = lambda rows: None,
     on_finished: Callable[[list[int], dict[str, Tensor]], Any] = lambda rows, samples: None,
+    turns: Turns | None = None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
@@ -126,6 +128,7 @@ def sample_responses(
         on_rows: called with a number of responses that are finished.
         on_finished: called with rows whose responses are complete, and what this function will return, filled in these
             rows. Each row comes once, in any order.
+        turns: as for `generate`.
 
     Returns:
         the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
@@ -145,7 +148,7 @@ def sample_responses(
     }
     backend = resolve_backend(sampling_params.backend, model, any_rank)
     chunks = [list(range(count))]
-    if not GENERATION_BACKENDS.trait(backend, "refills"):
+    if turns is None and not GENERATION_BACKENDS.trait(backend, "refills"):
         chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))
     for chunk in chunks:
 
@@ -157,6 +160,9 @@ def sample_responses(
             on_rows(len(rows))
             on_finished(rows, samples)
 
+        params = sampling_params
+        if params.sample_ids is not None:
+            params = replace(params, sample_ids=tuple(params.sample_ids[i] for i in chunk))
         generate(
             model,
             prompts["queries"][chunk],
@@ -166,7 +172,8 @@ def sample_responses(
             before_token=before_token,
             slots=per_device_batch_size,
             on_finished=keep,
-            **(vars(sampling_params) | {"backend": backend}),
+            turns=turns,
+            **(vars(params) | {"backend": backend}),
         )
     return samples
 
@@ -273,6 +280,7 @@ class RolloutCollector:
         accelerator: for the device and the precision of forward passes.
         reference: provides the reference policy; None without one.
         scorer: the reward sources.
+        metric_scorer: what only measures the responses of an evaluation.
         chunk_size: tokens whose logits are in memory at once.
         per_device_batch_size: responses sampled or evaluated at once.
         row_tokens: most tokens of a row in any pass (`PPOConfig.longest_row`); without padding, as many tokens are
@@ -282,6 +290,7 @@ class RolloutCollector:
     accelerator: Accelerator
     reference: Reference | None
     scorer: RewardScorer
+    metric_scorer: RewardScorer
     chunk_size: int
     per_device_batch_size: int
     row_tokens: int
@@ -290,7 +299,7 @@ class RolloutCollector:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
         if isinstance(self.reference, CopiedReference):
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
-        for source in self.scorer.sources:
+        for source in [*self.scorer.sources, *self.metric_scorer.sources]:
             if isinstance(source, ModelReward):
                 source.prepare(
                     equal_passes=engine.synced_forwards,
@@ -333,7 +342,7 @@ class RolloutCollector:
         """
         gathered: Any
         failures, dropped = self.scorer.pop_failures(), DroppedRows()
-        if self.scorer.policy.drop:
+        if self.scorer.policy.may_drop:
             gathered, dropped = gather_kept_rows(
                 rows,
                 failures,
@@ -356,13 +365,28 @@ class RolloutCollector:
         sampling_params: SamplingParams,
         poll: RolloutPoll,
         early: EarlyCalls | None = None,
+        episodes: Episodes | None = None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision; finished ones are passed to `early`."""
+        """`sample_responses` of the engine's policy, in the run's precision. Finished ones are passed to `early`, with
+        `episodes` once their episodes have ended.
+        """
+        finished = early.on_finished if early is not None else lambda rows, samples: None
+        kept: dict[str, Tensor] = {}
 
         def poll_and_check() -> None:
             before_token()
+            if episodes is not None:
+                episodes.listen()
             if early is not None:
                 early.check()
+
+        def end_episodes(rows: list[int], samples: dict[str, Tensor]) -> None:
+            assert episodes is not None
+            kept.update(samples)
+            episodes.finish(rows, samples)
+
+        if episodes is not None:
+            episodes.on_ended = lambda row: finished([row], kept)
 
         # A captured step reads its weights where they were, and keeps the sampler's cache.
         sampling_params = replace(
@@ -373,7 +397,7 @@ class RolloutCollector:
             engine.sampling() as (model, any_rank),
             poll.sampling(any_rank) as before_token,
         ):
-            return sample_responses(
+            samples = sample_responses(
                 model,
                 prompts,
                 sampling_params,
@@ -381,8 +405,13 @@ class RolloutCollector:
                 any_rank=any_rank,
                 before_token=poll_and_check,
                 on_rows=poll.on_rows,
-                on_finished=(lambda rows, samples: None) if early is None else early.on_finished,
+                on_finished=finished if episodes is None else end_episodes,
+                turns=None if episodes is None else episodes.turns,
             )
+        if episodes is None:
+            return samples
+        episodes.wait()
+        return samples | episodes.statistics(samples)
 
     def evaluation_settings(self, engine: Engine, temperature: float) -> EvaluationSettings:
         """How responses are evaluated with models of `engine`."""
@@ -393,6 +422,19 @@ class RolloutCollector:
             max_tokens=self.per_device_batch_size * self.row_tokens,
             most_passes=partial(max_int_over_ranks, accelerator=self.accelerator) if engine.synced_forwards else int,
         )
+
+    def policy_logprobs(self, engine: Engine, samples: Mapping[str, Tensor], *, temperature: float) -> Tensor:
+        """Log-probs (B, R) of the rows `samples` under the policy as it is now, and nothing else.
+
+        Every rank must call it with equally many rows if forward passes need every rank (`engine.synced_forwards`).
+        """
+        settings = self.evaluation_settings(engine, temperature)
+        rows, device = EvaluatedRows(dict(samples), settings, self.accelerator.device), self.accelerator.device
+        with engine.autocast():
+            out = evaluate_responses(
+                engine.actor_critic, rows, settings, device=device, with_policy=True, with_critic=False
+            )
+        return out["logprobs"]
 
     def evaluate(
         self,

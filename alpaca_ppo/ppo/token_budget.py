@@ -13,7 +13,7 @@ from alpaca_ppo.ppo.minibatches import Plan, plan_equal_rows, plan_micro_batches
 
 REMEDIES = (
     "set gradient_checkpointing: true, lower logprob_chunk_size, train adapters (use_peft), or shard with DeepSpeed "
-    "ZeRO; python -m alpaca_ppo.estimate_memory shows what each saves"
+    "ZeRO; alpaca-ppo estimate-memory shows what each saves"
 )
 
 

@@ -12,9 +12,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.cli.estimate_memory import main
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
-from alpaca_ppo.estimate_memory.__main__ import main, table
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments, MemoryEstimator, estimate
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
@@ -23,6 +23,7 @@ from alpaca_ppo.estimate_memory.model_configs import check_run
 from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of, with_known_backend
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
+from alpaca_ppo.estimate_memory.table import table
 from alpaca_ppo.generation import register_generation_backend
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_config, tiny_tokenizer
@@ -49,6 +50,11 @@ def settings(**overrides: Any) -> PPOConfig:
         "step_batch_size": ROWS,
         "step_per_device_batch_size": ROWS // 2,
         "logprob_chunk_size": 64,
+        # What a run writes about itself between its steps is not estimated.
+        "report_to": ["none"],
+        "num_logged_rollouts": 0,
+        "num_inspected_prompts": 0,
+        "report": False,
     }
     return PPOConfig(**{"use_cpu": True, "ppo_epochs": 1, "total_episodes": 2 * ROWS, **sizes, **overrides})
 
@@ -154,7 +160,7 @@ def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, ove
     AcceleratorState._reset_state(True)
     # Sampling, token by token, would take most of the time.
     overrides = {**overrides, "response_len": 16}
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
+    args = settings(output_dir=str(tmp_path), **overrides)
     torch.manual_seed(0)
     peft_config = lora(use_dora=with_lora == "dora") if with_lora else None
     predicted = predicted_peaks(Models(llama(), peft_config), args, Sharding())
@@ -173,7 +179,7 @@ def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, ove
 )
 def test_a_critic_of_another_size_takes_the_estimated_memory(sizes, overrides, tmp_path, fresh_state):
     AcceleratorState._reset_state(True)
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, response_len=16, **overrides)
+    args = settings(output_dir=str(tmp_path), response_len=16, **overrides)
     value = llama(**sizes)
     # As a folder of the model names it.
     value.architectures = ["LlamaForCausalLM"]
@@ -249,7 +255,7 @@ def test_copies_in_half_precision_live_as_long_as_estimated(
     AcceleratorState._reset_state(True)
     torch.manual_seed(0)
     overrides = {**overrides, "bf16": True, "response_len": 16}
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
+    args = settings(output_dir=str(tmp_path), **overrides)
     peft_config = lora() if with_lora else None
     run = trained(args, peft_config)
     # Float32 weights and two moments, and copies of 2 bytes; the rollouts and the like are a few KB.
@@ -278,7 +284,7 @@ def test_an_offloaded_reference_stays_where_it_is_on_a_cpu(tmp_path, fresh_state
     """The reference is a seventh of the update's peak."""
     AcceleratorState._reset_state(True)
     layout = {"reference": "copy_offloaded", "critic_layout": "shared"}
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **layout)
+    args = settings(output_dir=str(tmp_path), **layout)
     predicted, measured = predicted_peaks(Models(llama()), args, Sharding()), measured_peaks(args, None)
     ratios = {name: predicted[name] / measured[name] for name in predicted}
     assert all(0.95 < ratio < 1.1 for ratio in ratios.values()), (ratios, predicted, measured)
@@ -290,7 +296,7 @@ def test_long_sequences_train_without_a_mask_of_all_pairs(tmp_path, fresh_state,
     sizes = {"query_len": 1024, "response_len": 32, "rollout_per_device_batch_size": 2, "step_per_device_batch_size": 2}
     sizes |= {"rollout_batch_size": 2, "step_batch_size": 2, "total_episodes": 4}
     layout = {"critic_layout": "shared", "gradient_checkpointing": recomputed}
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **sizes, **layout)
+    args = settings(output_dir=str(tmp_path), **sizes, **layout)
     config = llama(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=2048)
     measured = measured_peaks(args, None, config)
     predicted = predicted_peaks(Models(config), args, Sharding())
@@ -660,10 +666,28 @@ def test_four_bits_shrink_the_linear_layers_of_the_base():
     assert packed["policy/unpacked"] == 2 * 128 * 256
 
 
-@pytest.fixture
-def folder(tmp_path):
-    llama().save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a model, to be read only."""
+    path = tmp_path_factory.mktemp("model")
+    llama().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_run_is_measured_once():
+    """Commands on the same run have the measurements of the first: they depend on what `measure` is given, alone."""
+    found = {}
+
+    def measured(*given: Any, **how: Any) -> dict[str, float]:
+        key = repr((given, how))
+        if key not in found:
+            found[key] = measure(*given, **how)
+        return dict(found[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("alpaca_ppo.estimate_memory.estimator.measure", measured)
+        yield
 
 
 def estimated(*flags: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_weights_are_those_of_every_layer(model_type, overrides):
 def test_a_mixture_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, overrides, dense):
     AcceleratorState._reset_state(True)
     overrides = {**overrides, "response_len": 16}
-    args = settings(output_dir=str(tmp_path), report_to=["none"], num_logged_rollouts=0, **overrides)
+    args = settings(output_dir=str(tmp_path), **overrides)
     peft_config = queries() if with_lora else None
     of = config("qwen3_moe", **{**QWEN, "num_experts": 32}, mlp_only_layers=dense, num_hidden_layers=4)
     torch.manual_seed(0)

@@ -7,10 +7,10 @@ import pytest
 from peft import LoraConfig
 from transformers import MambaConfig, PreTrainedConfig
 
-from alpaca_ppo.estimate_memory.__main__ import table
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.phases import sizes_of
+from alpaca_ppo.estimate_memory.table import table
 from tests.estimate_memory.test_estimator import FLAGS, estimated, folder, llama, lora, settings
 
 __all__ = ["folder"]

@@ -13,6 +13,7 @@ from alpaca_ppo.checkpoint.export import save_final
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.models.skeletons import trained_parameters
+from alpaca_ppo.tracking.weights_step import WeightsStep
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_config
 
@@ -59,7 +60,7 @@ def saved(tmp_path_factory):
                 if parameter.requires_grad:
                     parameter.data += torch.empty_like(parameter).normal_(0, 0.1, generator=generator)
             final = folder / f"{layout}-{adapters}-{critic}"
-            save_final(final, trained, tiny_tokenizer(), metrics={}, config={})
+            save_final(final, trained, tiny_tokenizer(), step=WeightsStep(2, 2), metrics={}, config={})
             made[layout, adapters, critic] = final, values(trained)
         return made[layout, adapters, critic]
 

@@ -74,6 +74,7 @@ def rollouts() -> dict[str, torch.Tensor]:
     ones = mask.float()
     return {
         "response_mask": mask,
+        "prompt_ids": torch.tensor([0, 1]),
         "query_attn_masks": torch.tensor([[1, 1], [0, 1]]),
         "stopped": torch.tensor([True, False]),
         "rewards": torch.tensor([2.0, -1.0]),
@@ -166,8 +167,8 @@ def test_advantage_and_critic_stats_leave_out_responses_that_give_no_gradient():
 def test_evaluation_stats_sum_the_kl_over_a_response():
     stats = metrics.evaluation_stats(rollouts())
     # 0.5 a token, 3 and 1 tokens
-    assert stats["eval/kl_sum_seq"] == pytest.approx(1.0)
-    assert stats["eval/scores"] == 3.0
+    assert stats["kl_sum_seq"] == pytest.approx(1.0)
+    assert stats["scores"] == 3.0
 
 
 def test_throughput_does_not_count_padding():
@@ -185,3 +186,18 @@ def test_peak_memory_is_that_of_this_process():
     block = torch.ones(3 * 2**28, dtype=torch.uint8)
     assert metrics.peak_memory_gib(torch.device("cpu")) > max(before, 0.75)
     assert block.numel()
+
+
+def test_group_stats_count_equal_responses_and_groups_of_one_score():
+    # Prompt 3 has equal responses but for what is behind the mask; those of 5 differ; 8 has one response.
+    responses = torch.tensor([[1, 2], [1, 9], [4, 5], [6, 7], [1, 2]])
+    mask = torch.tensor([[1, 0], [1, 0], [1, 1], [1, 1], [1, 1]], dtype=torch.bool)
+    given = {"prompt_ids": torch.tensor([3, 3, 5, 5, 8]), "responses": responses, "response_mask": mask}
+    # Of four responses in groups two are equal; one of two groups has one score, up to rounding.
+    scores = torch.tensor([0.3, 0.3 + 3e-8, 1.0, 2.0, 1.0])
+    assert metrics.group_stats({**given, "scores": scores}) == {
+        "objective/identical_responses": 0.5,
+        "objective/uniform_groups": 0.5,
+    }
+    alone = {key: value[[0, 2, 4]] for key, value in {**given, "scores": scores}.items()}
+    assert metrics.group_stats(alone) == {}

@@ -1,14 +1,8 @@
-"""The command `python -m alpaca_ppo.estimate_memory`: a run's flags in, a table or JSON out."""
+"""An estimate as text."""
 
-import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
-from alpaca_ppo.config.parser import parse_args
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments
-from alpaca_ppo.estimate_memory.estimator import GIB, EstimateArguments, estimate
+from alpaca_ppo.estimate_memory.estimator import GIB
 from alpaca_ppo.estimate_memory.phases import CAUSES
 
 
@@ -53,17 +47,3 @@ def _verdict(result: dict[str, Any]) -> list[str]:
         peak = f"{together['peak'] / GIB:.2f} GiB with {'; '.join(together['changes'])}"
         lines.append(f"no single change is enough; {verdict} ({peak})")
     return lines
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the estimate for the command line `argv`."""
-    script, lora, args = parse_args([EstimateArguments, LoraArguments, PPOConfig], argv)
-    result = estimate(script, lora, args)
-    print(json.dumps(result, indent=2) if script.json else table(result))
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")

@@ -1,0 +1,305 @@
+"""One episode: an environment, and the conversation that it has with the policy about a dataset row.
+
+Its parts are generators that yield the calls of the user's functions and are sent what became of them; `episodes` runs
+these calls in `workers`.
+"""
+
+import json
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
+from alpaca_ppo.environments.kinds import EnvironmentKind, Tool
+from alpaca_ppo.environments.tool_calls import (
+    ToolCall,
+    ToolCallParser,
+    call_problem,
+    find_json_calls,
+    find_parsed_calls,
+    find_template_calls,
+)
+from alpaca_ppo.environments.workers import Call, CallTimeout, Ended
+from alpaca_ppo.generation.turns import Reply, Turn
+from alpaca_ppo.rewards.batch import copied
+
+T = TypeVar("T")
+Steps = Generator[Call, Ended, T]
+"""Yields calls, and is sent how each has ended."""
+
+
+class EnvironmentFailure(RuntimeError):
+    """A method of an environment raised an exception, was not done in time or returned what it must not."""
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What all episodes of a run have in common."""
+
+    conversation: Conversation
+    max_turns: int | None = None
+    """Turns of the policy after which an episode ends; None sets no limit."""
+    tool_timeout: float | None = None
+    """Seconds for a tool call; None waits without end."""
+    environment_timeout: float | None = None
+    """Seconds for `reset`, `reply` and `get_reward`."""
+    tool_call_parser: ToolCallParser | None = None
+    """None takes the tokenizer's `response_template` if it has one, and otherwise JSON between <tool_call> tags."""
+
+
+@dataclass
+class Episode:
+    """An episode of one response.
+
+    Args:
+        kind: of its environment.
+        row: the dataset's row.
+        number: of the row, in error messages.
+        settings: of the run.
+    """
+
+    kind: EnvironmentKind
+    row: dict[str, Any]
+    number: int
+    settings: EpisodeSettings
+    environment: Any = None
+    prompt: Any = None
+    """Text or messages, with what `reset` returned."""
+    messages: list[Message] = field(default_factory=list)
+    """What came after the prompt, both sides; with a chat template."""
+    num_turns: int = 0
+    num_read: int = 0
+    """Columns of the response that the environment has been given."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """By the column of the turn's last token."""
+    reward: float | None = None
+    """Of the whole episode."""
+    tool_calls: int = 0
+    tool_failures: int = 0
+    seconds: float = 0.0
+    """That calls of the environment and of tools took."""
+    over: bool = False
+    """Whether the environment ended it (`reply` returned None)."""
+    cut: bool = False
+    """Whether it ended by `max_turns` though it would have gone on."""
+    chosen: list[int] = field(default_factory=list)
+    """Once it has ended: the columns of the tokens that the policy chose."""
+    reusable: bool = True
+    """Whether nothing may still run in the environment."""
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """Of the tools that the policy sees."""
+        return [tool.schema for tool in self.kind.tools]
+
+    @property
+    def completion(self) -> list[Message] | None:
+        """The messages of both sides after a prompt of messages; None after text."""
+        return self.messages if isinstance(self.prompt, list) else None
+
+    def rewards_of(self, class_name: str) -> list[float] | float | None:
+        """What the environment gives, if it is of this class: one number, or, where turns have rewards, one for each
+        token that the policy chose. A turn's reward is on its last token, that of the episode on the last one of all.
+        """
+        if self.kind.class_name != class_name or not self.kind.rewards:
+            return None
+        if not self.kind.has_reply:
+            return self.reward
+        rewards = [self.turn_rewards.get(column, 0.0) for column in self.chosen]
+        rewards[-1] += self.reward or 0.0
+        return rewards
+
+    def begin(self, seed: int) -> Steps[None]:
+        """Resets the environment and makes the prompt.
+
+        Raises:
+            EnvironmentFailure: see there.
+        """
+        self.environment = self.kind.acquire()
+        # Samples of a prompt share the row.
+        columns = {name: copied(name, [value])[0] for name, value in self.row.items()}
+        if self.kind.routed:
+            del columns["environment"]
+        arguments = self.kind.reset_arguments(columns, seed)
+        observation = yield from self._own(self.environment.reset, arguments, "reset")
+        if observation is not None and not isinstance(observation, str):
+            raise self._failure(f"reset returned {_shown(observation)}; it must return text or None")
+        self.prompt = _with_observation(self.row["prompt"], observation and _encodable(observation))
+        if not self.prompt:
+            raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
+
+    def prompt_ids(self) -> list[int]:
+        """The token ids of the prompt."""
+        return self.settings.conversation.prompt_ids(self.prompt, self.schemas)
+
+    def take(self, turn: Turn) -> Steps[Reply]:
+        """What follows a turn of the policy: None if the episode has ended.
+
+        Raises:
+            EnvironmentFailure: see there.
+        """
+        answers = yield from self._answers(turn)
+        last = self.settings.max_turns is not None and self.num_turns >= self.settings.max_turns
+        if answers is None or last:
+            self.cut = answers is not None
+            return None
+        replies, calls = answers
+        ids = self.settings.conversation.reply_ids(
+            replies,
+            stopped_by_token=turn.stopped and self.settings.conversation.ends_turn(turn.response[-1]),
+            tool_calls=calls,
+            schemas=self.schemas,
+        )
+        self.num_read = len(turn.response) + len(ids)
+        return ids
+
+    def end(self, response: list[int], response_mask: list[bool], *, complete: bool) -> Steps[None]:
+        """Gives the environment a last turn that it has not seen, if there is one, and takes its reward.
+
+        Args:
+            response: token ids up to the last one that the policy chose.
+            response_mask: as long; True = a token the policy chose.
+            complete: whether the last turn ended by itself or by the limit of a turn. One that was cut off by the
+                limits of the response is not shown.
+
+        Raises:
+            EnvironmentFailure: see there.
+        """
+        self.chosen = [column for column, chosen in enumerate(response_mask) if chosen]
+        if len(response) > self.num_read:
+            if complete:
+                turn = Turn(self.number, response, response_mask, self.num_read, stopped=True)
+                self.cut = (yield from self._answers(turn)) is not None
+            else:
+                self.num_turns += 1
+                text = self.settings.conversation.turn_text(response[self.num_read :])
+                self.messages.append({"role": "assistant", "content": text})
+        if self.kind.has_reward:
+            reward = yield from self._own(self.environment.get_reward, {}, "get_reward")
+            self.reward = None if reward is None else self._number(reward, "get_reward")
+
+    def _answers(self, turn: Turn) -> Steps[tuple[list[Message], list[dict[str, Any]]] | None]:
+        """The messages that answer a turn, and the calls that it made; None if nothing answers."""
+        self.num_turns += 1
+        self.num_read = len(turn.response)
+        ids, conversation = turn.response[turn.start :], self.settings.conversation
+        message: Message = {"role": "assistant", "content": conversation.turn_text(ids)}
+        self.messages.append(message)
+        calls = self._find_calls(turn) if self.kind.tools else []
+        if calls:
+            entries = [tool_call_entry(call.name, call.arguments, self.tool_calls + i) for i, call in enumerate(calls)]
+            message["tool_calls"] = entries
+            results = []
+            for call in calls:
+                content = yield from self._call_tool(call)
+                results.append(tool_message(call.name, content, self.tool_calls - 1))
+            self.messages += results
+            return results, entries
+        if not self.kind.has_reply:
+            return None
+        answer = yield from self._own(self.environment.reply, {"completion": message["content"]}, "reply")
+        text, reward = self._checked_reply(answer)
+        if reward is not None:
+            self.turn_rewards[len(turn.response) - 1] = reward
+        if text is None:
+            self.over = True
+            return None
+        self.messages.append({"role": "user", "content": text})
+        return self.messages[-1:], []
+
+    def _checked_reply(self, answer: Any) -> tuple[str | None, float | None]:
+        text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
+        if text is not None and not isinstance(text, str):
+            raise self._failure(
+                f"reply returned {_shown(answer)}; it must return text, None to end the episode, or a pair of one of "
+                "these and a number"
+            )
+        return text and _encodable(text), None if reward is None else self._number(reward, "reply")
+
+    def _number(self, value: Any, method: str) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise self._failure(f"{method} returned {_shown(value)} as a reward; it must be a number") from error
+
+    def _find_calls(self, turn: Turn) -> list[ToolCall]:
+        settings, tokenizer = self.settings, self.settings.conversation.tokenizer
+        text = settings.conversation.turn_text(turn.response[turn.start :], keep_special=True)
+        if settings.tool_call_parser is not None:
+            return find_parsed_calls(settings.tool_call_parser, text)
+        if getattr(tokenizer, "response_template", None) is not None:
+            return find_template_calls(tokenizer, text, settings.conversation.prompt_end, self.schemas)
+        return find_json_calls(text)
+
+    def _call_tool(self, call: ToolCall) -> Steps[str]:
+        """The result of a call as text, or what was wrong with it."""
+        self.tool_calls += 1
+        tool = next((tool for tool in self.kind.tools if tool.name == call.name), None)
+        problem = call.problem
+        if not problem and tool is None:
+            problem = f"there is no tool {call.name!r}; the tools are {[tool.name for tool in self.kind.tools]}"
+        if not problem:
+            assert tool is not None
+            function = self._function(tool)
+            problem = call_problem(call, function, tool.schema)
+        if problem:
+            self.tool_failures += 1
+            return _error(problem)
+        timeout = self.settings.tool_timeout
+        ended = yield Call(function, dict(call.arguments), timeout)
+        error = ended.error
+        if error is None:
+            try:
+                return _encodable(str(ended.value))
+            except Exception as raised:
+                error = raised
+        self.tool_failures += 1
+        if isinstance(error, CallTimeout):
+            self.reusable = self.reusable and tool is not None and tool.function is not None
+            return _error(f"{call.name} was not done after {timeout:g} seconds")
+        return _error(f"{type(error).__name__}: {error}")
+
+    def _function(self, tool: Tool) -> Callable[..., Any]:
+        function: Callable[..., Any] = tool.function or getattr(self.environment, tool.name)
+        return function
+
+    def _own(self, method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Steps[Any]:
+        ended = yield Call(method, arguments, self.settings.environment_timeout)
+        if ended.error is None:
+            return ended.value
+        self.reusable = False
+        if isinstance(ended.error, CallTimeout):
+            raise self._failure(
+                f"{name} was not done after environment_timeout ({self.settings.environment_timeout:g} seconds); make "
+                "it faster, or raise environment_timeout"
+            )
+        raise self._failure(f"{name} raised {type(ended.error).__name__}: {ended.error}") from ended.error
+
+    def _failure(self, problem: str) -> EnvironmentFailure:
+        turn = f"turn {self.num_turns}" if self.num_turns else "before the first turn"
+        return EnvironmentFailure(
+            f"environment {self.kind.name!r}, prompt {self.number}, {turn}: {problem}\n  row: {_shown(self.row)}"
+        )
+
+
+def _with_observation(prompt: Any, observation: str | None) -> Any:
+    """The prompt with what `reset` returned at the end of its text, or of its last message."""
+    if observation is None:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + observation
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+
+
+def _error(problem: str) -> str:
+    return _encodable(json.dumps({"error": problem}, ensure_ascii=False))
+
+
+def _encodable(text: str) -> str:
+    """`text` with a question mark for each half of a surrogate pair, which neither tokenizers nor files take."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]} ... ({len(text)} characters)"

@@ -1,0 +1,314 @@
+"""The episodes of a rollout: begun together, answered while the sampler goes on, ended with their rewards.
+
+`Environments` belongs to the run, `Episodes` to the rows of one rollout of one rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.data.collation import left_padded
+from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
+from alpaca_ppo.environments.kinds import EnvironmentKind
+from alpaca_ppo.environments.workers import Ended, Workers
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
+from alpaca_ppo.types import EPISODE, PromptBatch
+
+_WAIT = 0.1
+"""How long to wait for calls before a signal is looked for again, in seconds."""
+
+
+class Environments:
+    """What answers the policy in a run.
+
+    Args:
+        kinds: by the value of a row's `environment` column; under None, the kind of every row.
+        settings: of all episodes.
+        max_turn_tokens: of a turn of the policy; None sets no limit.
+        max_policy_tokens: of the policy in a response; None sets no limit.
+        max_concurrent: calls of environments and tools at a time.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str | None, EnvironmentKind],
+        settings: EpisodeSettings,
+        *,
+        max_turn_tokens: int | None,
+        max_policy_tokens: int | None,
+        max_concurrent: int,
+    ) -> None:
+        self.kinds, self.settings = dict(kinds), settings
+        self._max_turn_tokens, self._max_policy_tokens = max_turn_tokens, max_policy_tokens
+        self._workers = Workers(max_concurrent)
+
+    @property
+    def answer(self) -> bool:
+        """Whether a response can have more than one turn."""
+        return any(kind.has_reply or kind.tools for kind in self.kinds.values())
+
+    @property
+    def reward_per_token(self) -> bool:
+        """Whether rewards of turns make every reward one of tokens, on all ranks alike."""
+        return any(kind.has_reply for kind in self.kinds.values())
+
+    def reward_functions(self) -> list[tuple[str, Callable[..., list[Any]]]]:
+        """The reward source of each class of environments that has rewards of its own, with its name."""
+        names = dict.fromkeys(kind.class_name for kind in self.kinds.values() if kind.rewards)
+        return [(name, _source(name)) for name in names]
+
+    @contextmanager
+    def episodes(
+        self,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        *,
+        query_len: int,
+        poll: Callable[[], Any],
+    ) -> Iterator["Episodes"]:
+        """A block in which the episodes of `prompts` exist, `sampling_params.num_return_sequences` for each.
+
+        Args:
+            prompts: of this rank.
+            sampling_params: of the rollout.
+            query_len: the most tokens of a prompt.
+            poll: called several times a second while nothing else happens; an exception in it ends the block.
+        """
+        n = sampling_params.num_return_sequences
+        made = [
+            Episode(kind_of(self.kinds, row), row, int(prompt_id), self.settings)
+            for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"], strict=True)
+            for _ in range(n)
+        ]
+        episodes = Episodes(
+            made,
+            self._workers,
+            poll,
+            answer=self.answer,
+            max_turn_tokens=self._max_turn_tokens,
+            max_policy_tokens=self._max_policy_tokens,
+        )
+        try:
+            episodes.begin([seed for seed in _seeds(prompts["prompt_ids"], sampling_params) for _ in range(n)])
+            episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
+            yield episodes
+        finally:
+            running = self._workers.abandon()
+            for number, episode in enumerate(made):
+                if episode.environment is not None and episode.reusable and number not in running:
+                    episode.kind.release(episode.environment)
+
+
+def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any]) -> EnvironmentKind:
+    """The kind of environment of a dataset row: the only one, or the one that its column `environment` names.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    if None in kinds:
+        return kinds[None]
+    name = row.get("environment")
+    if name not in kinds:
+        raise ValueError(
+            f"the row has environment {name!r}, but environment_factory has {list(kinds)}; give the dataset a column "
+            "environment with one of these names in each row"
+        )
+    return kinds[name]
+
+
+class Episodes:
+    """The episodes of a rollout's rows; also the sampler's `TurnHandler`.
+
+    Args:
+        episodes: one for each row.
+        workers: run the calls.
+        poll: see `Environments.episodes`.
+        answer: whether a response can have more than one turn.
+        max_turn_tokens: see `Environments`.
+        max_policy_tokens: see `Environments`.
+    """
+
+    prompts: PromptBatch
+    """With what `reset` returned; one prompt for each row if the samples of a prompt differ in it."""
+    sampling_params: SamplingParams
+    """Those of the rollout, or, with one prompt for each row, of one response each with the same random numbers."""
+
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        workers: Workers,
+        poll: Callable[[], Any],
+        *,
+        answer: bool,
+        max_turn_tokens: int | None,
+        max_policy_tokens: int | None,
+    ) -> None:
+        self.of_rows, self._workers, self._poll = list(episodes), workers, poll
+        turns = Turns(self, max_turn_tokens=max_turn_tokens, max_policy_tokens=max_policy_tokens)
+        self.turns = turns if answer else None
+        """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
+        self._max_turn_tokens = max_turn_tokens
+        self.on_ended: Callable[[int], Any] = lambda row: None
+        """Called with each row whose episode has ended, its rewards included."""
+        self._steps: dict[int, Steps[Any]] = {}
+        self._answers: list[tuple[int, Reply]] = []
+        self._ending: set[int] = set()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The dataset's rows with the episodes' prompts, and the episodes themselves for the reward sources."""
+        return [{**episode.row, "prompt": episode.prompt, EPISODE: episode} for episode in self.of_rows]
+
+    def begin(self, seeds: Sequence[int]) -> None:
+        """Resets all environments."""
+        for together in (True, False):
+            for row, (episode, seed) in enumerate(zip(self.of_rows, seeds, strict=True)):
+                if episode.kind.resets_together is together:
+                    self._advance(row, episode.begin(seed))
+                    if not together:
+                        self._wait_for_resets()
+            self._wait_for_resets()
+        self._answers.clear()
+
+    def _wait_for_resets(self) -> None:
+        while self._steps:
+            self._poll()
+            self._hear(_WAIT)
+
+    def on_stop(self, turn: Turn) -> Reply | Pending:
+        """Begins the work on a turn."""
+        done, value = self._advance(turn.row, self.of_rows[turn.row].take(turn))
+        reply: Reply = value
+        return reply if done else PENDING
+
+    def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
+        """The answers that have come."""
+        self._hear(0.0 if self._answers else timeout)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def listen(self) -> None:
+        """Goes on with what has come, without waiting."""
+        self._hear(0.0)
+
+    def finish(self, rows: Sequence[int], samples: Mapping[str, Tensor]) -> None:
+        """Begins the end of the episodes `rows`, whose responses are complete in `samples`."""
+        for row in rows:
+            mask = samples["response_mask"][row].tolist()
+            length = len(mask) - mask[::-1].index(True)
+            response, episode = samples["responses"][row, :length].tolist(), self.of_rows[row]
+            complete = bool(samples["stopped"][row]) or length - episode.num_read == self._max_turn_tokens
+            self._ending.add(row)
+            if self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
+                self._end(row)
+
+    def wait(self) -> None:
+        """Waits until all episodes that `finish` was called for have ended."""
+        while self._ending:
+            self._poll()
+            self._hear(_WAIT)
+
+    def statistics(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the samples get in addition, (rows,) each: `num_turns`, `environment_tokens`, `tool_calls`,
+        `tool_failures` and `environment_seconds`; and `stopped`, which is True for an episode that its environment
+        ended, and False for one that `max_turns` did.
+        """
+        mask = samples["response_mask"]
+        written = mask.size(1) - mask.flip(1).int().argmax(dim=1)
+        counts = {
+            "num_turns": [episode.num_turns for episode in self.of_rows],
+            "tool_calls": [episode.tool_calls for episode in self.of_rows],
+            "tool_failures": [episode.tool_failures for episode in self.of_rows],
+        }
+        cut, over = (torch.tensor([getattr(e, name) for e in self.of_rows]) for name in ("cut", "over"))
+        return {
+            **{name: torch.tensor(count) for name, count in counts.items()},
+            "environment_tokens": written - mask.sum(dim=1),
+            "environment_seconds": torch.tensor([episode.seconds for episode in self.of_rows]),
+            "stopped": (samples["stopped"] | over) & ~cut,
+        }
+
+    def _advance(self, row: int, steps: Steps[Any], ended: Ended | None = None) -> tuple[bool, Any]:
+        """Goes on with the work on a row up to its next call: whether it is done, and its result."""
+        try:
+            # A generator that has not begun takes None.
+            call = next(steps) if ended is None else steps.send(ended)
+        except StopIteration as finished:
+            return True, finished.value
+        self._steps[row] = steps
+        self._workers.start(row, call)
+        return False, None
+
+    def _hear(self, timeout: float) -> None:
+        for ended in self._workers.finished(timeout):
+            row = ended.row
+            self.of_rows[row].seconds += ended.seconds
+            done, value = self._advance(row, self._steps.pop(row), ended)
+            if done and row in self._ending:
+                self._end(row)
+            elif done:
+                self._answers.append((row, value))
+
+    def _end(self, row: int) -> None:
+        self._ending.remove(row)
+        self.on_ended(row)
+
+
+def episode_rows(
+    prompts: PromptBatch, sampling_params: SamplingParams, episodes: Episodes | None
+) -> list[dict[str, Any]]:
+    """The row of each response to `prompts`, with its episode if there are `episodes`."""
+    if episodes is not None:
+        return episodes.rows
+    return [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
+
+
+def _source(class_name: str) -> Callable[..., list[Any]]:
+    def rewards(episodes: list[Episode], **columns: Any) -> list[Any]:
+        return [episode.rewards_of(class_name) for episode in episodes]
+
+    rewards.__name__ = class_name
+    return rewards
+
+
+def _seeds(prompt_ids: Tensor, sampling_params: SamplingParams) -> list[int]:
+    """A seed for the environments of each prompt in this step and round, the same for all its samples."""
+    keys = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1).random_keys(prompt_ids)
+    return [int(key) & 0x7FFFFFFF for key in keys]
+
+
+def _with_prompts(
+    episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams, query_len: int
+) -> tuple[PromptBatch, SamplingParams]:
+    """The prompts that the episodes begin with, and how to sample them."""
+    n, given = params.num_return_sequences, list(zip(prompts["queries"], prompts["query_attn_masks"], strict=True))
+    written = []
+    for number, episode in enumerate(episodes):
+        tokens, mask = given[number // n]
+        # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.
+        written.append(
+            tokens[mask.bool()].tolist() if episode.prompt == episode.row["prompt"] else episode.prompt_ids()
+        )
+    for episode, ids in zip(episodes, written, strict=True):
+        if len(ids) > query_len:
+            raise ValueError(
+                f"the prompt of environment {episode.kind.name!r} has {len(ids)} tokens after reset, more than "
+                f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {str(episode.row)[:300]}"
+            )
+    alike = all(written[i] == written[i - i % n] for i in range(len(written)))
+    step = n if alike else 1
+    width, pad = query_len, params.pad_token_id
+    queries, masks = left_padded(written[::step], width, pad)
+    every = torch.arange(len(written))[::step] // n
+    batch: Any = {key: value[every] for key, value in prompts.items() if isinstance(value, Tensor)}
+    batch |= {"queries": queries, "query_attn_masks": masks}
+    batch["rows"] = [{**episode.row, "prompt": episode.prompt} for episode in episodes[::step]]
+    if alike:
+        return batch, params
+    samples = tuple(range(n)) * len(prompts["rows"])
+    return batch, replace(params, num_return_sequences=1, sample_ids=samples)

@@ -1,0 +1,221 @@
+"""What users bring: tools, and the environments that a factory makes, looked through before a run begins.
+
+An environment is an object with `reset(**row) -> str | None`. Optional are `get_reward() -> float`, the reward of the
+episode that has ended, and `reply(completion) -> str | None | (str | None, float)`, a conversation partner's answer to
+a turn of the policy. Its other public methods are tools. All of them may be async. These are the names that TRL's
+GRPOTrainer uses, except for `reply`, which it does not have.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+EnvironmentFactory = Callable[[], Any]
+"""Makes an environment; usually its class."""
+
+_RESERVED = ("reset", "get_reward", "reply")
+_SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy can call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """As chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    function: Callable[..., Any] | None = None
+    """Sync or async; None for a method of the environment, which is looked up in the episode's own."""
+
+
+@dataclass
+class EnvironmentKind:
+    """The environments that one factory makes. Instances that no episode has are kept for later ones.
+
+    Args:
+        name: the factory's key; empty takes the class of what it makes.
+        factory: makes an environment.
+        tools: those that the policy can call besides the environment's own.
+        routed: whether the rows' column `environment` names it; `reset` then does not get that column.
+    """
+
+    name: str
+    factory: EnvironmentFactory
+    tools: Sequence[Tool] = ()
+    routed: bool = False
+    environment_class: type = field(init=False)
+    """Of what the factory makes."""
+    has_reply: bool = field(init=False)
+    """Whether it answers as a conversation partner."""
+    resets_together: bool = field(init=False)
+    """Whether several may be reset at the same time: if `reset` is async, or takes a seed. Others may draw from global
+    random generators, so they are reset one after another, in the rows' order."""
+    has_reward: bool = field(init=False)
+    """Whether it gives a reward for the whole episode."""
+
+    def __post_init__(self) -> None:
+        instance = self.factory()
+        self.environment_class = type(instance)
+        self.name = self.name or self.class_name
+        if not callable(getattr(instance, "reset", None)):
+            raise ValueError(
+                f"the environment {self.name!r} ({self.class_name}) has no method reset; it is called with a dataset "
+                "row's columns before each episode, and returns None or text for the prompt"
+            )
+        methods = {
+            name: member
+            for name, member in inspect.getmembers(instance, inspect.ismethod)
+            if not name.startswith("_") and name not in _RESERVED[:2]
+        }
+        self.has_reward = callable(getattr(instance, "get_reward", None))
+        self.has_reply = "reply" in methods and _takes_completion(methods["reply"])
+        if self.has_reply:
+            del methods["reply"]
+        owner = f"the method {{}} of environment {self.name!r}"
+        own = [Tool(name, tool_schema(method, owner.format(name))) for name, method in methods.items()]
+        self.tools = check_names([*self.tools, *own], f"environment {self.name!r}")
+        self._reset_names = _keyword_names(instance.reset)
+        named = self._reset_names is not None and _SEED in self._reset_names[0]
+        self.resets_together = named or inspect.iscoroutinefunction(instance.reset)
+        self._free = [instance]
+
+    @property
+    def class_name(self) -> str:
+        """The name of its reward source."""
+        return self.environment_class.__name__
+
+    @property
+    def rewards(self) -> bool:
+        """Whether its episodes have rewards of their own."""
+        return self.has_reward or self.has_reply
+
+    def acquire(self) -> Any:
+        """Returns an instance that no other episode has."""
+        return self._free.pop() if self._free else self.factory()
+
+    def release(self, instance: Any) -> None:
+        """Keeps `instance` for a later episode."""
+        self._free.append(instance)
+
+    def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """The arguments of `reset`: the row's columns, or those that its signature names; and `seed`, if it names that
+        and no column has the name.
+
+        Raises:
+            ValueError: when it requires a column that the row does not have.
+        """
+        if self._reset_names is None:
+            return dict(row)
+        accepted, required, any_keyword = self._reset_names
+        offered = {_SEED: seed, **row}
+        if missing := [name for name in required if name not in offered]:
+            raise ValueError(
+                f"reset of environment {self.name!r} requires {missing}, but the row has the columns {list(row)}; add "
+                "them to the dataset, give them defaults, or take **kwargs"
+            )
+        names = [name for name in accepted if name in offered]
+        return {name: offered[name] for name in names} | (dict(row) if any_keyword else {})
+
+
+class NoEnvironment:
+    """The environment of episodes with tools only: it has no state."""
+
+    def reset(self, **row: Any) -> None:
+        """Nothing to reset."""
+
+
+def make_kinds(
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
+) -> dict[str | None, EnvironmentKind]:
+    """The kinds of environments by the value of a row's `environment` column; under None, the one of every row. Empty
+    without tools and without environments.
+
+    Raises:
+        ValueError: for a tool without a name, type hints or a docstring, names that are taken twice, and what is no
+            factory.
+    """
+    own = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
+    if environment_factory is None:
+        return {None: EnvironmentKind("tools", NoEnvironment, own)} if own else {}
+    if not isinstance(environment_factory, Mapping):
+        return {None: _kind("", environment_factory, own)}
+    if not environment_factory:
+        raise ValueError("environment_factory is an empty dictionary; name at least one environment")
+    return {name: _kind(name, factory, own) for name, factory in environment_factory.items()}
+
+
+def _kind(name: str, factory: Any, tools: Sequence[Tool]) -> EnvironmentKind:
+    if not callable(factory):
+        raise ValueError(
+            f"environment_factory is {factory!r}, a {type(factory).__name__}; it must be a class or a function that "
+            "makes an environment, or a dictionary of these"
+        )
+    if wanted := _required(factory):
+        raise ValueError(
+            f"environment_factory {_name(factory)} requires the arguments {wanted}, but it is called without any; give "
+            f"them defaults, or pass lambda: {_name(factory)}({wanted[0]}=...)"
+        )
+    return EnvironmentKind(name, factory, tools, routed=bool(name))
+
+
+def _required(factory: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that `factory` cannot be called without."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # Of some classes that are not written in Python.
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
+    """The JSON schema of a tool, from its type hints and Google-style docstring.
+
+    Raises:
+        ValueError: when they do not say what it takes; names `owner`.
+    """
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
+        answers = " If it answers turns, name its parameter completion." if _name(function) == "reply" else ""
+        raise ValueError(
+            f"{owner} cannot be shown to the policy as a tool: {error}. Give it type hints and a docstring with a "
+            f"line for each argument under Args:, or begin its name with an underscore if it is no tool.{answers}"
+        ) from error
+    return schema
+
+
+def check_names(tools: Sequence[Tool], owner: str) -> list[Tool]:
+    """Returns `tools`.
+
+    Raises:
+        ValueError: if two have the same name.
+    """
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{owner} has several tools with the name {twice[0]!r}; rename all but one")
+    return list(tools)
+
+
+def _takes_completion(method: Callable[..., Any]) -> bool:
+    # Another method of this name is a tool, as in TRL.
+    return list(inspect.signature(method).parameters)[:1] == ["completion"]
+
+
+def _keyword_names(method: Callable[..., Any]) -> tuple[list[str], list[str], bool] | None:
+    """The names that can be given, those that must be, and whether others can; None if only others can."""
+    parameters = inspect.signature(method).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if any_keyword and not named:
+        return None
+    return [p.name for p in named], [p.name for p in named if p.default is p.empty], any_keyword

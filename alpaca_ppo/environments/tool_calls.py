@@ -1,0 +1,117 @@
+"""Tool calls in what the policy wrote: finding them, and checking their arguments."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+    """What is wrong with a call that cannot be made; the policy is told."""
+
+
+ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
+"""Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. Special tokens
+are part of the text, except for the one that ended the turn."""
+
+
+def find_json_calls(text: str) -> list[ToolCall]:
+    """The calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    return [_json_call(body, end) for body, end in _BLOCK.findall(text)]
+
+
+def _json_call(body: str, end: str) -> ToolCall:
+    if not end:
+        return ToolCall("", {}, "the tool call is not closed with </tool_call>")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"the tool call is not valid JSON: {error}")
+    return _checked(found)
+
+
+def _checked(found: Any) -> ToolCall:
+    """A call from a mapping with `name` and `arguments`, which may be JSON text."""
+    if not isinstance(found, Mapping) or not isinstance(name := found.get("name"), str):
+        return ToolCall("", {}, "the tool call has no name; it must be an object with 'name' and 'arguments'")
+    arguments = found.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name, {}, f"the arguments of {name} are not valid JSON: {error}")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        return ToolCall(name, {}, f"the arguments of {name} must be an object with a value for each argument")
+    return ToolCall(name, dict(arguments))
+
+
+def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
+    """The calls that a parser of the user finds in `text`.
+
+    Raises:
+        TypeError: for what is no list of mappings.
+    """
+    try:
+        found = parser(text)
+    except ValueError as error:
+        return [ToolCall("", {}, str(error))]
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise TypeError(
+            f"tool_call_parser returned {found!r}; it must return a list of calls, each with 'name' and 'arguments'"
+        )
+    return [_checked(call) for call in found]
+
+
+def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    """The calls in the form of the tokenizer's own `response_template`.
+
+    Args:
+        tokenizer: has a `response_template`.
+        text: of the turn.
+        prefix: the end of what was before it.
+        schemas: of the tools.
+    """
+    try:
+        message = tokenizer.parse_response(text, prefix=prefix, tools=[dict(schema) for schema in schemas])
+        return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    # The parser raises whatever its pattern or the JSON in it raises.
+    except Exception as error:
+        return [ToolCall("", {}, f"the tool call cannot be read: {type(error).__name__}: {error}")]
+
+
+def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[str, Any]) -> str:
+    """What is wrong with the call's arguments for `function`; empty if nothing is."""
+    try:
+        inspect.signature(function).bind(**call.arguments)
+    except TypeError as error:
+        return f"wrong arguments for {call.name}: {error}"
+    properties = schema["function"]["parameters"].get("properties", {})
+    for name, value in call.arguments.items():
+        wanted = properties.get(name, {}).get("type")
+        types = _JSON_TYPES.get(wanted, ()) if isinstance(wanted, str) else ()
+        nullable = properties.get(name, {}).get("nullable", False)
+        if not types or (value is None and nullable):
+            continue
+        if not isinstance(value, types) or (isinstance(value, bool) and wanted != "boolean"):
+            return f"wrong arguments for {call.name}: {name} must be of type {wanted}, not {json.dumps(value)[:80]}"
+    return ""

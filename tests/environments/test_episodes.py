@@ -1,0 +1,380 @@
+"""Episodes without a model: a test writes the turns of the policy."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from alpaca_ppo.environments.episode import EnvironmentFailure
+from alpaca_ppo.environments.episodes import Environments
+from alpaca_ppo.environments.kinds import make_kinds
+from alpaca_ppo.generation import PENDING, SamplingParams, Turn
+from tests.environments.chat import chat_bytes, conversation, settings
+from tests.environments.test_kinds import Counter, add
+from tests.tiny_models import tiny_tokenizer
+
+ROW = {"prompt": [{"role": "user", "content": "Count."}], "start": 2}
+CHAT = chat_bytes()
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call><|im_end|>"
+
+
+class Played:
+    """An episode of one row, to which turns are given as text."""
+
+    def __init__(self, kinds, row=ROW, *, poll=lambda: None, **keywords):
+        self.environments = Environments(
+            kinds, settings(**keywords), max_turn_tokens=None, max_policy_tokens=None, max_concurrent=4
+        )
+        ids = CHAT(str(row["prompt"]), add_special_tokens=False)["input_ids"]
+        batch = {
+            "queries": torch.tensor([ids]),
+            "query_attn_masks": torch.ones(1, len(ids), dtype=torch.long),
+            "prompt_ids": torch.tensor([5]),
+            "rows": [row],
+        }
+        stop = (CHAT.eos_token_id,)
+        params = SamplingParams(max_new_tokens=4000, temperature=1.0, pad_token_id=0, stop_token_ids=stop)
+        self._block = self.environments.episodes(batch, params, query_len=4000, poll=poll)
+        self.episodes = self._block.__enter__()
+        self.episode = self.episodes.of_rows[0]
+        self.response, self.mask = [], []
+
+    def say(self, text):
+        """The answer to a turn, as text; None at the end."""
+        start, ids = len(self.response), CHAT(text, add_special_tokens=False)["input_ids"]
+        self.response += ids
+        self.mask += [True] * len(ids)
+        stopped = ids[-1] == CHAT.eos_token_id
+        reply = self.episodes.on_stop(Turn(0, list(self.response), list(self.mask), start, stopped=stopped))
+        if reply is PENDING:
+            (row, reply), *others = next(found for found in iter(lambda: self.episodes.ready(5), None) if found)
+            assert (row, others) == (0, [])
+        if reply is None:
+            return None
+        self.response += reply
+        self.mask += [False] * len(reply)
+        return CHAT.decode(reply)
+
+    def end(self, unseen="", *, stopped=True):
+        """Ends the episode, after a turn that it has not seen."""
+        ids = CHAT(unseen, add_special_tokens=False)["input_ids"]
+        response, mask = self.response + ids, self.mask + [True] * len(ids)
+        samples = {
+            "responses": torch.tensor([response + [0]]),
+            "response_mask": torch.tensor([mask + [False]]),
+            "stopped": torch.tensor([stopped]),
+        }
+        ended = []
+        self.episodes.on_ended = ended.append
+        self.episodes.finish([0], samples)
+        self.episodes.wait()
+        assert ended == [0]
+        statistics = self.episodes.statistics(samples)
+        self._block.__exit__(None, None, None)
+        return {name: value.item() for name, value in statistics.items() if name != "environment_seconds"}
+
+
+def result(reply):
+    """What a tool's message says."""
+    return reply.split("<|im_start|>tool\n")[1].split("<|im_end|>")[0]
+
+
+def test_tools_are_called_and_answered_and_the_reward_is_that_of_the_environment():
+    played = Played(make_kinds([add], Counter))
+    assert result(played.say("I count." + call("increment", step=3))) == "5"
+    both = played.say(call("add", a=1, b=2).replace("<|im_end|>", "") + call("increment", step=1))
+    assert [part.split("<|im_end|>")[0] for part in both.split("<|im_start|>tool\n")[1:]] == ["3", "6"]
+    assert played.say("Six.<|im_end|>") is None
+    statistics = played.end()
+    assert statistics == {
+        "num_turns": 3, "tool_calls": 3, "tool_failures": 0, "stopped": True,
+        "environment_tokens": played.mask.count(False),
+    }  # fmt: skip
+    assert played.episode.reward == 6.0
+    assert played.episode.rewards_of("Counter") == 6.0
+    assert played.episode.rewards_of("Another") is None
+    roles = [message["role"] for message in played.episode.completion]
+    assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+
+
+def test_calls_that_cannot_be_made_are_answered_and_counted():
+    def explode(x: int) -> int:
+        """Explodes.
+
+        Args:
+            x: anything
+        """
+        raise RuntimeError("boom")
+
+    played = Played(make_kinds([explode], Counter))
+    for turn, problem in [
+        (call("missing"), "there is no tool 'missing'; the tools are ['explode', 'increment']"),
+        (call("reset"), "there is no tool 'reset'"),
+        (call("_helper"), "there is no tool '_helper'"),
+        (call("increment"), "wrong arguments for increment: missing"),
+        (call("increment", step="3"), "wrong arguments for increment: step must be of type integer"),
+        ("<tool_call>{<|im_end|>", "the tool call is not closed"),
+        (call("explode", x=1), "RuntimeError: boom"),
+    ]:
+        assert json.loads(result(played.say(turn)))["error"].startswith(problem)
+    statistics = played.end("over<|im_end|>")
+    assert (statistics["tool_calls"], statistics["tool_failures"], statistics["num_turns"]) == (7, 7, 8)
+
+
+def test_a_slow_tool_is_answered_with_a_message_and_its_environment_is_not_used_again():
+    release = threading.Event()
+
+    class Hangs(Counter):
+        def wait(self) -> str:
+            """Waits."""
+            release.wait(5)
+            return "late"
+
+    kinds = make_kinds(None, Hangs)
+    played = Played(kinds, tool_timeout=1.0)
+    assert json.loads(result(played.say(call("wait"))))["error"] == "wait was not done after 1 seconds"
+    assert result(played.say(call("increment", step=1))) == "3"
+    first = played.episode.environment
+    assert played.end("over<|im_end|>")["tool_failures"] == 1
+    assert kinds[None].acquire() is not first
+    release.set()
+
+
+def test_results_of_any_type_and_size_are_text():
+    def get(what: str) -> object:
+        """Gets.
+
+        Args:
+            what: it
+        """
+        return {"none": None, "list": [1, "a"], "large": "x" * 1_000_000, "object": object}[what]
+
+    played = Played(make_kinds([get], None))
+    assert [result(played.say(call("get", what=what))) for what in ("none", "list", "object")] == [
+        "None", "[1, 'a']", "<class 'object'>",
+    ]  # fmt: skip
+    assert len(played.say(call("get", what="large"))) > 1_000_000
+    assert played.end("x<|im_end|>")["tool_failures"] == 0
+    assert not played.environments.reward_functions()
+
+
+def test_async_tools_and_environments():
+    class Async:
+        async def reset(self, **row):
+            return " Async."
+
+        async def double(self, x: int) -> int:
+            """Doubles.
+
+            Args:
+                x: it
+            """
+            return 2 * x
+
+        async def get_reward(self):
+            return 4
+
+    played = Played(make_kinds(None, Async))
+    assert played.episode.prompt[-1]["content"] == "Count. Async."
+    assert ROW["prompt"][-1]["content"] == "Count."
+    assert result(played.say(call("double", x=4))) == "8"
+    played.end("x<|im_end|>")
+    assert played.episode.reward == 4.0
+
+
+class Talks:
+    def __init__(self):
+        self.heard = []
+
+    def reset(self, **row):
+        self.heard = []
+
+    def reply(self, completion):
+        self.heard.append(completion)
+        return {"bye": None, "win": (None, 2.0), "good": ("go on", 1)}.get(completion, "hm")
+
+
+def test_a_partner_hears_each_turn_once_also_the_one_after_which_no_token_is_left():
+    played = Played(make_kinds(None, Talks))
+    assert played.say("a<|im_end|>").count("hm") == 1
+    assert "go on" in played.say("good<|im_end|>")
+    heard = played.episode.environment.heard
+    end = len(played.response) - 1 - played.mask[::-1].index(True)
+    statistics = played.end("win<|im_end|>")
+    assert heard == ["a", "good", "win"]
+    assert played.episode.turn_rewards == {end: 1.0, len(played.response) + 3: 2.0}
+    rewards = played.episode.rewards_of("Talks")
+    assert (len(rewards), sum(rewards), rewards[-1]) == (sum(played.mask) + 4, 3.0, 2.0)
+    assert (statistics["stopped"], statistics["num_turns"]) == (True, 3)
+
+
+def test_a_turn_that_was_cut_off_by_the_width_is_not_heard_and_truncates():
+    played = Played(make_kinds(None, Talks))
+    played.say("a<|im_end|>")
+    heard = played.episode.environment.heard
+    assert played.end("unfinish", stopped=False)["stopped"] is False
+    assert heard == ["a"]
+
+
+@pytest.mark.parametrize(("last", "stopped"), [("b<|im_end|>", False), ("bye<|im_end|>", True)])
+def test_max_turns_is_no_end_of_its_own(last, stopped):
+    played = Played(make_kinds(None, Talks), max_turns=2)
+    assert played.say("a<|im_end|>") is not None
+    assert played.say(last) is None
+    assert played.episode.environment.heard == ["a", last.removesuffix("<|im_end|>")]
+    assert played.end()["stopped"] is stopped
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        ("reset", 3, r"before the first turn: reset returned 3; it must return text or None"),
+        ("reply", 3, "turn 1: reply returned 3; it must return text, None to end the episode, or a pair"),
+        ("reply", ("x", "much"), "turn 1: reply returned 'much' as a reward; it must be a number"),
+        ("get_reward", "much", "turn 1: get_reward returned 'much' as a reward"),
+    ],
+)
+def test_what_an_environment_must_not_return_is_named(method, value, message):
+    def wrong(self, *args, **row):
+        return value
+
+    body = {method: wrong} if method != "reply" else {"reply": lambda self, completion: value}
+    kinds = make_kinds(None, type("Wrong", (Talks,), {"__init__": lambda self: setattr(self, "heard", []), **body}))
+    with pytest.raises(EnvironmentFailure, match=f"environment 'Wrong', prompt 5, {message}") as caught:
+        played = Played(kinds)
+        played.say("bye<|im_end|>")
+        played.end()
+    assert "'start': 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["reset", "reply", "get_reward"])
+def test_an_environment_that_never_returns_stops_the_run_by_name(method):
+    release = threading.Event()
+
+    def hang(self, *args, **row):
+        release.wait(5)
+
+    body = {method: hang} if method != "reply" else {"reply": lambda self, completion: release.wait(5)}
+    kinds = make_kinds(None, type("Hangs", (Talks,), body))
+    with pytest.raises(EnvironmentFailure, match=rf"{method} was not done after environment_timeout \(1 seconds\)"):
+        played = Played(kinds, environment_timeout=1.0)
+        played.say("bye<|im_end|>")
+        played.end()
+    release.set()
+
+
+def test_signals_are_looked_for_while_environments_are_awaited():
+    release = threading.Event()
+
+    class Stopped(BaseException):
+        pass
+
+    def poll():
+        raise Stopped
+
+    class Slow(Talks):
+        def reset(self, **row):
+            release.wait(5)
+
+    kinds = make_kinds(None, Slow)
+    with pytest.raises(Stopped):
+        Played(kinds, poll=poll)
+    release.set()
+    # The instance may still be at work; the first one was made to look at the class.
+    assert kinds[None]._free == []
+
+
+def test_an_empty_prompt_that_reset_does_not_write_is_refused():
+    kinds = make_kinds(None, Talks)
+    text = conversation(tiny_tokenizer(), messages=False)
+    with pytest.raises(EnvironmentFailure, match="reset returned no text, and the row has no prompt"):
+        Played(kinds, {"prompt": ""}, conversation=text)
+
+
+def test_a_prompt_that_reset_makes_too_long_is_named():
+    class Long(Talks):
+        def reset(self, **row):
+            return "x" * 5000
+
+    with pytest.raises(ValueError, match=r"the prompt of environment 'Long' has 50\d\d tokens after reset, more than"):
+        Played(make_kinds(None, Long))
+
+
+def test_a_column_chooses_the_environment():
+    kinds = make_kinds(None, {"talk": Talks, "count": Counter})
+    played = Played(kinds, {**ROW, "environment": "count"})
+    assert type(played.episode.environment) is Counter
+    assert [schema["function"]["name"] for schema in played.episode.schemas] == ["increment"]
+    played.end("x<|im_end|>")
+    assert [name for name, _ in played.environments.reward_functions()] == ["Talks", "Counter"]
+    with pytest.raises(ValueError, match=r"the row has environment 'tallk', but environment_factory has \['talk', 'c"):
+        Played(kinds, {**ROW, "environment": "tallk"})
+
+
+def test_each_episode_has_columns_of_its_own():
+    class Takes(Talks):
+        def reset(self, board, **row):
+            board.append(len(board))
+            self.board = board
+
+    row = {**ROW, "board": [7]}
+    first = Played(make_kinds(None, Takes), row)
+    assert Played(make_kinds(None, Takes), row).episode.environment.board == [7, 1]
+    assert (first.episode.environment.board, row["board"]) == ([7, 1], [7])
+
+
+def test_one_environment_gets_the_column_environment_as_any_other():
+    class Takes(Talks):
+        def reset(self, **row):
+            self.row = row
+
+    row = {**ROW, "environment": "forest"}
+    assert Played(make_kinds(None, Takes), row).episode.environment.row == row
+    routed = Played(make_kinds(None, {"forest": Takes}), row)
+    assert routed.episode.environment.row == ROW
+
+
+def test_a_turn_that_was_cut_off_is_the_last_of_the_messages():
+    played = Played(make_kinds(None, Talks))
+    played.say("a<|im_end|>")
+    played.end("unfinish", stopped=False)
+    assert [(m["role"], m["content"]) for m in played.episode.completion] == [
+        ("assistant", "a"), ("user", "hm"), ("assistant", "unfinish"),
+    ]  # fmt: skip
+
+
+def test_a_result_without_text_is_a_failed_call():
+    class Mute:
+        def __str__(self):
+            raise RecursionError("no text")
+
+    def get() -> object:
+        """Gets."""
+        return Mute()
+
+    played = Played(make_kinds([get], None))
+    assert json.loads(result(played.say(call("get"))))["error"] == "RecursionError: no text"
+    assert played.end("x<|im_end|>")["tool_failures"] == 1
+
+
+def test_text_that_no_tokenizer_reads_is_replaced():
+    def get() -> str:
+        """Gets."""
+        return "a\ud800b"
+
+    class Odd(Talks):
+        def reset(self, **row):
+            return "c\udfffd"
+
+        def reply(self, completion):
+            raise AssertionError("the turn was a call")
+
+    played = Played(make_kinds([get], Odd))
+    assert played.episode.prompt[-1]["content"] == "Count.c?d"
+    assert result(played.say(call("get"))) == "a?b"
+    spoken = Played(make_kinds(None, type("Speaks", (Odd,), {"reply": lambda self, completion: "e\ud800"})))
+    assert "e?<|im_end|>" in spoken.say("x<|im_end|>")

@@ -1,0 +1,166 @@
+import pytest
+
+from alpaca_ppo.environments.kinds import EnvironmentKind, make_kinds
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: first
+        b: second
+    """
+    return a + b
+
+
+class Counter:
+    """As TRL's documentation describes environments: reset, tools, a reward."""
+
+    def reset(self, **row):
+        self.count = row["start"]
+
+    def increment(self, step: int) -> int:
+        """Counts on.
+
+        Args:
+            step: by how much
+        """
+        self.count += step
+        return self.count
+
+    def _helper(self):
+        raise AssertionError("no tool")
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+class Partner:
+    def reset(self, prompt, seed=0):
+        return None
+
+    async def reply(self, completion: str) -> str:
+        return completion
+
+
+class ReplyTool:
+    def reset(self, **row): ...
+
+    def reply(self, text: str) -> str:
+        """Sends a mail.
+
+        Args:
+            text: of the mail
+        """
+        return text
+
+
+def test_public_methods_are_tools_and_reserved_ones_are_not():
+    kind = make_kinds([add], Counter)[None]
+    assert (kind.name, kind.class_name, kind.has_reward, kind.has_reply, kind.rewards) == (
+        "Counter", "Counter", True, False, True,
+    )  # fmt: skip
+    assert [tool.name for tool in kind.tools] == ["add", "increment"]
+    assert [tool.function for tool in kind.tools] == [add, None]
+    schema = kind.tools[1].schema["function"]
+    assert schema["parameters"]["properties"] == {"step": {"type": "integer", "description": "by how much"}}
+
+
+def test_a_reply_to_a_completion_is_a_partner_and_another_one_a_tool():
+    partner, tool = make_kinds(None, {"a": Partner, "b": ReplyTool}).values()
+    assert (partner.has_reply, partner.has_reward, partner.rewards, partner.tools) == (True, False, True, [])
+    assert (tool.has_reply, tool.rewards, [t.name for t in tool.tools]) == (False, False, ["reply"])
+
+
+def test_tools_alone_have_an_environment_without_state():
+    kind = make_kinds([add], None)[None]
+    assert (kind.name, kind.rewards, [t.name for t in kind.tools]) == ("tools", False, ["add"])
+    assert kind.acquire().reset(anything=1) is None
+    assert make_kinds(None, None) == make_kinds([], None) == {}
+
+
+def test_instances_are_made_once_and_used_again():
+    made = []
+
+    def factory():
+        made.append(Counter())
+        return made[-1]
+
+    kind = EnvironmentKind("counter", factory)
+    first, second = kind.acquire(), kind.acquire()
+    assert made == [first, second]
+    kind.release(second)
+    assert kind.acquire() is second
+    assert len(made) == 2
+
+
+def test_reset_gets_the_columns_that_it_names_and_a_seed_that_it_names():
+    row = {"prompt": "p", "start": 3}
+    assert make_kinds(None, Counter)[None].reset_arguments(row, 7) == row
+    assert make_kinds(None, Partner)[None].reset_arguments(row, 7) == {"prompt": "p", "seed": 7}
+    assert make_kinds(None, Partner)[None].reset_arguments({**row, "seed": 1}, 7) == {"prompt": "p", "seed": 1}
+
+    class Both(Counter):
+        def reset(self, seed, **row): ...
+
+    assert make_kinds(None, Both)[None].reset_arguments(row, 7) == {**row, "seed": 7}
+
+    class Strict(Counter):
+        def reset(self, target): ...
+
+    with pytest.raises(ValueError, match=r"reset of environment 'Strict' requires \['target'\], but the row has the"):
+        make_kinds(None, Strict)[None].reset_arguments(row, 7)
+
+
+class Undocumented(Counter):
+    def helper(self, x):
+        return x
+
+
+class NoReset:
+    def get_reward(self):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("tools", "factory", "message"),
+    [
+        (None, NoReset, "the environment 'NoReset' .* has no method reset"),
+        (None, Undocumented, "method helper of environment 'Undocumented' cannot be shown to the policy as a tool"),
+        ([lambda x: x], None, "the tool <lambda> cannot be shown"),
+        ([add, add], Counter, "environment 'Counter' has several tools with the name 'add'"),
+        (None, {}, "environment_factory is an empty dictionary"),
+        (None, {"a": "Counter"}, "environment_factory is 'Counter', a str; it must be a class or a function"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tools, factory, message):
+    with pytest.raises(ValueError, match=message):
+        make_kinds(tools, factory)
+
+
+def test_an_environment_from_a_function_without_a_name_has_that_of_its_class():
+    assert make_kinds(None, lambda: Counter())[None].name == "Counter"
+    assert make_kinds(None, {"count": Counter})["count"].name == "count"
+
+
+def test_a_factory_that_needs_arguments_is_refused_by_their_names():
+    class Sized(Counter):
+        def __init__(self, size, *rest, colour="red", **more):
+            self.size = size
+
+    for factory in (Sized, {"a": Sized}):
+        with pytest.raises(ValueError, match=r"environment_factory Sized requires the arguments \['size'\].*lambda: S"):
+            make_kinds(None, factory)
+    assert make_kinds(None, lambda: Sized(3))[None].name == "Sized"
+    # A class without a signature.
+    with pytest.raises(ValueError, match="the environment 'dict' .dict. has no method reset"):
+        make_kinds(None, dict)
+
+
+def test_a_reply_whose_parameter_has_another_name_is_told_which_one():
+    class Named(Counter):
+        def reply(self, text):
+            return text
+
+    with pytest.raises(ValueError, match="the method reply of environment 'Named'.*name its parameter completion"):
+        make_kinds(None, Named)

@@ -1,0 +1,110 @@
+import pytest
+
+from alpaca_ppo.environments.kinds import tool_schema
+from alpaca_ppo.environments.tool_calls import (
+    ToolCall,
+    call_problem,
+    find_json_calls,
+    find_parsed_calls,
+    find_template_calls,
+)
+from tests.environments.chat import chat_bytes
+
+PREFIX = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call at all", []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [ToolCall("f", {"a": 1})]),
+        ('x<tool_call>\n{"name": "f"}\n</tool_call> y<tool_call>{"name": "g", "arguments": null}</tool_call>',
+         [ToolCall("f", {}), ToolCall("g", {})]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', [ToolCall("f", {"a": 2})]),
+    ],
+)  # fmt: skip
+def test_json_calls_are_found(text, calls):
+    assert find_json_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>{", "the tool call is not closed"),
+        ("<tool_call>{]</tool_call>", "the tool call is not valid JSON: "),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the tool call is not valid JSON: "),
+        ("<tool_call>[]</tool_call>", "the tool call has no name"),
+        ('<tool_call>{"name": 3}</tool_call>', "the tool call has no name"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "the arguments of f must be an object"),
+        ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "the arguments of f are not valid JSON"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong(text, problem):
+    (call,) = find_json_calls(text)
+    assert call.problem.startswith(problem)
+
+
+def test_a_parser_of_ones_own():
+    def parser(text):
+        if "!" in text:
+            raise ValueError("no exclamation marks")
+        return [{"name": word, "arguments": {}} for word in text.split()]
+
+    assert find_parsed_calls(parser, "f g") == [ToolCall("f", {}), ToolCall("g", {})]
+    assert find_parsed_calls(parser, "f!") == [ToolCall("", {}, "no exclamation marks")]
+    with pytest.raises(TypeError, match="tool_call_parser returned 'f'; it must return a list of calls"):
+        find_parsed_calls(lambda text: text, "f")
+
+
+def test_the_tokenizers_own_form_of_calls():
+    # The form of transformers' documentation on response parsing: fields between marks, JSON within.
+    tokenizer = chat_bytes()
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"tool_calls": {"open": "[call]", "close": "[/call]", "repeats": True, "content": "json"}},
+    }
+    schemas = [tool_schema(sized, "sized")]
+    (call,) = find_template_calls(tokenizer, '[call]{"name": "sized", "arguments": {"a": 3}}[/call]', PREFIX, schemas)
+    assert (call.name, call.arguments, call.problem) == ("sized", {"a": 3}, "")
+    (call,) = find_template_calls(tokenizer, "[call]{[/call]", PREFIX, schemas)
+    assert call.problem
+
+
+def sized(a: int, b: float = 1.0, c: list[int] | None = None, d: bool = False, e: int | str = 1) -> str:
+    """Sizes.
+
+    Args:
+        a: x
+        b: y
+        c: z
+        d: u
+        e: v
+    """
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"a": 1}, ""),
+        ({"a": 1, "b": 2, "c": None, "d": True, "e": "text"}, ""),
+        ({}, "wrong arguments for sized: missing a required argument: 'a'"),
+        ({"a": 1, "z": 2}, "wrong arguments for sized: got an unexpected keyword argument 'z'"),
+        ({"a": "1"}, 'wrong arguments for sized: a must be of type integer, not "1"'),
+        ({"a": True}, "wrong arguments for sized: a must be of type integer, not true"),
+        ({"a": 1, "c": 3}, "wrong arguments for sized: c must be of type array, not 3"),
+        ({"a": None}, "wrong arguments for sized: a must be of type integer, not null"),
+    ],
+)
+def test_arguments_are_compared_with_the_signature(arguments, problem):
+    assert call_problem(ToolCall("sized", arguments), sized, tool_schema(sized, "sized")) == problem
+
+
+def test_a_template_that_finds_what_is_no_call_is_a_malformed_call():
+    class Tokenizer:
+        def parse_response(self, text, **context):
+            return {"tool_calls": text.split()}
+
+    found = find_template_calls(Tokenizer(), "add", "", [])
+    assert [call.problem.split(":")[0] for call in found] == ["the tool call cannot be read"]

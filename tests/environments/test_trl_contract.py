@@ -1,0 +1,145 @@
+"""Classes written for TRL train here as they are (`trl_classes`). The policy is random; what it writes is read as calls
+by a rule, so that the tools are really called, and the rewards are computed again from the tokens.
+"""
+
+import random
+from itertools import groupby
+
+import torch
+from torch.testing import assert_close
+
+from tests.environments import trl_classes as trl
+from tests.environments.chat import chat_bytes
+from tests.environments.test_games import Recorder
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, tiny_trainer
+
+CHAT = chat_bytes()
+
+
+def number(text):
+    """What a turn says, from 0 to 4; None ends the episode."""
+    code = sum(map(ord, text))
+    return None if code % 4 == 0 else code % 5
+
+
+def train(folder, environment_factory, call, **arguments):
+    settings = arguments.pop("settings", {})
+    given = {
+        "environment_factory": environment_factory,
+        "reward_funcs": None,
+        "processing_class": chat_bytes(),
+        "tool_call_parser": lambda text: [call(number(text))] if number(text) is not None else [],
+        **arguments,
+    }
+    trainer = tiny_trainer(
+        folder,
+        model=tiny_causal_lm("llama", vocab_size=300, max_position_embeddings=2048),
+        trainer_class=Recorder,
+        trainer_arguments=given,
+        query_len=1200,
+        response_len=400,
+        max_turn_tokens=4,
+        max_turns=3,
+        **{"total_episodes": 10, **settings},
+    )
+    trainer.train()
+    return trainer
+
+
+def conversations(trainer):
+    """Of each row: the prompt's text, what each turn says, and what the tools answer."""
+    rows, stop = trainer.last, set(trainer.sampling_params.stop_token_ids)
+    for query, keep, response, mask in zip(
+        *(rows[name].tolist() for name in ("queries", "query_attn_masks", "responses", "response_mask")), strict=True
+    ):
+        prompt = CHAT.decode([token for token, real in zip(query, keep, strict=True) if real])
+        length = len(mask) - mask[::-1].index(True)
+        said, answers = [], []
+        for chosen, part in groupby(zip(response[:length], mask[:length], strict=True), key=lambda pair: pair[1]):
+            ids = [token for token, _ in part]
+            text = CHAT.decode(ids[:-1] if chosen and ids[-1] in stop else ids)
+            if chosen:
+                said.append(number(text))
+            else:
+                answers.append(text.split("tool\n")[1].split("<|im_end|>")[0])
+        yield prompt, said, answers
+
+
+def test_an_environment_that_draws_its_own_task_needs_no_dataset(tmp_path):
+    call = lambda step: {"name": "increment", "arguments": {"step": step}}  # noqa: E731
+    arguments = {"train_dataset": None, "settings": {"total_episodes": None, "max_steps": 1}}
+    random.seed(1)
+    trainer = train(tmp_path / "a", trl.SelfSampled, call, **arguments)
+    targets, scores = [], []
+    for prompt, said, answers in conversations(trainer):
+        targets.append(int(prompt.split("user\nCount to ")[1][0]))
+        steps = [step for step in said if step is not None]
+        assert answers == [str(sum(steps[: i + 1])) for i in range(len(said) - 1)]
+        scores.append(float(sum(steps) == targets[-1]))
+    assert trainer.last["scores"].tolist() == scores
+    assert set(targets) <= set(range(1, 7)) and len(set(targets)) > 1
+    line = metric_lines(tmp_path / "a")[-1]
+    assert line["objective/scores/SelfSampled"] == line["objective/scores"]
+    # A run seeds the global generators, so that it can be repeated whatever was drawn before it.
+    random.seed(2)
+    again = train(tmp_path / "b", trl.SelfSampled, call, **arguments)
+    assert [prompt for prompt, *_ in conversations(again)] == [prompt for prompt, *_ in conversations(trainer)]
+
+
+def test_async_tools_exceptions_and_a_reward_function_of_the_environments(tmp_path):
+    trainer = train(
+        tmp_path,
+        trl.Vault,
+        lambda digit: {"name": "turn", "arguments": {"digit": digit}},
+        train_dataset=trl.VAULTS,
+        reward_funcs=trl.vault_reward,
+        tools=[trl.multiply],
+    )
+    failures, scores = 0, []
+    codes = [trl.VAULTS[i]["code"] for i in trainer.last["prompt_ids"].tolist()]
+    for code, (prompt, said, answers) in zip(codes, conversations(trainer), strict=True):
+        assert "Open the vault. It has 1 digit(s).<|im_end|>" in prompt
+        assert all(f'"name": "{tool}"' in prompt for tool in ("multiply", "turn")) and "_secret" not in prompt
+        digits = [digit for digit in said if digit is not None]
+        over = digits.index(code) + 1 if code in digits else len(digits)
+        failures += len(digits) - over
+        expected = ["Click."] * (over - (code in digits)) + ["It opens."] * (code in digits)
+        expected += ['{"error": "ValueError: Game over."}'] * (len(digits) - over)
+        assert answers == expected[: len(answers)] and len(answers) == len(said) - 1
+        scores.append(1.0 if code in digits else 0.1 if digits else 0.0)
+    assert_close(trainer.last["scores"], torch.tensor(scores))
+    assert int(trainer.last["tool_failures"].sum()) == failures > 0
+
+
+def test_a_column_chooses_between_environments_with_their_own_tools_and_rewards(tmp_path):
+    def call(value):
+        name = ("add", "letter")[value % 2]
+        arguments = {"add": {"a": value}, "letter": {"position": value}}
+        return {"name": name, "arguments": arguments[name]}
+
+    trainer = train(
+        tmp_path,
+        {"adder": trl.Adder, "judged": trl.Judged},
+        call,
+        train_dataset=trl.ROUTED,
+        reward_funcs=trl.adder_reward,
+    )
+    kinds, failures = [trl.ROUTED[i]["environment"] for i in trainer.last["prompt_ids"].tolist()], 0
+    for kind, score, (prompt, said, _) in zip(
+        kinds, trainer.last["scores"].tolist(), conversations(trainer), strict=True
+    ):
+        values = [value for value in said if value is not None]
+        if kind == "adder":
+            assert '"name": "add"' in prompt and "letter" not in prompt
+            sums, others = [value + 1 for value in values if value % 2 == 0], [v for v in values if v % 2]
+            assert score == sum(sums)
+        else:
+            assert '"name": "letter"' in prompt and '"add"' not in prompt and "user\nSpell alpaca." in prompt
+            letters, others = [value for value in values if value % 2], [v for v in values if v % 2 == 0]
+            assert abs(score - len(letters) / 10) < 1e-6
+        failures += len(others)
+    assert int(trainer.last["tool_failures"].sum()) == failures > 0
+    assert set(kinds) == {"adder", "judged"}
+    names = {key for key in metric_lines(tmp_path)[-1] if key.startswith("objective/scores/")}
+    assert names == {"objective/scores/adder_reward", "objective/scores/Judged"}

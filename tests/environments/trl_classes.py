@@ -1,0 +1,142 @@
+"""Environments and reward functions as TRL's documentation of GRPOTrainer describes them, and nothing of this package:
+the tests run them as they are.
+"""
+
+import asyncio
+import random
+
+from datasets import Dataset
+
+
+class SelfSampled:
+    """Draws its task itself and returns the prompt; scores itself from its own state."""
+
+    def reset(self, **kwargs) -> str | None:
+        self.counter = 0
+        self.target = random.randint(1, 6)
+        return f"Count to {self.target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        """
+        Add to the counter.
+
+        Args:
+            step: What to add.
+
+        Returns:
+            The counter.
+        """
+        self.counter += step
+        return self.counter
+
+
+class Vault:
+    """Keeps its result for a reward function; says that the game is over with an exception."""
+
+    def __init__(self):
+        self.client = {"opened": 0}
+        self.reward = 0.0
+        self.done = False
+
+    def reset(self, **kwargs) -> str | None:
+        self.reward = 0.0
+        self.done = False
+        self.code = kwargs["code"]
+        return f" It has {len(str(self.code))} digit(s)."
+
+    async def turn(self, digit: int) -> str:
+        """
+        Turn the dial.
+
+        Args:
+            digit: From 0 to 9.
+
+        Returns:
+            What is heard.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        await asyncio.sleep(0.001)
+        self.client["opened"] += 1
+        self.done = digit == self.code
+        self.reward = 1.0 if self.done else 0.1
+        return "It opens." if self.done else "Click."
+
+    def _secret(self):
+        return self.code
+
+
+class Adder:
+    """No prompt and no reward of its own: only a tool with two arguments, of which one has a default."""
+
+    def reset(self, **kwargs) -> None:
+        self.sums = []
+
+    def add(self, a: int, b: int = 1) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        self.sums.append(a + b)
+        return a + b
+
+
+class Judged:
+    """Its reward is async, as one that asks a judge is."""
+
+    def reset(self, word: str, **kwargs) -> str:
+        self.word, self.spelled = word, ""
+        return f"Spell {word}."
+
+    def letter(self, position: int) -> str:
+        """
+        Look a letter up.
+
+        Args:
+            position: From 0.
+        """
+        self.spelled += self.word[position % len(self.word)]
+        return self.spelled
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return len(self.spelled) / 10
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product.
+    """
+    return a * b
+
+
+def vault_reward(environments, **kwargs) -> list[float]:
+    return [environment.reward for environment in environments]
+
+
+def adder_reward(completions, environments, **kwargs):
+    return [float(sum(e.sums)) if isinstance(e, Adder) else None for e in environments]
+
+
+VAULTS = Dataset.from_dict(
+    {
+        "prompt": [[{"role": "user", "content": "Open the vault."}]] * 10,
+        "code": [i % 4 for i in range(10)],
+    }
+)
+ROUTED = Dataset.from_dict(
+    {"environment": ["adder", "judged"] * 5, "word": [None, "alpaca"] * 5},
+)

@@ -1,0 +1,62 @@
+"""`attn_implementation` and `model_init_kwargs` reach policy, critic and reference, and belong to a run's identity."""
+
+import pytest
+from transformers import PreTrainedModel
+
+from alpaca_ppo.models.packed_attention import underlying_attention
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_runs import tiny_trainer
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name, model in (("policy", tiny_causal_lm("llama")), ("value", tiny_sequence_classifier("llama"))):
+        model.save_pretrained(root / name)
+        tiny_tokenizer().save_pretrained(root / name)
+    return root
+
+
+def run(folder, folders, *, value="value", **options):
+    given = {"model": str(folders / "policy"), "value_model": value and str(folders / value), "processing_class": None}
+    return tiny_trainer(folder, trainer_arguments=given, **options)
+
+
+def backbones(trainer) -> list[PreTrainedModel]:
+    reference = trainer.collector.reference.policy.model
+    return [trainer.actor_critic.policy.model, trainer.actor_critic.critic.backbone, reference]
+
+
+@pytest.mark.parametrize("value", ["value", "policy", None])
+def test_every_model_that_the_run_loads_gets_them(tmp_path, folders, value):
+    options = {"attn_implementation": "eager", "model_init_kwargs": {"rms_norm_eps": 0.25}}
+    trainer = run(tmp_path, folders, value=value, reference=str(folders / "policy"), **options)
+    for model in backbones(trainer):
+        assert (underlying_attention(model), model.config.rms_norm_eps) == ("eager", 0.25)
+    default = run(tmp_path / "default", folders, value=value, reference=str(folders / "policy"))
+    for model in backbones(default):
+        assert (underlying_attention(model), model.config.rms_norm_eps) == ("sdpa", 1e-6)
+    # What a resumed run must share with its checkpoint.
+    identities = [made._identity()["args"] for made in (trainer, default)]
+    assert {name for name in identities[0] if identities[0][name] != identities[1][name]} == {*options}
+
+
+def test_a_saved_distributional_critic_gets_them_too(tmp_path, folders):
+    first = run(tmp_path / "first", folders, value=None, critic="c51", total_episodes=10)
+    first.save_model(str(tmp_path / "saved"))
+    given = {"model": str(folders / "policy"), "value_model": str(tmp_path / "saved/value"), "processing_class": None}
+    second = tiny_trainer(tmp_path / "second", trainer_arguments=given, critic="c51", attn_implementation="eager")
+    assert underlying_attention(second.actor_critic.critic.backbone) == "eager"
+
+
+def test_an_argument_that_loading_refuses_is_named(tmp_path, folders):
+    with pytest.raises(ValueError, match=r"or it refuses an argument of attn_impl.* \(attn_implementation\)"):
+        run(tmp_path, folders, attn_implementation="none_such")
+
+
+@pytest.mark.parametrize("options", [{"attn_implementation": "eager"}, {"model_init_kwargs": {"rope_theta": 5.0}}])
+def test_a_model_in_memory_has_been_loaded_already(tmp_path, options):
+    with pytest.raises(
+        ValueError, match="are for models that the run loads, but model is a LlamaForCausalLM in memory"
+    ):
+        tiny_trainer(tmp_path, **options)
