@@ -1,6 +1,6 @@
 """A reward model that is a LoRA adapter on the policy's base model.
 
-Such an adapter is trained with `examples/train_reward_model.py --use_peft`.
+Such an adapter is trained with `alpaca-ppo reward --use_peft`.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ class AdapterClassifier(nn.Module):
 
     Args:
         adapters: the policy's adapters; the reward adapter is loaded beside them.
-        folder: the adapter's folder or hub id, as `examples/train_reward_model.py --use_peft` writes it.
+        folder: the adapter's folder or hub id, as `alpaca-ppo reward --use_peft` writes it.
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
         padding_free: whether the base can read rows without padding (`models.packing_probe`).
 

@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alpaca_ppo.types import EPISODE
+
 Prompt = str | list[dict[str, Any]]
 
 _MAX_SHOWN_CHARS = 300
-_RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+"""What every reward function is offered, whatever the dataset's columns."""
+OF_EPISODES = ("environments", "episodes")
+"""What they are offered in addition where there are environments."""
 _IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -24,6 +29,8 @@ class RewardBatch:
     """The token ids that the policy chose, including the stop token, without padding."""
     columns: dict[str, list[Any]]
     """Every other dataset column, by name."""
+    episodes: Sequence[Any] = ()
+    """The episode of each row (`environments.EpisodeRecord`); empty without environments."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -32,7 +39,9 @@ class RewardBatch:
         """Returns a batch with row `index` only."""
         one = slice(index, index + 1)
         columns = {name: values[one] for name, values in self.columns.items()}
-        return RewardBatch(self.prompts[one], self.completions[one], self.completion_ids[one], columns)
+        return RewardBatch(
+            self.prompts[one], self.completions[one], self.completion_ids[one], columns, self.episodes[one]
+        )
 
     def arguments(self) -> dict[str, list[Any]]:
         """Returns the arguments of a reward function by name: the lists themselves, not copies."""
@@ -42,6 +51,13 @@ class RewardBatch:
             "completion_ids": self.completion_ids,
             **self.columns,
         }
+
+    def objects(self) -> dict[str, list[Any]]:
+        """Returns further arguments by name, which belong to the run and are not copied."""
+        if not self.episodes:
+            return {}
+        environments = [episode.environment for episode in self.episodes]
+        return {"environments": environments, "episodes": list(self.episodes)}
 
     def copy_without_columns(self) -> "RewardBatch":
         """Returns a batch that has no columns and shares nothing mutable with this one (see `copied`)."""
@@ -135,7 +151,9 @@ def make_reward_batch(
             raise ValueError(
                 f"row {index} has the columns {list(row)} but row 0 has {names}; fill missing columns with None"
             )
-    clash = [name for name in names if name in _RESERVED_COLUMNS]
+    episodes = [row[EPISODE] for row in rows] if EPISODE in names else []
+    reserved = (*RESERVED_COLUMNS, *OF_EPISODES) if episodes else RESERVED_COLUMNS
+    clash = [name for name in names if name in reserved]
     if clash:
         raise ValueError(
             f"the dataset columns {clash} have the names of arguments that every reward function gets; rename them"
@@ -146,8 +164,10 @@ def make_reward_batch(
         else completion
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    columns = {name: [row[name] for row in rows] for name in names if name != "prompt"}
-    return RewardBatch(list(prompts), as_messages, [list(ids) for ids in completion_ids], columns)
+    columns = {name: [row[name] for row in rows] for name in names if name not in ("prompt", EPISODE)}
+    said = [episode.completion for episode in episodes]
+    completions = [own or text for own, text in zip(said, as_messages, strict=True)] if said else as_messages
+    return RewardBatch(list(prompts), completions, [list(ids) for ids in completion_ids], columns, episodes)
 
 
 def _shortened(text: Prompt) -> str:

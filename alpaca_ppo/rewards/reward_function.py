@@ -6,8 +6,9 @@ Async functions of one batch run concurrently. The returned scores are checked i
 
 import asyncio
 import inspect
+import re
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 from alpaca_ppo.rewards.score_checks import score_list
 
+OFFERED = ("trainer_state", "log_metric")
+"""What the trainer gives to functions that name it in their signatures."""
 MAX_PAUSE = 86400.0
 """Seconds of the longest pause before a retry: a day."""
 
@@ -42,17 +45,31 @@ class FunctionReward:
 
     It may be async. It is called with keyword arguments: `prompts`, `completions`, `completion_ids` and every other
     dataset column, each a list of B entries. A function without `**kwargs` gets only the arguments in its signature.
+    One that names `log_metric` or `trainer_state` in its signature gets these from the trainer (`context`); a column of
+    that name comes first.
     For each row it returns a number, None to leave the row to other sources, or a list with one number for each token
     of `completion_ids`.
+    Where there are environments, `environments` is a list of them, in the state in which each row's episode ended.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name = name or _name_of(function)
+        self.context: Mapping[str, Any] = {}
+        """What the trainer offers besides the columns, by the names under which functions ask for it."""
         parameters = inspect.signature(function).parameters.values()
         self._takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._required = [p.name for p in parameters if p.name in self._accepted and p.default is p.empty]
+
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether the function asks for `log_metric`."""
+        return "log_metric" in self._accepted
+
+    def missing(self, available: Collection[str]) -> list[str]:
+        """The required arguments that are neither `available` nor offered by the trainer."""
+        return [name for name in self._required if name not in available and name not in self.context]
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
         """Returns the function's arguments for `batch`: copies, which the function may change.
@@ -60,13 +77,16 @@ class FunctionReward:
         Raises:
             RewardError: if the function requires a column that the dataset does not have.
         """
-        available = batch.arguments()
-        missing = [name for name in self._required if name not in available]
-        if missing:
+        available, objects = batch.arguments(), batch.objects()
+        context = {**self.context, **objects}
+        offered = {name: context[name] for name in self._accepted if name in context and name not in available}
+        if objects and self._takes_any_keyword:
+            offered["environments"] = objects["environments"]
+        if missing := self.missing([*available, *objects]):
             problem = f"requires the arguments {missing}, but only {list(available)} are available"
             raise RewardError(self.name, problem, batch, None)
         names = available if self._takes_any_keyword else [name for name in self._accepted if name in available]
-        return {name: copied(name, available[name]) for name in names}
+        return {name: copied(name, available[name]) for name in names} | offered
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,13 @@ class FailurePolicy:
     """Seconds before the first of these calls; each further pause is twice as long as the one before, up to a day."""
     drop: bool = False
     """After the last retry: True drops the rows that fail when scored one by one, False ends the run."""
+    drop_unscored: bool = False
+    """True drops the rows for which every source returns None, as `drop` does too; False ends the run."""
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether any row may be dropped."""
+        return self.drop or self.drop_unscored
 
 
 class FunctionScores(NamedTuple):
@@ -91,7 +118,10 @@ class FunctionScores(NamedTuple):
 
 
 def call_functions(
-    sources: Sequence[FunctionReward], batch: RewardBatch, policy: FailurePolicy
+    sources: Sequence[FunctionReward],
+    batch: RewardBatch,
+    policy: FailurePolicy,
+    on_source: Callable[[str], Any] = lambda name: None,
 ) -> list[FunctionScores]:
     """Returns the result of each function for `batch`; async functions run concurrently.
 
@@ -102,7 +132,7 @@ def call_functions(
         RewardError: chained to the function's own exception, unless `policy` drops rows; names the first row that
             raises. Also if a call for a single row does not return one score.
     """
-    calls, outcomes = function_calls(sources, batch, policy, pause=time.sleep), None
+    calls, outcomes = function_calls(sources, batch, policy, pause=time.sleep, on_source=on_source), None
     with _EventLoop() as loop:
         while True:
             try:
@@ -114,7 +144,12 @@ def call_functions(
 
 
 def function_calls(
-    sources: Sequence[FunctionReward], batch: RewardBatch, policy: FailurePolicy, *, pause: Callable[[float], Any]
+    sources: Sequence[FunctionReward],
+    batch: RewardBatch,
+    policy: FailurePolicy,
+    *,
+    pause: Callable[[float], Any],
+    on_source: Callable[[str], Any] = lambda name: None,
 ) -> Calls[list[FunctionScores]]:
     """Makes the calls of `call_functions`, and leaves it to the caller how to await: a generator that yields what is
     pending, to be sent the result of each awaitable or the exception that it raised.
@@ -124,15 +159,16 @@ def function_calls(
         batch: the rows.
         policy: what happens if a function raises.
         pause: called with the seconds between two attempts.
+        on_source: called with the name of a source before its calls.
     """
-    outcomes = yield from _call_all([_call(source, batch) for source in sources])
+    outcomes = yield from _call_all([_call(source, batch, on_source) for source in sources])
     first = list(outcomes)
     for attempt in range(policy.retries):
         failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
         if not failed:
             break
         pause(_pause_before(attempt, policy))
-        again = yield from _call_all([_call(sources[i], batch) for i in failed])
+        again = yield from _call_all([_call(sources[i], batch, on_source) for i in failed])
         for i, outcome in zip(failed, again, strict=True):
             outcomes[i] = outcome
     results = []
@@ -160,14 +196,17 @@ def _row_by_row(
         attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
         if _described(first) != _described(last):
             attempts = f" in the last of {policy.retries + 1} attempts and {_described(first)} in the first"
-        raise RewardError(source.name, f"raised {_described(last)}{attempts}", batch, row) from last
+        raise RewardError(
+            source.name, f"raised {_described(last)}{attempts}{_kind_hint(last, batch)}", batch, row
+        ) from last
     scores: list[Any] = []
     failures: dict[int, RowFailure] = {}
     for i, result in enumerate(by_row):
         if isinstance(result, BaseException):
             # The text of an error may differ from call to call; another type is likely to be a consequence.
             earlier = f", after {_described(first)} on the whole batch" if type(first) is not type(result) else ""
-            failures[i] = RowFailure(source.name, f"raised {_described(result)}{earlier}", batch, i)
+            problem = f"raised {_described(result)}{earlier}{_kind_hint(result, batch)}"
+            failures[i] = RowFailure(source.name, problem, batch, i)
             failures[i].__cause__ = result
             scores.append(None)
         else:
@@ -175,16 +214,35 @@ def _row_by_row(
     return FunctionScores(scores, failures)
 
 
-def _call(source: FunctionReward, batch: RewardBatch) -> Callable[[], Any]:
-    return partial(source.function, **source.keywords(batch))
+def _call(
+    source: FunctionReward, batch: RewardBatch, on_source: Callable[[str], Any] = lambda name: None
+) -> Callable[[], Any]:
+    call = partial(source.function, **source.keywords(batch))
+
+    def announced() -> Any:
+        on_source(source.name)
+        return call()
+
+    return announced
 
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def load_reward_function(spec: str) -> Callable[..., Any]:
-    """Returns the function that `spec` names: "package.module:function" or "path/to/file.py:function".
+def _kind_hint(error: BaseException, batch: RewardBatch) -> str:
+    """What may have been mistaken, if `error` looks as if a function took text for messages, or the reverse."""
+    if isinstance(batch.completions[0], str):
+        if isinstance(error, TypeError) and "string indices must be integers" in str(error):
+            return "; completions are text here, because the prompts are text, not messages with a role and content"
+    elif isinstance(error, TypeError | AttributeError) and re.search(r"'(list|dict)'", str(error)):
+        return "; completions are messages here, because the prompts are: the text is completion[0]['content']"
+    return ""
+
+
+def load_reward_function(spec: str, *, what: str = "reward function") -> Callable[..., Any]:
+    """Returns the function that `spec` names: "package.module:function" or "path/to/file.py:function"; in errors it is
+    called `what`.
 
     Relative paths and modules are looked up as in `config.modules.load_module`.
 
@@ -194,15 +252,15 @@ def load_reward_function(spec: str) -> Callable[..., Any]:
     """
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
-        raise ValueError(f"reward function {spec!r} must be 'module:function' or 'path/to/file.py:function'")
+        raise ValueError(f"{what} {spec!r} must be 'module:function' or 'path/to/file.py:function'")
     try:
         module = load_module(target)
     except NoSuchModule as error:
-        raise ValueError(f"reward function {spec!r}: {error}") from error
+        raise ValueError(f"{what} {spec!r}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"reward function {spec!r}: {target} has no function {name!r}, only {found}")
+        raise ValueError(f"{what} {spec!r}: {target} has no function {name!r}, only {found}")
     return function
 
 

@@ -24,6 +24,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_sequences import sequence_keywords
 from alpaca_ppo.models.packing_probe import supports_packing
@@ -252,8 +253,7 @@ def build_model_reward(
             lacks weights (a language model has no trained score head), comes with code that it may not run, or if
             there is no tokenizer.
     """
-    origin = source if isinstance(source, str) else source.config.name_or_path or ""
-    name = Path(origin).name or type(source).__name__
+    origin, name = _origin(source), model_name(source)
     with remote_code(origin, trust=trust_remote_code):
         model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
         if tokenizer is None:
@@ -278,7 +278,7 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
     with loading(problem, origin, remedy):
         config = AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code)
     _check_one_label(config, origin)
-    with loading(problem, origin, remedy):
+    with loading(problem, origin, remedy), transformers_bars(shown=has_screen()):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
         )
@@ -288,6 +288,15 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
             "at random; use a trained sequence classifier, not a language model"
         )
     return model
+
+
+def model_name(source: Any) -> str:
+    """The name that the source of a model, or of the path or hub id of one, has in metrics."""
+    return Path(_origin(source)).name or type(source).__name__
+
+
+def _origin(source: Any) -> str:
+    return str(source if isinstance(source, str) else source.config.name_or_path or "")
 
 
 def _load_tokenizer(origin: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

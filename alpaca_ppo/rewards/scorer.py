@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
+from alpaca_ppo.rewards.batch import RESERVED_COLUMNS, Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.early_calls import CalledFunctions, EarlyCalls
+from alpaca_ppo.rewards.logged_metrics import LoggedMetrics
 from alpaca_ppo.rewards.reward_function import (
+    OFFERED,
     FailurePolicy,
     FunctionReward,
     FunctionScores,
     call_functions,
     load_reward_function,
 )
-from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward
+from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward, model_name
 from alpaca_ppo.rewards.score_checks import RowScore, check_row, check_total, score_list
 
 RewardFunc = Callable[..., Any] | str | PreTrainedModel
@@ -51,7 +53,8 @@ class RewardScorer:
         sources: functions and models.
         weights: one per source.
         policy: what happens if a function raises. A score that is not finite, and a row that no source scores, are not
-            asked for again; if `policy` drops rows, these are dropped too.
+            asked for again; if `policy` drops failed rows, these are dropped too.
+        measures: whether the sources only measure (`metric_funcs`): a row may then be without any score.
     """
 
     def __init__(
@@ -60,13 +63,19 @@ class RewardScorer:
         weights: Sequence[float],
         *,
         policy: FailurePolicy | None = None,
+        measures: bool = False,
     ) -> None:
-        self.policy = policy or FailurePolicy()
+        self.policy, self.measures = policy or FailurePolicy(), measures
         self.failures: list[RowFailure] = []
         """The errors of dropped rows since `pop_failures`, in the order in which they were scored."""
+        self.logged = LoggedMetrics()
+        """What functions have logged (`log_metric`)."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns a context manager for the calls of Python functions. They may block for long (a request to a judge,
         say), so the trainer sets this to let a signal interrupt them."""
+        self.on_source: Callable[[str], Any] = lambda name: None
+        """Called with a source's name before the source is, and with the names of all functions before what they return
+        is waited for, if they are called while responses are sampled."""
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
@@ -74,9 +83,7 @@ class RewardScorer:
 
     def add(self, source: FunctionReward | ModelReward, weight: float) -> None:
         """Adds a source. If its name is taken, it is renamed to <name>_2, <name>_3 and so on."""
-        base = source.name
-        names = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
-        source.name = next(name for name in names if name not in self.names)
+        source.name = _free_name(source.name, self.names)
         self.sources.append(source)
         self.weights.append(weight)
 
@@ -84,6 +91,11 @@ class RewardScorer:
     def names(self) -> list[str]:
         """The sources' names, which are unique."""
         return [source.name for source in self.sources]
+
+    @property
+    def weight_by_name(self) -> dict[str, float]:
+        """The weight of each source, in the order of the sources."""
+        return dict(zip(self.names, self.weights, strict=True))
 
     def __call__(
         self,
@@ -111,7 +123,7 @@ class RewardScorer:
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            called = CalledFunctions(batch, call_functions(self.functions, batch, self.policy))
+            called = CalledFunctions(batch, call_functions(self.functions, batch, self.policy, self.on_source))
         return self._scored(called)
 
     @property
@@ -126,6 +138,7 @@ class RewardScorer:
             RewardError: as a call.
         """
         with self.interruptible_call():
+            self.on_source(", ".join(source.name for source in self.functions))
             called = early_calls.next_result()
         return self._scored(called)
 
@@ -133,15 +146,27 @@ class RewardScorer:
         """Runs the models, and checks and adds up the scores of all sources."""
         batch, returned = called.batch, iter(called.scores)
         results = [
-            next(returned)
-            if isinstance(source, FunctionReward)
-            else FunctionScores(source(batch.copy_without_columns()), {})
+            next(returned) if isinstance(source, FunctionReward) else FunctionScores(self._of_model(source, batch), {})
             for source in self.sources
         ]
         scores, failures = self._checked(results, batch)
         self.failures += [failures[row] for row in sorted(failures)]
         by_source = {name: _row_totals(source_scores) for name, source_scores in zip(self.names, scores, strict=True)}
         return RewardResult(self._weighted_sum(scores, batch), by_source, failures)
+
+    def _of_model(self, source: ModelReward, batch: RewardBatch) -> Any:
+        self.on_source(source.name)
+        return source(batch.copy_without_columns())
+
+    def offer(self, trainer_state: Any) -> None:
+        """Offers `trainer_state`, and `log_metric` to log metrics with, to the functions that name them."""
+        for source in self.functions:
+            source.context = dict(zip(OFFERED, (trainer_state, self.logged.log), strict=True))
+
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether a function may log metrics."""
+        return any(source.logs_metrics for source in self.functions)
 
     def pop_failures(self) -> list[RowFailure]:
         """Returns `failures`, which is empty afterwards."""
@@ -161,22 +186,27 @@ class RewardScorer:
                 try:
                     scores[-1][row] = check_row(name, score, batch, row)
                 except RowFailure as failure:
-                    self._fail(failures, row, failure)
+                    self._fail(failures, row, failure, drop=self.policy.drop)
         for row in range(len(batch)):
-            if row not in failures and all(source_scores[row] is None for source_scores in scores):
-                problem = "returned None; each row needs a score from at least one source"
-                self._fail(failures, row, RowFailure(", ".join(self.names), problem, batch, row))
+            unscored = not self.measures and all(source_scores[row] is None for source_scores in scores)
+            if row not in failures and unscored:
+                problem = (
+                    "returned None; each row needs a score from at least one source (drop_unscored: true leaves such "
+                    "responses out of the step)"
+                )
+                without_score = RowFailure(", ".join(self.names), problem, batch, row)
+                self._fail(failures, row, without_score, drop=self.policy.may_drop)
             try:
                 check_total(", ".join(self.names), [column[row] for column in scores], self.weights, batch, row)
             except RowFailure as failure:
-                self._fail(failures, row, failure)
+                self._fail(failures, row, failure, drop=self.policy.drop)
         for row in failures:
             for source_scores in scores:
                 source_scores[row] = None
         return scores, failures
 
-    def _fail(self, failures: dict[int, RowFailure], row: int, failure: RowFailure) -> None:
-        if not self.policy.drop:
+    def _fail(self, failures: dict[int, RowFailure], row: int, failure: RowFailure, *, drop: bool) -> None:
+        if not drop:
             raise failure
         failures.setdefault(row, failure)
 
@@ -265,6 +295,48 @@ def build_reward(
             sources.append(model)
     scorer = RewardScorer(sources, weights, policy=policy)
     return scorer if device is None else scorer.to(device)
+
+
+def source_names(reward_funcs: RewardFunc | Sequence[RewardFunc] | None) -> list[str]:
+    """The names that the sources will have in a scorer. Functions are imported for them, but no model is loaded.
+
+    Raises:
+        ValueError: for an entry that is no reward source, and a function that cannot be imported.
+    """
+    names: list[str] = []
+    for source in _resolved(reward_funcs):
+        names.append(_free_name(source.name if isinstance(source, FunctionReward) else model_name(source), names))
+    return names
+
+
+def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, dataset: str, columns: Sequence[str]) -> None:
+    """Checks that a dataset has what the functions require, so that this is known before any response is sampled.
+
+    Args:
+        reward_funcs: the sources.
+        dataset: what it is called in a message.
+        columns: of the dataset.
+
+    Raises:
+        ValueError: naming the function, the arguments that are missing, and what there is.
+    """
+    available = [*RESERVED_COLUMNS, *(name for name in columns if name not in ("prompt", *RESERVED_COLUMNS))]
+    for source in _resolved(reward_funcs):
+        if isinstance(source, FunctionReward) and (missing := source.missing([*available, *OFFERED])):
+            raise ValueError(
+                f"reward source {source.name!r} requires the arguments {missing}, but only {available} are available "
+                f"from the {dataset}; rename the argument, add the column to the dataset, or give it a default"
+            )
+
+
+def _resolved(reward_funcs: Any) -> list[FunctionReward | PreTrainedModel | str]:
+    given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [] if reward_funcs is None else [reward_funcs]
+    return [_resolve_function(source) for source in given]
+
+
+def _free_name(base: str, taken: Sequence[str]) -> str:
+    names = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
 
 
 def _resolve_function(source: Any) -> FunctionReward | PreTrainedModel | str:

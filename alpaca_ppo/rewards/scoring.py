@@ -4,7 +4,7 @@ and for length.
 The KL penalty is not here; it is added when rewards are shaped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def score_responses(
         RewardError: as `RewardScorer`.
     """
     mask = samples["response_mask"]
-    result = scorer(**_texts(processing_class, samples, rows)) if early is None else scorer.next_early(early)
+    result = scorer(**scorer_arguments(processing_class, samples, rows)) if early is None else scorer.next_early(early)
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
     if penalties.missing_stop is not None:
@@ -78,7 +78,7 @@ def score_responses(
             response_lengths(mask), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
         )
         scored["rewards"] = _add_to_sequence(rewards, scored["overlong_penalties"], mask)
-    if scorer.policy.drop:
+    if scorer.policy.may_drop:
         dropped = sorted(result.failures)
         last = len(scorer.failures)
         scored["dropped"] = torch.zeros(len(rows), dtype=torch.int64)
@@ -99,15 +99,23 @@ def early_calls(
     """
 
     def make_batch(chunk: slice, samples: dict[str, Tensor]) -> RewardBatch:
-        return make_reward_batch(**_texts(processing_class, samples, rows[chunk]))
+        return make_reward_batch(**scorer_arguments(processing_class, samples, rows[chunk]))
 
     return EarlyCalls(scorer.functions, scorer.policy, chunks, make_batch)
 
 
-def _texts(processing_class: Any, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments of `RewardScorer`."""
+def response_texts(processing_class: Any, samples: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Returns the chosen tokens of each response, and their text without special tokens."""
     ids = [row[keep].tolist() for row, keep in zip(samples["responses"], samples["response_mask"], strict=True)]
-    texts = processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # transformers 5 takes an empty list for one text without tokens.
+    if not ids:
+        return [], []
+    return ids, processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def scorer_arguments(processing_class: Any, samples: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments of `RewardScorer`."""
+    ids, texts = response_texts(processing_class, samples)
     return {"prompts": [row["prompt"] for row in rows], "completions": texts, "completion_ids": ids, "rows": rows}
 
 

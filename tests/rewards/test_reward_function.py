@@ -6,6 +6,7 @@ import time
 import pytest
 
 from alpaca_ppo.rewards import FunctionReward, RewardError, build_reward, load_reward_function
+from alpaca_ppo.rewards.logged_metrics import LoggedMetrics, merged
 
 PROMPTS = ["Count.", "Sing.", "Où ?"]
 COMPLETIONS = ["one two", "la", "là 🎵"]
@@ -247,3 +248,54 @@ def test_an_exception_inside_the_module_is_passed_on_unchanged(project, spec):
 
 def test_a_function_reward_can_be_renamed():
     assert FunctionReward(lambda completions: [], name="length").name == "length"
+
+
+def test_a_function_that_names_them_gets_log_metric_and_the_trainer_s_state():
+    state, seen = object(), []
+
+    def asks(completions, trainer_state, log_metric=None, **columns):
+        seen.append((trainer_state, sorted(columns)))
+        log_metric("longest", 3)
+        return [0.0] * len(completions)
+
+    def asks_for_nothing(completions, **columns):
+        seen.append(sorted(columns))
+        return [0.0] * len(completions)
+
+    scorer = build_reward([asks, asks_for_nothing])
+    assert scorer.logs_metrics and not build_reward(asks_for_nothing).logs_metrics
+    scorer.offer(state)
+    scorer(PROMPTS, COMPLETIONS, IDS, ROWS)
+    scorer(PROMPTS, COMPLETIONS, IDS, ROWS)
+    names = ["answer", "completion_ids", "level", "prompts"]
+    assert seen == [(state, names), sorted([*names])] * 2
+    assert scorer.logged.pop() == {"longest": [6.0, 2]} and scorer.logged.pop() == {}
+
+
+def test_a_column_of_that_name_comes_before_what_the_trainer_offers():
+    def asks(completions, trainer_state):
+        return [float(state) for state in trainer_state]
+
+    scorer = build_reward(asks)
+    scorer.offer(object())
+    rows = [{**row, "trainer_state": i} for i, row in enumerate(ROWS)]
+    assert scorer(PROMPTS, COMPLETIONS, IDS, rows).rewards.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("a b", 1, "log_metric was called with the name 'a b'; give a word without spaces"),
+        (3, 1, "log_metric was called with the name 3"),
+        ("a", [1.0, 2.0], r"log_metric\('a', \[1.0, 2.0\]\): the value must be one finite number"),
+        ("a", float("inf"), "must be one finite number"),
+    ],
+)
+def test_what_is_no_metric_is_refused(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        LoggedMetrics().log(name, value)
+
+
+def test_sums_and_numbers_of_all_ranks_are_added():
+    parts = [{"a": [1.0, 2], "b": [5.0, 1]}, {}, {"a": [3.0, 2]}]
+    assert merged(parts) == {"a": [4.0, 4], "b": [5.0, 1]}
