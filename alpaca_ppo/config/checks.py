@@ -7,14 +7,24 @@ those that a user registers too.
 import dataclasses
 from typing import Any
 
+from alpaca_ppo.config.evaluation_checks import check_evaluation
+from alpaca_ppo.config.keyword_checks import check_keywords
 from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.risk_level import parse_risk_level
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, GENERATION_BACKENDS, KL_ESTIMATORS, POLICY_LOSSES
+from alpaca_ppo.registry import (
+    ADV_ESTIMATORS,
+    CRITIC_HEADS,
+    DOCTOR_RULES,
+    DOCTOR_SEVERITIES,
+    GENERATION_BACKENDS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+)
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
 
-MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes"),)
+MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes", "max_steps"),)
 """Groups of options of which at most one may be set. On the command line, one of them overrides another that is set in
 the file.
 """
@@ -28,6 +38,8 @@ _READS_ROWS = ("separate", "adapter")
 _CRITIC_ONLY = (
     "lam_policy",
     "lam_critic",
+    "turn_gamma",
+    "turn_lam",
     "critic",
     "critic_layout",
     "side_layer",
@@ -71,9 +83,21 @@ def check_combinations(config: Any) -> None:
     _check_sizes(config)
     _check_best_metric(config)
     _check_sampling(config)
+    check_evaluation(config)
     _check_overlong(config)
+    check_keywords(config)
+    _check_stop_on(config)
     if config.push_to_hub and not config.hub_model_id:
         raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
+
+
+def _check_stop_on(config: Any) -> None:
+    for name in config.stop_on or ():
+        if name not in (*DOCTOR_SEVERITIES, *DOCTOR_RULES):
+            raise ValueError(
+                f"stop_on names {name!r}, which is neither a severity ({', '.join(DOCTOR_SEVERITIES)}) nor a rule of "
+                f"the doctor; the rules are {', '.join(DOCTOR_RULES)}"
+            )
 
 
 def _check_estimator(config: Any) -> None:
@@ -122,6 +146,12 @@ def _check_policy_loss(config: Any) -> None:
 
 
 def _check_warmup(config: Any) -> None:
+    for name in ("warmup_steps", "critic_lr_warmup_steps"):
+        given = getattr(config, name)
+        if given is not None and given > 1 and given != int(given):
+            raise ValueError(
+                f"{name} is {given}; it must be a whole number of optimizer steps, or a share of them below 1"
+            )
     if config.warmup_steps and config.lr_scheduler_type == "constant":
         raise ValueError(
             f"warmup_steps is {config.warmup_steps}, but lr_scheduler_type 'constant' has no warm-up; set "
@@ -278,17 +308,21 @@ def _check_sizes(config: Any) -> None:
 def _check_best_metric(config: Any) -> None:
     metric = config.metric_for_best_model
     if metric is None:
+        if config.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end is True, but metric_for_best_model is null, so no checkpoint is the best; name "
+                "a metric such as eval/scores (with eval_steps), or set load_best_model_at_end: false"
+            )
         return
     if config.save_steps == 0:
         raise ValueError(
             f"metric_for_best_model is {metric!r}, but save_steps is 0, so there are no checkpoints to choose from; "
             "set save_steps, or metric_for_best_model: null"
         )
-    if metric.startswith("eval/") and (config.eval_steps == 0 or config.save_steps % config.eval_steps):
+    if metric.startswith("eval/") and config.eval_steps == 0:
         raise ValueError(
-            f"metric_for_best_model is {metric!r}, but save_steps ({config.save_steps}) is not a multiple of "
-            f"eval_steps ({config.eval_steps}), so some checkpoints would not be evaluated; set eval_steps to "
-            f"{config.save_steps}"
+            f"metric_for_best_model is {metric!r}, but eval_steps is 0, so only the last step would be evaluated; set "
+            "eval_steps, or choose a metric of the steps such as objective/scores"
         )
     remedies, in_loss = [], metric == "ppo/policy/entropy" and config.entropy_coef > 0
     if metric in ENTROPIES and config.entropy_logging_steps > 1 and not in_loss:
@@ -318,10 +352,9 @@ def _check_sampling(config: Any) -> None:
             "dynamic_sampling is True, but num_return_sequences is 1, and a single response has no score to differ "
             "from; set num_return_sequences to 2 or more, or dynamic_sampling: false"
         )
-    if not config.eval_do_sample and (config.eval_top_p is not None or config.eval_top_k is not None):
+    if "" in (config.stop_strings or ()):
         raise ValueError(
-            f"eval_top_p ({config.eval_top_p}) and eval_top_k ({config.eval_top_k}) apply to sampled responses only; "
-            "set eval_do_sample: true, or both to null"
+            f"stop_strings is {config.stop_strings}, with an empty text, which every response contains; remove it"
         )
     if config.truncate_after and not config.truncate_tokens:
         raise ValueError(

@@ -86,8 +86,11 @@ class CriticOptions(LearningOptions):
     critic_lr_scheduler_type: str | None = argument(
         None, "Schedule of the critic's learning rate, over its own optimizer steps; null = lr_scheduler_type."
     )
-    critic_lr_warmup_steps: int | None = argument(
-        None, "Optimizer steps of the critic in which its learning rate warms up; null = warmup_steps.", at_least=0
+    critic_lr_warmup_steps: float | None = argument(
+        None,
+        "Optimizer steps of the critic in which its learning rate warms up, or, below 1, their share of all of its "
+        "steps; null = warmup_steps.",
+        at_least=0,
     )
     critic_max_grad_norm: float | None = argument(
         None, "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.", above=0

@@ -12,16 +12,17 @@ _WIDTH = 100
 _INTRODUCTION = """\
 # Configuration
 
-Every option is a flag of `examples/train_ppo.py` and a key of its YAML file: `--config run.yaml`. A flag
-overrides the file; `null` means "not set", in the file and on the command line. `--config trl`
-reads the preset of that name. In Python, the options are the fields of the dataclasses below. An estimator,
-loss, critic or backend that a file in `import_modules` registers is valid wherever built-in names are listed.
+Every option is a flag of `alpaca-ppo train` and a key of its YAML file: `--config run.yaml`. A flag
+overrides the file; `null` means "not set", in the file and on the command line. `--preset trl` reads
+the preset of that name: see [command line](command-line.md). In Python, the options are the fields of
+the dataclasses below. An estimator, loss, critic or backend that a file in `import_modules` registers
+is valid wherever built-in names are listed.
 
 This page is generated: `python -m alpaca_ppo.config.docs > docs/configuration.md`."""
 _SECTIONS = {
     PPOConfig: "the options of the trainer",
-    ScriptArguments: "what `examples/train_ppo.py` loads",
-    LoraArguments: "LoRA, for `examples/train_ppo.py` and `examples/train_reward_model.py`",
+    ScriptArguments: "what `alpaca-ppo train` loads",
+    LoraArguments: "LoRA, for `alpaca-ppo train` and `alpaca-ppo reward`",
 }
 
 
@@ -61,7 +62,7 @@ def _word(kind: typing.Any) -> str:
     if typing.get_origin(kind) is list:
         entries = typing.get_args(kind)[0]
         return f"list of {' or '.join(part.__name__ for part in typing.get_args(entries) or [entries])}"
-    return str(kind.__name__)
+    return "mapping" if typing.get_origin(kind) is dict else str(kind.__name__)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Option:
         default: the default value, or `dataclasses.MISSING`.
         group: the heading under which `--help` and the documentation list the field.
         registry: the names that a `str` field may take, built in or registered by a user.
+        flag_alone: the value of its flag where none follows it; None if one must.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Option:
     group: str
     bounds: Bounds
     registry: Registry[Any] | None
+    flag_alone: str | None = None
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -83,10 +85,6 @@ class Option:
         return _members(lists[0]) if lists else None
 
 
-METADATA = ("group", "bounds", "registry")
-"""Keys of a field's metadata that belong to this module; `HfArgumentParser` would pass them on to argparse."""
-
-
 def argument(
     default: Any,
     help: str,
@@ -98,6 +96,7 @@ def argument(
     allow_inf: bool = False,
     registry: Registry[Any] | None = None,
     group: str | None = None,
+    flag_alone: str | None = None,
 ) -> Any:
     """A dataclass field for `check_fields` and `parse_args`. None is valid wherever the field's type allows it.
 
@@ -108,8 +107,10 @@ def argument(
         allow_inf: accept infinity, which is refused otherwise, as NaN always is.
         registry: the valid names of a choice that users may extend. A closed set of choices is a `Literal` type.
         group: starts a new group of options with this field; the fields after it belong to the same group.
+        flag_alone: of a text, the value of its flag where none follows it.
     """
     metadata: dict[str, Any] = {"help": help, "bounds": Bounds(above, at_least, below, at_most, allow_inf)}
+    metadata["flag_alone"] = flag_alone
     if registry is not None:
         metadata["registry"] = registry
     if group is not None:
@@ -142,6 +143,7 @@ def options_of(cls: type) -> dict[str, Option]:
             group=group,
             bounds=field.metadata.get("bounds", Bounds()),
             registry=field.metadata.get("registry"),
+            flag_alone=field.metadata.get("flag_alone"),
         )
     return options
 
@@ -162,7 +164,8 @@ def check_value(option: Option, value: Any) -> None:
     Raises:
         ValueError: naming the field, the value and what it may be.
     """
-    if value is None and option.nullable:
+    if value is None:
+        check_null(option)
         return
     if option.choices:
         if not isinstance(value, str | int) or value not in option.choices:
@@ -187,6 +190,24 @@ def check_value(option: Option, value: Any) -> None:
         option.registry.check(value, field=option.name)
 
 
+def check_null(option: Option, where: str = "") -> None:
+    """Checks that `option` may be None, or has that as its default.
+
+    Args:
+        option: the field.
+        where: where it was given, such as " in the --config file x.yaml".
+
+    Raises:
+        ValueError: naming the field, what it may be, and its default.
+    """
+    if option.nullable or option.default is None:
+        return
+    names = [str(c).lower() if isinstance(c, bool) else str(c) for c in option.choices]
+    wanted = f"one of {', '.join(names)}" if names else " or ".join(_kind_names(option.kinds))
+    default = "" if option.default in ("", dataclasses.MISSING) else f", or leave it out for {shown(option.default)}"
+    raise ValueError(f"{option.name} is null{where}; it must be {wanted}{default}")
+
+
 def shown(value: Any) -> str:
     """`repr(value)` for an error message: as it is if it is short, and cut if it is long, nested or cyclic."""
     try:
@@ -202,13 +223,17 @@ def _is_finite(value: float) -> bool:
 
 def _check_type(what: str, value: Any, kinds: tuple[Any, ...], *, nullable: bool = False) -> None:
     accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
-    wanted = " or ".join([*(kind.__name__ for kind in accepted), *(["null"] if nullable else [])])
+    wanted = " or ".join([*_kind_names(kinds), *(["null"] if nullable else [])])
     if float in accepted:
         accepted += (int,)
     # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         remedy = ", in quotes" if str in accepted and isinstance(value, int | float | datetime.date) else ""
         raise ValueError(f"{what} is {shown(value)} ({type(value).__name__}); it must be {wanted}{remedy}")
+
+
+def _kind_names(kinds: tuple[Any, ...]) -> list[str]:
+    return [(typing.get_origin(kind) or kind).__name__ for kind in kinds]
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

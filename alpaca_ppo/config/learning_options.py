@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from alpaca_ppo.config.environment_options import EnvironmentOptions
 from alpaca_ppo.config.fields import argument
-from alpaca_ppo.config.rollout_options import RolloutOptions
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     KL_ESTIMATORS,
@@ -19,7 +19,7 @@ ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True)
-class LearningOptions(RolloutOptions):
+class LearningOptions(EnvironmentOptions):
     """The options of advantages, policy loss and KL to the reference policy."""
 
     adv_estimator: str = argument(
@@ -45,6 +45,19 @@ class LearningOptions(RolloutOptions):
     )
     lam_alpha: float = argument(
         0.05, "With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0.", above=0
+    )
+    turn_gamma: float | None = argument(
+        None,
+        "Discount from a turn's last token to the next turn's first one, with environments or tools; null = gamma.",
+        at_least=0,
+        at_most=1,
+    )
+    turn_lam: float | None = argument(
+        None,
+        "Lambda of GAE from a turn's last token to the next turn's first one, for advantages and returns; null = the "
+        "lambda of each.",
+        at_least=0,
+        at_most=1,
     )
     qae_quantile: float = argument(
         0.4,

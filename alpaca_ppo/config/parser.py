@@ -1,88 +1,184 @@
-"""The command line: `parse_args` turns a YAML file and flags into dataclasses."""
+"""The command line: `parse_args` turns YAML files, presets and flags into dataclasses; the flags are in `flags`."""
 
-import argparse
+import dataclasses
 import os
-import re
 import sys
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser
 
 from alpaca_ppo.config.checks import MUTUALLY_EXCLUSIVE
-from alpaca_ppo.config.fields import METADATA, Option, check_value, options_of, shown
+from alpaca_ppo.config.fields import Option, check_null, check_value, options_of, shown
+from alpaca_ppo.config.flags import FlagParser, did_you_mean
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names, flattened
+from alpaca_ppo.config.model_names import where
 from alpaca_ppo.config.modules import import_modules
+from alpaca_ppo.config.run_file import MODELS, check_run_files, without_provenance
+from alpaca_ppo.config.script_arguments import ScriptArguments
 from alpaca_ppo.presets import preset_names, preset_path
 
-_ABSENT = object()
-# argparse's own pattern has neither exponents nor infinity, so that it would take -1e1 for a flag.
-_NEGATIVE_NUMBER = re.compile(r"^-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
+
+@dataclasses.dataclass(frozen=True)
+class ParsedOptions:
+    """What a command line says.
+
+    Attributes:
+        instances: one of each dataclass, in order.
+        presets: names of the presets that were read, in order.
+        config_files: paths of the YAML files that were read, in order, as given.
+    """
+
+    instances: tuple[Any, ...]
+    presets: tuple[str, ...]
+    config_files: tuple[str, ...]
 
 
-def parse_args(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One instance of each dataclass in `dataclass_types`, from `--config run.yaml` (or a preset's name) and flags.
+def parse_args(
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    epilog: str | None = None,
+) -> tuple[Any, ...]:
+    """One instance of each dataclass in `dataclass_types`: see `parse_options`."""
+    return parse_options(dataclass_types, argv, prog=prog, epilog=epilog).instances
 
-    A flag wins over the file, and over an option in the file that it excludes (`checks.MUTUALLY_EXCLUSIVE`). A flag of
-    a field that may be None takes `null` or `none` for it. If one of the dataclasses has the field `import_modules`,
-    those modules are imported before `--help` is printed and before any value is checked, so that the names that they
-    register are valid.
+
+def parse_options(
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    epilog: str | None = None,
+) -> ParsedOptions:
+    """The options of each dataclass in `dataclass_types`, from files, presets and flags.
+
+    Of several `--config` and `--preset`, later ones win. A flag or a `--set option=value` wins over all of them. What
+    wins also replaces an option that it excludes (`checks.MUTUALLY_EXCLUSIVE`). A flag of a field that may be None
+    takes `null` or `none` for it. If one of the dataclasses has the field `import_modules`, those modules are imported
+    before `--help` is printed and before any value is checked, so that the names that they register are valid.
 
     Args:
         dataclass_types: dataclasses with distinct field names.
         argv: the command line without the program's name; `sys.argv[1:]` by default.
+        prog: the program's name, for the help; that of the script by default.
+        epilog: a paragraph at the end of the help.
 
     Raises:
-        ValueError: when the file does not exist, is not valid YAML, does not hold a mapping, or has an unknown key or
-            one key twice; for an unknown flag; for a module that cannot be imported; and what the dataclasses raise.
+        ValueError: when a file does not exist, is not valid YAML, does not hold a mapping, or has an unknown key or
+            one key twice; for a run's own file that cannot repeat it (`run_file`); for an unknown preset or flag; for
+            an option that is given by a flag and by `--set`; for a module that cannot be imported; and what the
+            dataclasses raise.
     """
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
-    flags, unknown = _FlagParser(dataclass_types, options).read(list(sys.argv[1:] if argv is None else argv))
-    config, wants_help = flags.pop("config", None), flags.pop("help", False)
-    values = {} if config is None else _typed(read_yaml(config), options)
-    for names in MUTUALLY_EXCLUSIVE:
-        if any(flags.get(name) is not None for name in names):
-            values |= dict.fromkeys(set(names) & set(values))
-    values |= flags
-    if "import_modules" in values:
-        given_args = argparse.Namespace(**values)
-        check_value(options["import_modules"], given_args.import_modules)
-        import_modules(given_args.import_modules or [])
-    if wants_help:
+    parser = FlagParser(options, prog=prog)
+    flags = parser.read(list(sys.argv[1:] if argv is None else argv))
+    values: dict[str, Any] = {}
+    presets: list[str] = []
+    contents: dict[str, dict[str, Any]] = {}
+    for kind, name in flags.sources:
+        if kind == "config":
+            contents[name] = read_yaml(name)
+            _override(values, _typed(without_provenance(contents[name]), options, f"the --config file {name}"))
+        elif kind == "preset":
+            presets.append(name)
+            _override(values, _typed(read_preset(name), options, f"the preset {name}"))
+    set_values = _typed(_assignments([text for kind, text in flags.sources if kind == "set"]), options, "--set")
+    if twice := sorted(set(set_values) & set(flags.values)):
+        raise ValueError(f"{', '.join(twice)} is given by --set and by a flag; give it once")
+    of_runs = [cls for cls in dataclass_types if issubclass(cls, ScriptArguments)]
+    needed = of_runs[0].needed_objects() if of_runs else MODELS
+    check_run_files(contents, given=set_values | flags.values, needed=needed)
+    _override(values, set_values | flags.values)
+    _import_named(values, options)
+    if flags.wants_help:
         # A new parser, because the help texts list the names that are registered by now.
-        _FlagParser(dataclass_types, options).print_help()
+        FlagParser(options, prog=prog, epilog=epilog).print_help()
         sys.exit(0)
-    if unknown:
-        raise ValueError(f"unknown command-line arguments: {' '.join(unknown)}; --help lists the valid ones")
-    return tuple(cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types)
+    parser.refuse_unknown(flags.unknown)
+    instances = tuple(
+        cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types
+    )
+    return ParsedOptions(instances, tuple(presets), tuple(contents))
+
+
+def _override(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Puts `given` over `values`, with null for what `given` excludes."""
+    for names in MUTUALLY_EXCLUSIVE:
+        if any(given.get(name) is not None for name in names):
+            values |= dict.fromkeys(set(names) & set(values))
+    values |= given
+
+
+def _import_named(values: Mapping[str, Any], options: Mapping[str, Option]) -> None:
+    if "import_modules" in values:
+        args = SimpleNamespace(**values)
+        check_value(options["import_modules"], args.import_modules)
+        import_modules(args.import_modules or [])
+
+
+def _assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """The options and values of `--set`."""
+    given: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--set is {shown(text)}; write it as option=value")
+        try:
+            given[name] = yaml.load(value, Loader=_UniqueKeyLoader)
+        # As in `_read_mapping`.
+        except Exception as error:
+            raise ValueError(f"--set {text} cannot be read as YAML: {error}") from error
+    return given
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`, or in the preset of that name if there is no such file.
+    """The mapping in the YAML file at `path`.
 
     Raises:
-        ValueError: when there is neither, or the file is not valid YAML in UTF-8, has a key twice, or does not hold a
+        ValueError: when there is no such file, or it is not valid YAML in UTF-8, has a key twice, or does not hold a
             mapping.
     """
-    file = Path(path)
     # False for a path that is no file name at all, where Path.is_file would raise an OSError.
-    if not os.path.isfile(path):
-        if path not in preset_names():
-            raise ValueError(
-                f"--config is {shown(path)}, but there is no such file (relative paths count from {Path.cwd()}) and no "
-                f"preset of that name; the presets are {', '.join(preset_names())}"
-            )
-        file = preset_path(path)
+    if os.path.isfile(path):
+        return _read_mapping(Path(path), f"--config {path}")
+    names = preset_names()
+    meant = path if path in names else next(iter(get_close_matches(path, names, n=1, cutoff=0.75)), None)
+    if meant is not None:
+        problem = "which is a preset and no file" if meant == path else "but there is no such file"
+        raise ValueError(f"--config is {shown(path)}, {problem}; did you mean --preset {meant}?")
+    raise ValueError(f"--config is {shown(path)}, but{where(path, what='file')}")
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The mapping of the preset `name`.
+
+    Raises:
+        ValueError: for a preset that does not exist.
+    """
+    names = preset_names()
+    if name not in names:
+        file = f" did you mean --config {name}?" if os.path.isfile(name) else ""
+        raise ValueError(
+            f"--preset is {shown(name)}, but there is no preset of that name;{file or did_you_mean([name], names)} the "
+            f"presets are {', '.join(names)}"
+        )
+    return _read_mapping(preset_path(name), f"the preset {name}")
+
+
+def _read_mapping(file: Path, where: str) -> dict[str, Any]:
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     # PyYAML raises whatever the value at fault provokes: KeyError for "!!bool x", RecursionError for deep nesting.
     except Exception as error:
         reason = error if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"--config {path} cannot be read as YAML: {reason}") from error
+        raise ValueError(f"{where} cannot be read as YAML: {reason}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path} holds a {type(content).__name__}; it must map option names to values")
+        raise ValueError(f"{where} holds a {type(content).__name__}; it must map option names to values")
     return content
 
 
@@ -99,103 +195,41 @@ class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-def _typed(given: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+def _typed(given: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
     """The values of a YAML file, as numbers and lists where the fields are declared so."""
     if unknown := sorted(map(str, set(given) - set(options))):
+        # Of verl's sections, `critic` alone has the name of an option.
+        nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
+        names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
         raise ValueError(
-            f"unknown keys in the --config file: {', '.join(unknown)}; valid keys: {', '.join(sorted(options))}"
+            f"unknown keys in {where}: {', '.join(unknown)}; --help lists the valid ones\n"
+            + explain_names(names, options, CONFIG_SECTIONS)
         )
     typed = {}
     for name, value in given.items():
+        if value is None:
+            check_null(options[name], f" in {where}")
         kinds = options[name].entry_kinds
         if kinds is None or value is None:
-            typed[name] = _number(name, value, options[name].kinds)
+            typed[name] = _number(name, value, options[name].kinds, where)
         else:
-            typed[name] = [_number(name, v, kinds) for v in (value if isinstance(value, list) else [value])]
+            typed[name] = [_number(name, v, kinds, where) for v in (value if isinstance(value, list) else [value])]
     return typed
 
 
-def _number(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+def _number(name: str, value: Any, kinds: tuple[Any, ...], where: str) -> Any:
     """YAML reads 1e-5 as text: `value` as the number that `kinds` declare. Of kinds that allow text too, a float alone
     is read from it.
     """
     if isinstance(value, str) and {float, str} <= set(kinds):
-        return _float_or_text(value)
+        try:
+            return float(value)
+        except ValueError:
+            return value
     kind = float if float in kinds else int if int in kinds else None
     if not isinstance(value, str) or kind is None or str in kinds:
         return value
     try:
         return kind(value)
     except ValueError as error:
-        raise ValueError(f"{name} is {shown(value)} in the --config file; it must be {kind.__name__}") from error
-
-
-class _FlagParser(HfArgumentParser):
-    """`HfArgumentParser` with groups in `--help`, registered names in the help texts, `null` for fields that may be
-    None, and the unions `str | int` and `float | str`, where what can be read as a number is one.
-    """
-
-    def __init__(self, dataclass_types: Sequence[type], options: Mapping[str, Option]) -> None:
-        # The base class adds all flags while it is built.
-        self._options = options
-        self._sections: dict[str, Any] = {}
-        usage = "%(prog)s [--config CONFIG] [--option VALUE ...]"
-        super().__init__(list(dataclass_types), usage=usage, allow_abbrev=False, add_help=False)  # type: ignore[arg-type]
-        self._negative_number_matcher = _NEGATIVE_NUMBER
-        self.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Show this help.")
-        presets = f"YAML file of options, or a preset ({', '.join(preset_names())}); flags win over it."
-        self.add_argument("--config", default=argparse.SUPPRESS, help=presets)
-
-    def add_argument(self, *names: Any, **settings: Any) -> Any:
-        option = self._options.get(settings.get("dest", names[0].removeprefix("--")))
-        if option is None:
-            return super().add_argument(*names, **settings)
-        settings = {key: value for key, value in settings.items() if key not in METADATA}
-        if option.registry is not None:
-            settings["help"] += f" One of {', '.join(option.registry.names)}."
-        if isinstance(settings.get("type"), types.UnionType):
-            settings["type"] = _number_or_text
-        if {float, str} <= set(option.kinds):
-            settings["type"] = _or_null(_float_or_text) if option.nullable else _float_or_text
-        if True in option.choices:
-            settings["type"] = _boolean_or_text
-        # In fields that also accept other types (TrainingArguments.report_to), "none" is a value of its own and is not
-        # converted to None.
-        if option.nullable and len(option.kinds) == 1 and "type" in settings:
-            settings["type"] = _or_null(settings["type"])
-            if option.choices:
-                settings["choices"] = [*option.choices, None]
-        if option.group not in self._sections:
-            self._sections[option.group] = self.add_argument_group(option.group)
-        return self._sections[option.group].add_argument(*names, **settings)
-
-    def read(self, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """The flags that `arguments` hold, without defaults, and the arguments that are not flags."""
-        absent = argparse.Namespace(**dict.fromkeys(self._options, _ABSENT))
-        parsed, unknown = self.parse_known_args(arguments, absent)
-        given = {name: value for name, value in vars(parsed).items() if value is not _ABSENT}
-        return {name: None if value == [None] else value for name, value in given.items()}, unknown
-
-
-def _number_or_text(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() else text
-
-
-def _float_or_text(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _boolean_or_text(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        return None if text.lower() in ("null", "none") else convert(text)
-
-    # argparse reports "invalid <name> value".
-    read.__name__ = convert.__name__
-    return read
+        raise ValueError(f"{name} is {shown(value)} in {where}; it must be {kind.__name__}") from error

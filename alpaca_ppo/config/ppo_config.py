@@ -1,10 +1,10 @@
 """`PPOConfig`, the options of a training run: validated once, then frozen.
 
 Options that also exist in `transformers.TrainingArguments` or in AlpacaFarm keep their name and meaning. One step is
-one rollout plus the updates on it; `logging_steps`, `save_steps`, `eval_steps` and `critic_pretraining_steps` count
-such steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names `step_batch_size` and
-`step_per_device_batch_size` is an optimizer step too. Bounds are declared with each field; combinations are checked in
-`checks`. Nothing here depends on models, devices or the number of processes.
+one rollout plus the updates on it; `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and
+`critic_pretraining_steps` count such steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names
+`step_batch_size` and `step_per_device_batch_size` is an optimizer step too. Bounds are declared with each field;
+combinations are checked in `checks`. Nothing here depends on models, devices or the number of processes.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 @dataclass(frozen=True)
 class PPOConfig(CriticOptions):
     """Everything that `PPOTrainer` needs besides models, data and rewards; it inherits the options of the run
-    (`RunOptions`), the rollouts (`RolloutOptions`), the policy's learning (`LearningOptions`) and the critic
-    (`CriticOptions`).
+    (`RunOptions`), evaluation (`EvaluationOptions`), the rollouts (`RolloutOptions`), the policy's learning
+    (`LearningOptions`) and the critic (`CriticOptions`).
 
     Raises:
         ValueError: for a value outside its range, or for two options that contradict each other; the message names the
@@ -38,6 +38,16 @@ class PPOConfig(CriticOptions):
     )
     load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits; needs LoRA, CUDA and bitsandbytes.")
     trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
+    attn_implementation: str | None = argument(
+        None,
+        "Attention of the policy, critic and reference that the run loads, by its name in transformers, such as sdpa, "
+        "eager or flash_attention_2; null = transformers' choice.",
+    )
+    model_init_kwargs: dict[str, Any] | None = argument(
+        None,
+        "Further arguments of from_pretrained for policy, critic and reference, such as rope_scaling; on the command "
+        "line as YAML or JSON.",
+    )
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
     optim: Literal["adamw_torch_fused", "adamw_torch"] = argument(
@@ -50,7 +60,9 @@ class PPOConfig(CriticOptions):
         "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
         "a finished run be made longer.",
     )
-    warmup_steps: int = argument(0, "Optimizer steps of warm-up; constant has none.", at_least=0)
+    warmup_steps: float = argument(
+        0, "Optimizer steps of warm-up, or, below 1, their share of all optimizer steps; constant has none.", at_least=0
+    )
     weight_decay: float = argument(0.0, "Weight decay of AdamW, on weight matrices only.", at_least=0)
     adam_beta1: float = argument(0.9, "First beta of AdamW.", at_least=0, below=1)
     adam_beta2: float = argument(0.999, "Second beta of AdamW.", at_least=0, below=1)
@@ -108,7 +120,18 @@ class PPOConfig(CriticOptions):
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
         check_fields(self)
+        for name in ("warmup_steps", "critic_lr_warmup_steps"):
+            # The command line reads 5 as 5.0.
+            if isinstance(steps := getattr(self, name), float) and steps.is_integer():
+                object.__setattr__(self, name, int(steps))
         check_combinations(self)
+
+    @property
+    def eval_strategy(self) -> str:
+        """What callbacks read as `transformers.TrainingArguments.eval_strategy`: "steps" if there are evaluations
+        between the first and the last step, else "no".
+        """
+        return "steps" if self.eval_steps else "no"
 
     @property
     def responses_per_step(self) -> int:
@@ -127,6 +150,12 @@ class PPOConfig(CriticOptions):
     def micro_batch_tokens(self) -> int:
         """Tokens that a micro-batch may have: `max_tokens_per_micro_batch` or its default."""
         return self.max_tokens_per_micro_batch or self.step_per_device_batch_size * self.longest_row
+
+    @property
+    def loading_arguments(self) -> dict[str, Any]:
+        """What `from_pretrained` gets for policy, critic and reference beyond what the run always passes."""
+        chosen = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
+        return {**(self.model_init_kwargs or {}), **chosen}
 
     @property
     def separate_critic_steps(self) -> bool:

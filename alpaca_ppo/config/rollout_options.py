@@ -1,32 +1,44 @@
 """`RolloutOptions`, the part of `PPOConfig` about what is sampled and how it is scored."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from alpaca_ppo.config.evaluation_options import EvaluationOptions
 from alpaca_ppo.config.fields import argument
-from alpaca_ppo.config.run_options import RunOptions
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
 @dataclass(frozen=True)
-class RolloutOptions(RunOptions):
+class RolloutOptions(EvaluationOptions):
     """The options of prompts, batch sizes, generation and rewards."""
 
     query_len: int = argument(192, "Maximum length of a prompt, in tokens.", at_least=1, group="Prompts")
-    overlong_prompts: Literal["drop", "error"] = argument(
+    overlong_prompts: Literal["drop", "truncate", "error"] = argument(
         "drop",
         "What to do with prompts longer than query_len, or whose text of privileged_column is longer than "
-        "privileged_len: drop and count them, or raise an error.",
+        "privileged_len: drop and count them, cut off their beginning (a response continues the end of a prompt) and "
+        "count them, or raise an error.",
     )
     prompt_column: str = argument("prompt", "Dataset column that holds the prompt, as text or messages.")
     prompt_template: str | None = argument(
         None, "Named template or format string over the dataset's columns, used instead of prompt_column."
     )
+    chat_template_kwargs: dict[str, Any] | None = argument(
+        None,
+        "Arguments of the tokenizer's chat template, such as enable_thinking: false for Qwen3; on the command line as "
+        "YAML or JSON. For prompts that are messages; reward models keep their own template as it is.",
+    )
     total_epochs: int | None = argument(
-        None, "Passes over the prompts; null = 1, unless total_episodes is set.", at_least=1
+        None, "Passes over the prompts; null = 1, unless total_episodes or max_steps is set.", at_least=1
     )
     total_episodes: int | None = argument(
         None, "Number of prompts to sample in the whole run, instead of total_epochs.", at_least=1
+    )
+    max_steps: int | None = argument(
+        None,
+        "Steps of the whole run, each a rollout of rollout_batch_size prompts with its updates, instead of "
+        "total_epochs.",
+        at_least=1,
     )
 
     rollout_batch_size: int = argument(
@@ -90,11 +102,16 @@ class RolloutOptions(RunOptions):
     truncate_after: int = argument(
         0, "Number of tokens that a response must have before truncate_tokens can stop it.", at_least=0
     )
+    stop_strings: list[str] | None = argument(
+        None,
+        "Texts that end a response, of any number of tokens. The response ends with the token that completes one of "
+        "them, and keeps its text.",
+    )
 
     reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.", group="Rewards")
     reward_adapter: str | None = argument(
         None,
-        "LoRA reward model (folder or hub id) on the policy's base, as train_reward_model.py --use_peft writes it.",
+        "LoRA reward model (folder or hub id) on the policy's base, as alpaca-ppo reward --use_peft writes it.",
     )
     reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
     reward_retry_pause: float = argument(
@@ -107,6 +124,11 @@ class RolloutOptions(RunOptions):
         "error",
         "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
         "drop leaves the response out of the step and counts it.",
+    )
+    drop_unscored: bool = argument(
+        False,
+        "A response for which every reward source returns None is left out of the step and counted, as with "
+        "failed_rewards: drop; false ends the run there.",
     )
     score_chunk_prompts: int | None = argument(
         None,

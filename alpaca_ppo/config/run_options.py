@@ -1,13 +1,14 @@
-"""`RunOptions`, the part of `PPOConfig` that comes first: what a run reports, saves and evaluates, and its seed."""
+"""`RunOptions`, the part of `PPOConfig` that comes first: what a run reports and saves, and its seed."""
 
 from dataclasses import dataclass
 
 from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The options of the run as a whole, tracking, checkpoints and evaluation."""
+class RunOptions(ExplainsUnknownNames):
+    """The options of the run as a whole, tracking and checkpoints."""
 
     output_dir: str = argument(
         "outputs/ppo", "Folder for checkpoints, final models, metrics.jsonl and logs.", group="Run and tracking"
@@ -22,7 +23,15 @@ class RunOptions:
         ["tensorboard"], "Accelerate's trackers to log to, such as tensorboard or wandb; all, or none."
     )
     logging_steps: int = argument(
-        1, "Steps between two reports to the trackers; metrics.jsonl gets every step.", at_least=1
+        1,
+        "Steps between two lines on the console and two reports to the trackers; metrics.jsonl gets every step.",
+        at_least=1,
+    )
+    print_samples_every: int = argument(
+        50,
+        "Steps between two that print the answers with the highest and the lowest score; the first step prints them "
+        "too. 0 = none.",
+        at_least=0,
     )
     entropy_logging_steps: int = argument(
         10,
@@ -33,19 +42,57 @@ class RunOptions:
     num_logged_rollouts: int = argument(
         8, "Samples per step written to rollouts/ with their per-token numbers; 0 = none.", at_least=0
     )
+    num_inspected_prompts: int = argument(
+        4,
+        "Prompts whose answers are logged with their per-token numbers through training, for the report: the first of "
+        "the eval dataset at each evaluation, or, without one, the first of the training data at up to eleven steps, "
+        "greedily and without a score. 0 = none.",
+        at_least=0,
+    )
+    report: bool = argument(
+        True, "Write report.html into output_dir at the end of the run, and refresh it while the run trains."
+    )
+    report_token_mb: float = argument(
+        20.0,
+        "Megabytes of per-token numbers in report.html at most; what is left out is said there.",
+        at_least=0,
+    )
+
+    stop_on: list[str] | None = argument(
+        None,
+        "Findings of the doctor that end the run, with a checkpoint: severities (error, warning, info) or rules "
+        "(docs/doctor.md), such as error or kl_runaway; null = none.",
+    )
 
     save_steps: int = argument(
-        0, "Steps between two checkpoints; 0 = only the final model is saved.", at_least=0, group="Checkpoints"
+        20,
+        "Steps between two checkpoints, from which a killed run resumes; there is one after the last step too, so a "
+        "run of 10 steps writes one, and a run of 1000 writes 50. 0 = only the final models are saved.",
+        at_least=0,
+        group="Checkpoints",
     )
     save_total_limit: int | None = argument(
-        None,
+        2,
         "Number of checkpoints to keep, including the newest and the best (1 keeps both); null = all.",
         at_least=1,
     )
     metric_for_best_model: str | None = argument(
-        None, "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept."
+        None,
+        "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept. With an "
+        "eval/* metric, every evaluation that is the best so far saves a checkpoint, whatever save_steps; a metric of "
+        "the steps chooses among the checkpoints of save_steps.",
     )
     greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is better.")
+    load_best_model_at_end: bool = argument(
+        False,
+        "Put the weights of the best checkpoint into the trainer and into final/ at the end, instead of the last "
+        "step's; needs metric_for_best_model.",
+    )
+    overwrite_output_dir: bool = argument(
+        False,
+        "Delete the earlier run in output_dir (its checkpoints, final models and records) when a new run starts there, "
+        "which is refused otherwise. A run that resumes from a checkpoint of output_dir keeps everything.",
+    )
     ignore_data_change: bool = argument(
         False, "Resume even if the training data differ from the checkpoint's; the remaining steps use the new data."
     )
@@ -62,10 +109,3 @@ class RunOptions:
     merge_on_save: bool = argument(False, "Also save final/merged, the policy with its adapter merged into the base.")
     push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
     hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")
-
-    eval_steps: int = argument(
-        0, "Steps between two evaluations; 0 = only before and after training.", at_least=0, group="Evaluation"
-    )
-    eval_do_sample: bool = argument(False, "Evaluate sampled responses instead of greedy ones.")
-    eval_top_p: float | None = argument(None, "Nucleus sampling in evaluation.", above=0, at_most=1)
-    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1)

@@ -1,23 +1,26 @@
 """`ScriptArguments` and `LoraArguments`: the models, rewards, data and adapters that the example scripts load."""
 
 import dataclasses
-import os
-import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.config.model_names import check_model_name
+from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
+from alpaca_ppo.config.urls import check_url
+
+_ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
-class ScriptArguments:
-    """What `examples/train_ppo.py` loads: models, rewards and data.
+class ScriptArguments(ExplainsUnknownNames):
+    """What `alpaca-ppo train` loads: models, rewards and data.
 
     Raises:
-        ValueError: when a required name is missing, a reward function is not written as module:function, or
-            `eval_dataset_config` is set without a dataset.
+        ValueError: when a required name is missing, a reward function is not written as module:function, an address
+            cannot be one, or `eval_dataset_config` is set without a dataset.
     """
 
     model_name_or_path: str = argument(
@@ -31,8 +34,39 @@ class ScriptArguments:
     )
     reward_model_name_or_path: list[str] | None = argument(None, "Reward models: sequence classifiers with one label.")
     reward_funcs: list[str] | None = argument(None, "Reward functions, as module:function or file.py:function.")
+    reward_url: list[str] | None = argument(
+        None,
+        "Addresses of a reward server: together they are one reward source, and each must give the same scores. The "
+        "environment variable REWARD_API_KEY holds its key.",
+    )
+    reward_url_format: Literal["plain", "openrlhf"] = argument(
+        "plain",
+        "With reward_url: what is sent, prompts, completions and the dataset's columns (plain), or what OpenRLHF's "
+        "reward servers get (openrlhf).",
+    )
+    reward_url_labels: str | None = argument(
+        None, "With reward_url_format openrlhf: dataset column that is sent as labels; null = empty labels."
+    )
+    reward_url_timeout: float = argument(
+        60.0, "With reward_url: seconds that a server may take for a request.", above=0, at_most=86400
+    )
+    environments: list[str] | None = argument(
+        None,
+        "Environments that answer the policy: a class or factory, as module:class or file.py:class; several as "
+        "name=module:class, among which the dataset's column environment chooses.",
+    )
+    tools: list[str] | None = argument(
+        None, "Functions that the policy can call, as module:function or file.py:function."
+    )
+    tool_call_parser: str | None = argument(
+        None,
+        "Function, as module:function or file.py:function, that finds the tool calls in a turn's text; null = the "
+        "form that the tokenizer declares, or else JSON between <tool_call> tags.",
+    )
     dataset_name: str = argument(
-        "", "Dataset of prompts: a hub id, a folder, or a jsonl, csv or parquet file. Required."
+        "",
+        "Dataset of prompts: a hub id, a folder, or a jsonl, csv or parquet file. Required, unless one environment "
+        "makes the prompts.",
     )
     dataset_config: str | None = argument(None, "Configuration of a hub dataset.")
     dataset_train_split: str = argument("train", "Split to train on.")
@@ -43,9 +77,20 @@ class ScriptArguments:
     dataset_test_split: str | None = argument(
         None, "Split to evaluate on; null = no evaluation, or the only split of eval_dataset_name."
     )
+    eval_datasets: list[str] | None = argument(
+        None,
+        "Several eval sets instead of one, each as set=dataset, set=dataset@split or set=dataset:config@split.",
+    )
+    metric_funcs: list[str] | None = argument(
+        None,
+        "Functions, as module:function or file.py:function, and sequence classifiers that only measure the responses "
+        "of evaluations.",
+    )
     resume_from_checkpoint: str | None = argument(
         None,
-        "Checkpoint folder to resume from, or true for the newest in output_dir; false, no, none or null = a new run.",
+        "Checkpoint folder to resume from, or true (the flag alone) for the newest in output_dir; false, no, none or "
+        "null = a new run.",
+        flag_alone="true",
     )
     import_modules: list[str] | None = argument(
         None,
@@ -61,7 +106,7 @@ class ScriptArguments:
         if word in ("true", "false", "no", "none", "null"):
             object.__setattr__(self, "resume_from_checkpoint", word if word == "true" else None)
         check_fields(self)
-        for name in ("model_name_or_path", "dataset_name"):
+        for name in self.required_names():
             if not getattr(self, name):
                 raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
         for spec in self.reward_funcs or []:
@@ -70,11 +115,33 @@ class ScriptArguments:
                     f"reward_funcs holds {spec!r}, which is not a function; write module:function or "
                     "file.py:function, and put models into reward_model_name_or_path"
                 )
+        for url in self.reward_url or []:
+            check_url("reward_url", url)
+        if self.reward_url_labels is not None and self.reward_url_format != "openrlhf":
+            raise ValueError(
+                f"reward_url_labels is {self.reward_url_labels!r}, but reward_url_format is "
+                f"{self.reward_url_format!r}, which sends every column by its name; leave it out, or set "
+                "reward_url_format: openrlhf"
+            )
+        if self.eval_datasets and (self.eval_dataset_name or self.dataset_test_split):
+            raise ValueError(
+                f"eval_datasets is {self.eval_datasets}, but eval_dataset_name ({self.eval_dataset_name!r}) or "
+                f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
+            )
         if self.eval_dataset_config and not self.eval_dataset_name:
             raise ValueError(
                 f"eval_dataset_config is {self.eval_dataset_config!r}, but eval_dataset_name is not set; set it, or "
                 "use dataset_config, with which dataset_test_split is loaded"
             )
+
+    def required_names(self) -> tuple[str, ...]:
+        """The options that must be set."""
+        return ("model_name_or_path",) if self.environments else ("model_name_or_path", "dataset_name")
+
+    @classmethod
+    def needed_objects(cls) -> Collection[str] | None:
+        """The arguments of `PPOTrainer` that the command needs of a run that was given objects; None = all."""
+        return None
 
     def check_names(self, args: Any) -> None:
         """Checks that there is a reward, and that each model's name is a folder or could be a hub id. Whether the hub
@@ -87,22 +154,24 @@ class ScriptArguments:
             ValueError: when there is no reward, or for a name that is neither; names the option, its value and the
                 folder from which relative paths count.
         """
-        if not self.reward_model_name_or_path and not self.reward_funcs and not args.reward_adapter:
+        # Whether an environment gives a reward shows once it is there.
+        sources = (self.reward_model_name_or_path, self.reward_funcs, self.reward_url, args.reward_adapter)
+        if not any((*sources, self.environments)):
             raise ValueError(
-                "there is no reward; give at least one of --reward_model_name_or_path, --reward_funcs and "
-                "--reward_adapter"
+                "there is no reward; give at least one of --reward_model_name_or_path, --reward_funcs, --reward_url "
+                "and --reward_adapter"
             )
-        _check_model_name("reference", None if args.reference in REFERENCES else args.reference)
-        _check_model_name("reward_adapter", args.reward_adapter)
+        check_model_name("reference", None if args.reference in REFERENCES else args.reference)
+        check_model_name("reward_adapter", args.reward_adapter)
         for name in ("model_name_or_path", "value_model_name_or_path"):
-            _check_model_name(name, getattr(self, name))
+            check_model_name(name, getattr(self, name))
         for source in self.reward_model_name_or_path or []:
-            _check_model_name("reward_model_name_or_path", source)
+            check_model_name("reward_model_name_or_path", source)
 
 
 @dataclass(frozen=True)
-class LoraArguments:
-    """LoRA instead of full fine-tuning (arXiv:2106.09685), for train_ppo.py and train_reward_model.py.
+class LoraArguments(ExplainsUnknownNames):
+    """LoRA instead of full fine-tuning (arXiv:2106.09685), for `alpaca-ppo train` and `alpaca-ppo reward`.
 
     Raises:
         ValueError: for a value outside its range, or an option of LoRA without use_peft.
@@ -113,13 +182,24 @@ class LoraArguments:
     lora_alpha: int = argument(
         32, "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.", at_least=1
     )
-    lora_target_modules: list[str] | None = argument(None, "Layers that get adapters; null = every linear layer.")
+    lora_target_modules: list[str] | None = argument(
+        None, "Layers that get adapters; null or all-linear = every linear layer but the output head."
+    )
     lora_modules_to_save: list[str] | None = argument(None, "Layers that are trained in full beside the adapters.")
     use_rslora: bool = argument(False, "Scale by lora_alpha / sqrt(lora_r) instead (arXiv:2312.03732).")
     use_dora: bool = argument(False, "Train magnitude and direction of the weights separately (arXiv:2402.09353).")
 
     def __post_init__(self) -> None:
+        modules: Any = self.lora_target_modules
+        # PEFT's word is a string of its own, not an entry of a list.
+        if modules == _ALL_LINEAR:
+            object.__setattr__(self, "lora_target_modules", [_ALL_LINEAR])
         check_fields(self)
+        if _ALL_LINEAR in (named := self.lora_target_modules or []) and len(named) > 1:
+            raise ValueError(
+                f"lora_target_modules is {named}, but all-linear already stands for every linear layer; give it alone, "
+                "or names of layers only"
+            )
         for field in dataclasses.fields(self)[1:]:
             if not self.use_peft and (value := getattr(self, field.name)) != field.default:
                 raise ValueError(
@@ -140,16 +220,10 @@ class LoraArguments:
             task_type=task_type,
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
-            target_modules=self.lora_target_modules or "all-linear",
+            target_modules=_ALL_LINEAR
+            if self.lora_target_modules in (None, [_ALL_LINEAR])
+            else self.lora_target_modules,
             modules_to_save=self.lora_modules_to_save,
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
-        )
-
-
-def _check_model_name(field: str, name: str | None) -> None:
-    if name is not None and not os.path.isdir(name) and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise ValueError(
-            f"{field} is {name!r}, which is neither a folder (relative paths count from {Path.cwd()}) nor a hub id "
-            "(name or owner/name)"
         )

@@ -9,7 +9,9 @@ import pytest
 from transformers import TrainingArguments
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, options_of
+from alpaca_ppo.config.parser import _typed, parse_options
+from alpaca_ppo.config.supervised_arguments import SFTArguments
 from tests.registered import temporary_choices
 
 REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
@@ -41,10 +43,10 @@ def test_a_config_file_that_is_missing_malformed_or_unknown_is_refused(tmp_path)
     with pytest.raises(ValueError, match="holds a list; it must map option names to values"):
         parse_args([PPOConfig], ["--config", str(path)])
     path.write_text("learning_rat: 1\n")
-    with pytest.raises(ValueError, match="unknown keys in the --config file: learning_rat"):
+    with pytest.raises(ValueError, match=r"unknown keys in the --config file .*run.yaml: learning_rat; (.|\n)*rate"):
         parse_args([PPOConfig], ["--config", str(path)])
     path.write_text("learning_rate: fast\n")
-    with pytest.raises(ValueError, match="learning_rate is 'fast' in the --config file; it must be float"):
+    with pytest.raises(ValueError, match="learning_rate is 'fast' in the --config file .*run.yaml; it must be float"):
         parse_args([PPOConfig], ["--config", str(path)])
 
 
@@ -66,6 +68,10 @@ def test_the_file_resumes_as_the_flag_does(tmp_path, text, resumes_from):
     for flags in (["--config", str(path)], ["--resume_from_checkpoint", text]):
         (script,) = parse_args([ScriptArguments], [*REQUIRED, *flags])
         assert script.resume_from_checkpoint == resumes_from
+    # The flag alone is true, wherever it stands.
+    for flags in (["--resume_from_checkpoint"], ["--resume_from_checkpoint", *REQUIRED]):
+        (script,) = parse_args([ScriptArguments], [*REQUIRED, *flags])
+        assert script.resume_from_checkpoint == "true"
     # The flag wins, both ways.
     (script,) = parse_args([ScriptArguments], [*REQUIRED, "--config", str(path), "--resume_from_checkpoint", "false"])
     assert script.resume_from_checkpoint is None
@@ -183,7 +189,7 @@ def test_a_truncate_token_of_digits_is_an_id_by_flag_and_what_it_is_in_the_file(
 
 def test_the_entries_of_a_list_are_brought_to_the_declared_type(tmp_path):
     assert parse(tmp_path, 'reward_weights: ["1e-1", 1e-2, 3]').reward_weights == [0.1, 0.01, 3]
-    with pytest.raises(ValueError, match="reward_weights is 'much' in the --config file; it must be float"):
+    with pytest.raises(ValueError, match="reward_weights is 'much' in the --config file .*run.yaml; it must be float"):
         parse(tmp_path, "reward_weights: [much]")
     with pytest.raises(ValueError, match=r"an entry of report_to is 3 \(int\); it must be str, in quotes"):
         parse(tmp_path, "report_to: [3]")
@@ -191,7 +197,8 @@ def test_the_entries_of_a_list_are_brought_to_the_declared_type(tmp_path):
 
 def test_a_flag_that_no_field_has_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match="unknown command-line arguments: --learning_rat 1; --help lists the valid ones"
+        ValueError,
+        match="arguments: --learning_rat 1; --help lists the valid ones\n  learning_rat: did you mean learning_rate.",
     ):
         parse(tmp_path, "seed: 1", "--learning_rat", "1")
 
@@ -199,7 +206,7 @@ def test_a_flag_that_no_field_has_is_refused(tmp_path):
 def test_a_flag_of_the_wrong_type_ends_with_the_usage(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse(tmp_path, "seed: 1", "--cliprange_value", "wide")
-    assert "argument --cliprange_value/--cliprange-value: invalid float value: 'wide'" in capsys.readouterr().err
+    assert "argument --cliprange_value: invalid float value: 'wide'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_args([PPOConfig], ["--config"])
     assert "argument --config: expected one argument" in capsys.readouterr().err
@@ -213,7 +220,39 @@ def test_one_of_a_closed_set_is_checked_in_the_file_and_on_the_command_line(tmp_
     with pytest.raises(SystemExit):
         parse(tmp_path, "seed: 1", "--critic_layout", "twin")
     error = capsys.readouterr().err
-    assert "--critic_layout/--critic-layout: invalid choice: 'twin'" in error and "adapter" in error
+    assert "--critic_layout: invalid choice: 'twin'" in error and "adapter" in error
+
+
+TYPES = [ScriptArguments, LoraArguments, PPOConfig]
+
+
+def never_null(kinds: list) -> list[str]:
+    """The fields without None in their type, and with another default; read off the hints of Python itself."""
+    hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+    fields = [field for kind in kinds for field in dataclasses.fields(kind) if field.init and field.default is not None]
+    return [field.name for field in fields if type(None) not in typing.get_args(hints[field.name])]
+
+
+def test_null_is_refused_wherever_the_type_has_no_none(tmp_path):
+    assert {"learning_rate", "dataset_train_split", "lora_r", "padding_free"} <= set(never_null(TYPES))
+    path = tmp_path / "run.yaml"
+    for kinds in (TYPES, [SFTArguments, TrainingArguments]):
+        options = {name: option for kind in kinds for name, option in options_of(kind).items()}
+        for name in never_null(kinds):
+            with pytest.raises(ValueError, match=f"^{name} is null in x.yaml; it must be "):
+                _typed({name: None}, options, "x.yaml")
+    path.write_text("learning_rate: null\n")
+    with pytest.raises(
+        ValueError, match="^learning_rate is null in the --config file .*; it must be float, or leave it"
+    ):
+        parse_args([SFTArguments, TrainingArguments], ["--config", str(path)])
+    with pytest.raises(ValueError, match="^seed is null in --set; it must be int, or leave it out for 42$"):
+        parse_args(TYPES, ["--set", "seed=null"])
+    message = "padding_free is null; it must be one of auto, true, false, or leave it out for 'auto'$"
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(padding_free=None)
+    with pytest.raises(ValueError, match="^model_name_or_path is null; it must be str$"):
+        ScriptArguments(model_name_or_path=None)
 
 
 def test_a_closed_set_may_include_null(tmp_path):
@@ -241,10 +280,11 @@ def test_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         parse_args([PPOConfig], ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Discount per token. (default: 1.0)" in shown
+    assert "Discount per token. (default: 1.0; at least 0 and at most 1)" in shown
     assert "Advantages: --adv_estimator" in shown
     presets = "alpaca_farm, cispo, dapo, gspo, nemo_ppo, orz, trl, vapo, vc_ppo, verl, verl_gsm8k"
-    assert f"or a preset ({presets}); flags win over it." in shown
+    assert "--config FILE YAML file of options; flags win over it. May be repeated; later ones win." in shown
+    assert f"Options by the name of a preset ({presets}). May be repeated; later ones win." in shown
     assert "--critic_layout {separate,shared,adapter,side}" in shown
 
 
@@ -329,16 +369,14 @@ def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, fie
     given = {"model_name_or_path": "owner/name", "dataset_name": "d", "reward_funcs": ["a:b"]}
     value = [str(tmp_path), "gpt2", name] if field == "reward_model" else name
     arguments = ScriptArguments(**{**given, f"{field}_name_or_path": value})
-    with pytest.raises(
-        ValueError, match=f"^{field}_name_or_path is '{name}', which is neither a folder .* nor a hub id"
-    ):
+    with pytest.raises(ValueError, match=f"^{field}_name_or_path is '{name}', which is neither a folder nor a hub id"):
         arguments.check_names(PPOConfig())
 
 
 @pytest.mark.parametrize("field", ["reference", "reward_adapter"])
 def test_a_path_in_the_configuration_is_named_too(field):
     arguments = ScriptArguments(model_name_or_path="m", dataset_name="d", reward_funcs=["a:b"])
-    with pytest.raises(ValueError, match=f"^{field} is './such', which is neither a folder .* nor a hub id"):
+    with pytest.raises(ValueError, match=f"^{field} is './such', which is neither a folder nor a hub id"):
         arguments.check_names(PPOConfig(**{field: "./such"}))
 
 
@@ -386,6 +424,8 @@ def test_a_path_that_no_file_can_have_is_no_file(tmp_path):
     for name in ("x" * 5000, "a\0b"):
         with pytest.raises(ValueError, match="--config is '.*but there is no such file"):
             parse_args([PPOConfig], ["--config", name])
+        with pytest.raises(ValueError, match="no folder .*either"):
+            parse_args([PPOConfig], ["--config", f"{name}/{name}"])
     arguments = ScriptArguments(model_name_or_path="./" + "x" * 5000, dataset_name="d", reward_funcs=["a:b"])
     with pytest.raises(ValueError, match="model_name_or_path is './x*', which is neither a folder"):
         arguments.check_names(PPOConfig())
@@ -397,3 +437,89 @@ def test_a_negative_number_may_have_an_exponent(tmp_path, text, number):
     assert (args.penalty_reward_value, args.value_min) == (number, -100.0)
     with pytest.raises(ValueError, match="value_min is -inf; it must be finite"):
         parse(tmp_path, "seed: 1", "--value_min", "-inf")
+
+
+def write(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_of_several_files_and_presets_the_later_ones_win(tmp_path):
+    first = write(tmp_path, "first.yaml", "lam: 0.75\ngamma: 0.5\nseed: 3\n")
+    second = write(tmp_path, "second.yaml", "gamma: 0.25\n")
+    (args,) = parse_args([PPOConfig], ["--config", first, "--config", second])
+    assert (args.lam, args.gamma, args.seed) == (0.75, 0.25, 3)
+    (args,) = parse_args([PPOConfig], ["--config", second, "--config", first])
+    assert args.gamma == 0.5
+    # VAPO has gamma 1 and a clip range of 0.2 to 0.28; DAPO's lambda is not set, so that VAPO's stays.
+    parsed = parse_options([ScriptArguments, PPOConfig], ["--preset", "vapo", "--config", first, *REQUIRED])
+    assert parsed.instances[1].gamma == 0.5 and parsed.instances[1].cliprange_high == 0.28
+    assert (parsed.presets, parsed.config_files) == (("vapo",), (first,))
+    parsed = parse_options([ScriptArguments, PPOConfig], ["--config", first, "--preset", "vapo", *REQUIRED])
+    assert parsed.instances[1].gamma == 1.0
+    assert (parsed.presets, parsed.config_files) == (("vapo",), (first,))
+
+
+def test_a_later_file_wins_over_the_rival_in_an_earlier_one(tmp_path):
+    first = write(tmp_path, "first.yaml", "total_epochs: 2\n")
+    second = write(tmp_path, "second.yaml", "total_episodes: 100\n")
+    (args,) = parse_args([PPOConfig], ["--config", first, "--config", second])
+    assert (args.total_epochs, args.total_episodes) == (None, 100)
+
+
+def test_set_takes_values_as_yaml_and_wins_over_files(tmp_path):
+    path = write(tmp_path, "run.yaml", "gamma: 0.5\ntotal_epochs: 2\n")
+    flags = ["--set", "gamma=0.25", "reward_weights=[1, 2e-1]", "--set", "total_episodes=7", "--config", path]
+    (args,) = parse_args([PPOConfig], [*flags, "--seed", "5"])
+    assert (args.gamma, args.reward_weights, args.total_episodes, args.total_epochs) == (0.25, [1, 0.2], 7, None)
+    assert args.seed == 5
+    assert parse_args([PPOConfig], ["--set", "gamma=0.5", "--set", "gamma=0.25"])[0].gamma == 0.25
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--set", "gamma"], "--set is 'gamma'; write it as option=value"),
+        (["--set", "gamma=[1"], r"--set gamma=\[1 cannot be read as YAML"),
+        (["--set", "gama=1"], r"unknown keys in --set: gama; (.|\n)*gama: did you mean gamma"),
+        (["--set", "gamma=fast"], "gamma is 'fast' in --set; it must be float"),
+        (["--set", "gamma=1", "--gamma", "1"], "gamma is given by --set and by a flag; give it once"),
+        (["--preset", "vap"], "--preset is 'vap', but there is no preset of that name; did you mean vapo"),
+        (["--config", "dap"], r"^--config is 'dap', but there is no such file; did you mean --preset dapo\?$"),
+        (["--config", "dapo"], r"^--config is 'dapo', which is a preset and no file; did you mean --preset dapo\?$"),
+        (["--config", "x/setup.yaml"], "--config is 'x/setup.yaml', but there is no such file .* no folder x either"),
+        (["--preset", "run.yaml"], "--preset is 'run.yaml', but there is no preset of that name; the presets are"),
+        (["--preset", __file__], f"but there is no preset of that name; did you mean --config {__file__}"),
+    ],
+)
+def test_a_source_of_options_that_cannot_be_read_is_named(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args([PPOConfig], flags)
+
+
+def test_dashes_and_no_are_other_spellings_of_a_flag():
+    assert parse_args([PPOConfig], ["--step-batch-size=8", "--rollout-batch-size", "8"])[0].step_batch_size == 8
+    for flags in (["--no_whiten_advantages"], ["--no-whiten-advantages"], ["--whiten_advantages", "false"]):
+        assert parse_args([PPOConfig], flags)[0].whiten_advantages is False
+    assert parse_args([PPOConfig], ["--whiten_rewards"])[0].whiten_rewards is True
+
+
+def test_a_boolean_is_true_or_false(capsys):
+    with pytest.raises(SystemExit):
+        parse_args([PPOConfig], ["--whiten_rewards", "maybe"])
+    assert "argument --whiten_rewards: 'maybe' is neither true nor false" in capsys.readouterr().err
+
+
+@dataclasses.dataclass
+class WithMapping:
+    settings: dict[str, typing.Any] | None = argument(None, "Settings.")
+
+
+def test_a_mapping_is_written_as_yaml_or_json(capsys):
+    assert parse_args([WithMapping], ["--settings", "{a: 1, b: [x]}"])[0].settings == {"a": 1, "b": ["x"]}
+    assert parse_args([WithMapping], ["--settings", '{"a": null}'])[0].settings == {"a": None}
+    assert parse_args([WithMapping], ["--settings", "null"])[0].settings is None
+    for text, message in (("[1]", "is no mapping; write it as '{key: value}'"), ("{a", "is not YAML")):
+        with pytest.raises(SystemExit):
+            parse_args([WithMapping], ["--settings", text])
+        assert message in capsys.readouterr().err

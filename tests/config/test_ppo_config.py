@@ -23,12 +23,16 @@ from tests.registered import temporary_choices
         ),
         ({"max_skipped_updates": -1}, "max_skipped_updates is -1; it must be at least 0"),
         (
-            {"metric_for_best_model": "objective/scores"},
+            {"metric_for_best_model": "objective/scores", "save_steps": 0},
             "metric_for_best_model is 'objective/scores', but save_steps is 0",
         ),
         (
+            {"load_best_model_at_end": True},
+            "load_best_model_at_end is True, but metric_for_best_model is null, .* or set load_best_model_at_end: f",
+        ),
+        (
             {"metric_for_best_model": "eval/scores", "save_steps": 4},
-            r"save_steps \(4\) is not a multiple of eval_steps \(0\), .* set eval_steps to 4",
+            "eval_steps is 0, so only the last step would be evaluated; set eval_steps, or choose a metric of",
         ),
         (
             {"metric_for_best_model": "objective/entropies", "save_steps": 4},
@@ -50,10 +54,6 @@ from tests.registered import temporary_choices
         (
             {"metric_for_best_model": "ppo/policy/entropy", "save_steps": 4, "entropy_logging_steps": 2},
             "entropy_logging_steps is 2 .* set entropy_logging_steps: 1, or choose another metric",
-        ),
-        (
-            {"metric_for_best_model": "eval/scores", "save_steps": 4, "eval_steps": 3},
-            r"save_steps \(4\) is not a multiple of eval_steps \(3\)",
         ),
         ({"save_steps": -1}, "save_steps is -1; it must be at least 0"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
@@ -96,7 +96,11 @@ from tests.registered import temporary_choices
         ),
         ({"k_beta": 5.0}, "k_beta is 5.0; it must be above 0 and below 5"),
         ({"push_to_hub": True}, "hub_model_id is not set"),
-        ({"eval_top_p": 0.9}, r"eval_top_p \(0.9\) and eval_top_k \(None\) apply to sampled responses only"),
+        (
+            {"stop_on": ["error", "kl_runway"]},
+            r"stop_on names 'kl_runway', which is neither a severity \(info, warning, error\) nor a rule of the "
+            "doctor; the rules are constant_reward, ",
+        ),
         ({"dynamic_sampling": True}, "dynamic_sampling is True, but num_return_sequences is 1, .* 2 or more"),
         ({"max_sampling_rounds": 0}, "max_sampling_rounds is 0; it must be at least 1"),
         (

@@ -1,0 +1,1 @@
+"""The command `alpaca-ppo`: one module for each subcommand, imported when it is called."""

@@ -1,0 +1,108 @@
+"""`alpaca-ppo export`: the models of a checkpoint, or of a run's newest, as folders for `from_pretrained`."""
+
+import argparse
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alpaca_ppo.config.model_names import check_folder
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.run_file import MODELS
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+
+_DESCRIPTION = (
+    "Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an adapter, if one was "
+    "trained), FOLDER/value and, with --merge, FOLDER/merged."
+)
+
+
+@dataclass(frozen=True)
+class ExportArguments(ScriptArguments):
+    """`ScriptArguments`, of which only the models are used."""
+
+    @classmethod
+    def needed_objects(cls) -> Collection[str]:
+        """The arguments of `PPOTrainer` that it needs of a run."""
+        return MODELS
+
+    def required_names(self) -> tuple[str, ...]:
+        """The options that must be set."""
+        return ("model_name_or_path",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exports one checkpoint; returns the exit status.
+
+    Raises:
+        ValueError: when the run or the checkpoint is not there or incomplete, or the target exists.
+    """
+    parser = argparse.ArgumentParser(prog="alpaca-ppo export", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("checkpoint", help="RUN/checkpoint-40, or RUN for its newest one")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder, for the models")
+    parser.add_argument("--merge", action="store_true", help="also write the model with its adapter merged in")
+    parser.add_argument(
+        "--config", metavar="FILE", help="options of the run; default: run.yaml in the checkpoint's run"
+    )
+    given, flags = parser.parse_known_args(argv)
+    target, start = Path(given.to), Path(given.checkpoint)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--to is {given.to!r}, which exists already; choose a new folder")
+    check_folder("the checkpoint", given.checkpoint)
+    run = start.parent if start.name.startswith("checkpoint-") else start
+    script, lora, args = parse_args(
+        [ExportArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
+    )
+    checkpoint = _export(start, run, target, script, lora, args, merge=given.merge)
+    print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
+    return 0
+
+
+def _export(
+    start: Path,
+    run: Path,
+    target: Path,
+    script: ScriptArguments,
+    lora: LoraArguments,
+    args: PPOConfig,
+    *,
+    merge: bool,
+) -> Path:
+    """Writes the models of `start`, a checkpoint or a run; returns the checkpoint."""
+    # They import torch, for which `--help` need not wait.
+    from dataclasses import asdict
+
+    from alpaca_ppo.checkpoint.directory import check_manifest, newest_checkpoint
+    from alpaca_ppo.checkpoint.export import save_final
+    from alpaca_ppo.checkpoint.restore import restore_models
+    from alpaca_ppo.config.credentials import without_credentials
+    from alpaca_ppo.models import factory
+    from alpaca_ppo.models.loading import load_processing_class
+    from alpaca_ppo.tracking.weights_step import WeightsStep
+
+    checkpoint = newest_checkpoint(run) if start == run else start
+    if checkpoint is None:
+        raise ValueError(f"{run} holds no checkpoint-<step> folder; name a run that saved one (save_steps above 0)")
+    check_manifest(checkpoint)
+    actor_critic = factory.make_actor_critic(
+        script.model_name_or_path,
+        script.value_model_name_or_path,
+        [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
+        lora.peft_config("CAUSAL_LM"),
+        args,
+    )
+    restore_models(checkpoint, actor_critic)
+    # Of a folder that the user renamed, the step is not known.
+    step = int(re.sub(r"\D", "", checkpoint.name) or 0)
+    save_final(
+        target,
+        actor_critic,
+        load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code),
+        step=WeightsStep(step, step),
+        metrics={},
+        config=without_credentials(asdict(args)),
+        merged=merge,
+        trust_remote_code=args.trust_remote_code,
+    )
+    return checkpoint

@@ -1,0 +1,159 @@
+"""Starts Accelerate for `alpaca-ppo train`: the flags about processes, and the launch configurations of this package.
+
+`accelerate_configs` and `deepspeed_configs` beside this file are the folders of that name in `examples`.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.cli.errors import MISTAKE
+from alpaca_ppo.config.fields import argument, check_fields, options_of
+from alpaca_ppo.config.flags import did_you_mean
+from alpaca_ppo.config.parser import read_yaml
+from alpaca_ppo.doctor.finding import ENDED_BY_ERROR
+
+_CONFIGS = Path(__file__).parent / "accelerate_configs"
+_DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"
+
+
+def config_names() -> list[str]:
+    """The names of the launch configurations of this package."""
+    return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """The flags of `alpaca-ppo train` about processes; the last five are those of `accelerate launch`."""
+
+    num_processes: int | None = argument(
+        None,
+        "Processes, one for each GPU; on several nodes, all of them together. null = those of accelerate_config, or "
+        "this process alone.",
+        group="Processes",
+        at_least=1,
+    )
+    accelerate_config: str | None = argument(
+        None,
+        f"Launch configuration: a file of Accelerate, or one of {', '.join(config_names())}; null = ddp if "
+        "num_processes is above 1.",
+    )
+    num_machines: int | None = argument(None, "Nodes.")
+    machine_rank: int | None = argument(None, "Which of the nodes this is, from 0.")
+    main_process_ip: str | None = argument(None, "Address of the node of rank 0.")
+    main_process_port: int | None = argument(None, "Port on the node of rank 0.")
+    gpu_ids: str | None = argument(None, "GPUs to use on this node, such as 0,1; null = all.")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How processes are to be started: `config`, a file of Accelerate, and `flags` of its launcher."""
+
+    config: Path
+    flags: tuple[str, ...]
+
+
+def split_flags(argv: Sequence[str]) -> tuple[Launch | None, list[str]]:
+    """What `argv` says about processes (None: this process trains), and the rest of it.
+
+    Raises:
+        ValueError: for a configuration that does not exist, fewer than one process, DeepSpeed that is not installed,
+            and in a process that a launcher has started already.
+    """
+    parser = argparse.ArgumentParser(prog="alpaca-ppo train", add_help=False, allow_abbrev=False)
+    for name, option in options_of(LaunchArguments).items():
+        kind = int if int in option.kinds else str
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=kind)
+    known, rest = parser.parse_known_args(argv)
+    given = {name: value for name, value in vars(known).items() if value is not None}
+    if not given:
+        return None, rest
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError(
+            f"--{', --'.join(given)} would start processes, but a launcher has started this one already (WORLD_SIZE is "
+            "set); leave the flags to that launcher, or call alpaca-ppo train without it"
+        )
+    check_fields(LaunchArguments(**given))
+    if given == {"num_processes": 1}:
+        return None, rest
+    config = _config_file(given.pop("accelerate_config", "ddp"))
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    content = read_yaml(str(config))
+    if content.get("distributed_type") == "DEEPSPEED":
+        flags += _deepspeed_flags(content)
+    if "main_process_port" not in given and given.get("num_machines", content.get("num_machines", 1)) == 1:
+        # Any free one: another run on this machine may have taken Accelerate's own.
+        flags += ["--main_process_port", "0"] if content.get("distributed_type") != "NO" else []
+    return Launch(config, tuple(flags)), rest
+
+
+def launch(how: Launch, words: Sequence[str]) -> int:
+    """Runs `alpaca-ppo train` with `words` in processes that Accelerate starts; returns the exit status.
+
+    A mistake has been reported by the process that found it. Other failures are named with their rank.
+    """
+    # Seconds, which a mistake in the command line need not wait for.
+    import logging
+    from subprocess import CalledProcessError
+
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # It would report each failure a second and a third time.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    argv = ["--config_file", str(how.config), *how.flags, "--module", "alpaca_ppo.cli", "train", *words]
+    try:
+        launch_command(launch_command_parser().parse_args(argv))
+    except ChildFailedError as failed:
+        return _report(failed.failures)
+    except CalledProcessError as failed:
+        return failed.returncode if failed.returncode > 0 else 128 - failed.returncode
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _config_file(name: str) -> Path:
+    if name in config_names():
+        return _CONFIGS / f"{name}.yaml"
+    if not os.path.isfile(name):
+        raise ValueError(
+            f"--accelerate_config is {name!r}, but there is no such file (relative paths count from {Path.cwd()}) and "
+            f"no configuration of that name;{did_you_mean([name], config_names())} there are "
+            f"{', '.join(config_names())}"
+        )
+    return Path(name)
+
+
+def _deepspeed_flags(content: dict[str, Any]) -> list[str]:
+    """The path of this package's file for one that is named as in a clone of the repository."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("--accelerate_config needs DeepSpeed, which is not installed; pip install deepspeed")
+    file = str((content.get("deepspeed_config") or {}).get("deepspeed_config_file", ""))
+    packaged = _DEEPSPEED_CONFIGS / Path(file).name
+    if file and not os.path.isfile(file) and packaged.is_file():
+        return ["--deepspeed_config_file", str(packaged)]
+    return []
+
+
+def _report(failures: dict[int, Any]) -> int:
+    """Prints what the processes have not reported themselves; returns the exit status of the first failure."""
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    for rank, failure in sorted(failures.items()):
+        if failure is not first and failure.exitcode == -signal.SIGTERM:
+            # The launcher's doing, after the first.
+            continue
+        if failure.exitcode < 0:
+            print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        elif failure.exitcode not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+            print(f"error: rank {rank} ended with exit status {failure.exitcode}", file=sys.stderr)
+    return int(first.exitcode) if first.exitcode > 0 else 128 - int(first.exitcode)

@@ -1,0 +1,81 @@
+"""`alpaca-ppo train`: PPO from a configuration, on one process or several."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
+from alpaca_ppo.config.parser import parse_options
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.provenance import Provenance
+from alpaca_ppo.config.run_file import PROVENANCE
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+
+PROG = "alpaca-ppo train"
+_TYPES = [ScriptArguments, LoraArguments, PPOConfig]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, in this process or in those that `--num_processes` and `--accelerate_config` ask for; returns the exit
+    status.
+    """
+    how, rest = split_flags(argv)
+    if "--help" in rest or "-h" in rest:
+        parse_options([LaunchArguments, *_TYPES], rest, prog=PROG)
+    if how is None:
+        run_training(rest)
+        return 0
+    # What is wrong with the options is reported once, before processes start.
+    search_current_folder()
+    parse_options(_TYPES, rest, prog=PROG)
+    return launch(how, rest)
+
+
+def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Parses the options in `argv` (default: the command line), trains, and returns the last step's metrics.
+
+    Raises:
+        ValueError: for options that are not valid, and for a run that could not start.
+    """
+    search_current_folder()
+    parsed = parse_options(_TYPES, argv, prog=PROG)
+    script_args, lora, args = parsed.instances
+    _check_own_files(parsed.config_files, args.output_dir)
+    # They import torch, for which `--help` and the errors of a configuration need not wait.
+    from alpaca_ppo.distributed.launcher import launcher_command
+    from alpaca_ppo.trainer.from_arguments import train_from_arguments
+
+    provenance = Provenance(
+        command_line=tuple(sys.argv),
+        launcher=launcher_command(),
+        presets=parsed.presets,
+        config_files=parsed.config_files,
+        script=script_args,
+        lora=lora,
+    )
+    return train_from_arguments(script_args, lora, args, provenance)
+
+
+def _check_own_files(config_files: Sequence[str], output_dir: str) -> None:
+    """Refuses a configuration in the place of the run's own record, which would replace it.
+
+    Raises:
+        ValueError: for such a file, unless it is a record itself.
+    """
+    record = Path(output_dir).resolve() / "run.yaml"
+    for name in config_files:
+        if Path(name).resolve() == record and PROVENANCE not in yaml.safe_load(record.read_text(encoding="utf-8")):
+            raise ValueError(
+                f"--config {name} is where the run writes its own record, output_dir ({output_dir}) / run.yaml, and "
+                "would be replaced; rename the file, or choose another output_dir"
+            )
+
+
+def search_current_folder() -> None:
+    """Puts the current folder on Python's path, from which `my_rewards:polite` counts; the folder of the command or of
+    the script is there instead.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))

@@ -1,0 +1,108 @@
+"""Keeps credentials out of what a run writes down: API keys, tokens, and passwords in URLs.
+
+A credential is known by the name of its option (`api_key`, `token`, `--judge-password`) or by its own form (`hf_...`,
+`sk-...`, `https://user:password@host`). What has neither, such as a key that is given as a plain option with an
+unrelated name, is not recognised.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REMOVED = "<credential removed>"
+"""Stands where a credential was; a configuration file that holds it is refused (`config.run_file`)."""
+
+_SECRET_WORDS = {
+    "apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "key", "passphrase", "passwd",
+    "password", "pat", "pwd", "secret", "secrets", "token",
+}  # fmt: skip
+# Words after which a last word such as "key" or "token" names no credential: pad_token, sort_key.
+_HARMLESS_NAMES = re.compile(
+    r"^((pad|eos|bos|unk|sep|cls|mask|image|special|stop|per|max|min|first|last|decoder_start|sort|group|primary|row)"
+    r"_)+(token|key)$"
+)
+_SECRET_FORMS = re.compile(
+    r"\b(?:"
+    r"hf_[A-Za-z0-9]{16,}"
+    r"|sk-[A-Za-z0-9_-]{16,}"
+    r"|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_[A-Za-z0-9_]{20,}"
+    r"|glpat-[A-Za-z0-9_-]{16,}"
+    r"|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|AKIA[0-9A-Z]{16}"
+    r"|AIza[A-Za-z0-9_-]{30,}"
+    r"|gsk_[A-Za-z0-9]{20,}"
+    r"|wandb_v1_[A-Za-z0-9_-]{16,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"
+    r")"
+)
+_BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
+# A password may hold an @ of its own.
+_URL_USER = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
+_URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z0-9_.-]+)=([^&#\s]+)")
+
+
+def without_credentials(value: Any, name: str = "") -> Any:
+    """`value`, with `REMOVED` in place of every credential in it, also inside mappings and lists.
+
+    Args:
+        value: plain data.
+        name: of the option whose value it is.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_credentials(entry, str(key)) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(entry, name) for entry in value]
+    if isinstance(value, bool | None) or value == "":
+        return value
+    if _names_a_credential(name):
+        return REMOVED
+    return _cleaned(value) if isinstance(value, str) else value
+
+
+def without_credential_arguments(words: tuple[str, ...] | list[str]) -> list[str]:
+    """A command line by its words, with `REMOVED` in place of the values of options that hold credentials."""
+    cleaned, secret = [], False
+    for word in words:
+        option, equals, value = word.partition("=")
+        is_option = option.startswith("-")
+        names = _names_a_credential(option.lstrip("-"))
+        if equals and names:
+            cleaned.append(f"{option}={REMOVED}")
+        else:
+            cleaned.append(REMOVED if secret and not is_option else _cleaned(word))
+        secret = is_option and names and not equals
+    return cleaned
+
+
+def removed_in(value: Any, name: str) -> list[str]:
+    """The dotted names of the entries of `value` in which a credential was replaced by `REMOVED`."""
+    found: list[str] = []
+    # What YAML's aliases repeat, or even contain in itself, is one object, looked at once.
+    seen: set[int] = set()
+
+    def look(entry: Any, where: str) -> None:
+        if isinstance(entry, str):
+            if REMOVED in entry:
+                found.append(where)
+        elif isinstance(entry, Mapping | list) and id(entry) not in seen:
+            seen.add(id(entry))
+            named = isinstance(entry, Mapping)
+            for key, part in entry.items() if isinstance(entry, Mapping) else enumerate(entry):
+                look(part, f"{where}.{key}" if named else where)
+
+    look(value, name)
+    return found
+
+
+def _names_a_credential(name: str) -> bool:
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").replace(".", "_").lower()
+    return plain.rpartition("_")[2] in _SECRET_WORDS and not _HARMLESS_NAMES.match(plain)
+
+
+def _cleaned(text: str) -> str:
+    def in_query(match: re.Match[str]) -> str:
+        return f"{match[1]}={REMOVED}" if _names_a_credential(match[1]) else match[0]
+
+    text = _URL_QUERY.sub(in_query, _URL_USER.sub(REMOVED, text))
+    return _BEARER.sub(rf"\g<1>{REMOVED}", _SECRET_FORMS.sub(REMOVED, text))

@@ -1,0 +1,43 @@
+"""`EnvironmentOptions`, the part of `PPOConfig` about tools, environments and responses of several turns."""
+
+from dataclasses import dataclass
+
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.rollout_options import RolloutOptions
+
+
+@dataclass(frozen=True)
+class EnvironmentOptions(RolloutOptions):
+    """The options of runs with `tools` or an `environment_factory`."""
+
+    max_turns: int | None = argument(
+        None,
+        "Turns of the policy after which an episode ends as truncated; null sets no limit.",
+        at_least=1,
+        group="Environments",
+    )
+    max_turn_tokens: int | None = argument(
+        None, "Most tokens of a turn of the policy; null = up to response_len.", at_least=1
+    )
+    max_policy_tokens: int | None = argument(
+        None,
+        "Most tokens that the policy chooses in a response, in all turns together; response_len bounds them together "
+        "with what environments and tools write. null = response_len alone.",
+        at_least=1,
+    )
+    max_concurrent_environments: int = argument(
+        64, "Calls of environments and tools that run at the same time on a process.", at_least=1
+    )
+    tool_timeout: float | None = argument(
+        None, "Seconds for a tool call, after which the policy reads an error message; null waits.", above=0
+    )
+    environment_timeout: float | None = argument(
+        None,
+        "Seconds for an environment's reset, reply or get_reward, after which the run stops with an error; null waits.",
+        above=0,
+    )
+    allow_history_rewriting: bool = argument(
+        False,
+        "Train with a chat template that changes earlier turns when messages follow, on the turns as they were "
+        "sampled. When the model is used, it then reads other tokens than in training.",
+    )

@@ -1,0 +1,116 @@
+"""Combinations of options of evaluation that `PPOConfig` refuses."""
+
+from string import Formatter
+from typing import Any
+from urllib.parse import urlsplit
+
+from alpaca_ppo.registry import GENERATION_BACKENDS
+
+
+def check_evaluation(config: Any) -> None:
+    """Checks that the options of evaluation in a `PPOConfig` do not contradict each other.
+
+    Raises:
+        ValueError: naming the options, their values and the remedy.
+    """
+    sampled = {"eval_top_p": config.eval_top_p, "eval_top_k": config.eval_top_k}
+    given = {**sampled, "eval_temperature": config.eval_temperature}
+    if not config.eval_do_sample and any(value is not None for value in given.values()):
+        named = ", ".join(f"{name} is {value}" for name, value in given.items() if value is not None)
+        raise ValueError(
+            f"{named}, which applies to sampled responses only, but eval_do_sample is False; set eval_do_sample: true, "
+            f"or {' and '.join(given)} to null"
+        )
+    samples = config.eval_num_samples
+    if samples > 1 and not config.eval_do_sample:
+        raise ValueError(
+            f"eval_num_samples is {samples}, but eval_do_sample is False, and all greedy responses to a prompt are the "
+            "same; set eval_do_sample: true, or eval_num_samples: 1"
+        )
+    room, backend = config.rollout_per_device_batch_size, config.generation_backend
+    if samples > room and not GENERATION_BACKENDS.trait(backend, "refills"):
+        raise ValueError(
+            f"eval_num_samples ({samples}) is larger than rollout_per_device_batch_size ({room}), but "
+            f"generation_backend {backend!r} samples a prompt's responses in one batch; set "
+            f"rollout_per_device_batch_size to {samples} or more, or generation_backend: auto"
+        )
+    _check_correctness(config)
+    _check_judge(config)
+
+
+def _check_correctness(config: Any) -> None:
+    samples, best_of = config.eval_num_samples, config.eval_best_of_by
+    if best_of is not None and samples == 1:
+        raise ValueError(
+            f"eval_best_of_by is {best_of!r}, but eval_num_samples is 1, of which there is no best; set "
+            "eval_num_samples to 2 or more, or eval_best_of_by: null"
+        )
+    if (ks := config.eval_pass_k) is not None:
+        if not ks or max(ks) > samples:
+            raise ValueError(
+                f"eval_pass_k is {ks}, but eval_num_samples is {samples}; name numbers from 1 to {samples}, or set it "
+                "to null"
+            )
+        if config.eval_success_above is None and best_of is None:
+            raise ValueError(
+                f"eval_pass_k is {ks}, but there is no pass@k without eval_success_above and no best-of-k without "
+                "eval_best_of_by; set one of them, or eval_pass_k: null"
+            )
+    if config.eval_success_above is None and config.eval_success_by != "scores":
+        raise ValueError(
+            f"eval_success_by is {config.eval_success_by!r}, but eval_success_above is null, so nothing counts as "
+            "correct; set eval_success_above, such as 0.5, or leave eval_success_by out"
+        )
+    if config.eval_answer_func is not None and (config.eval_success_above is None or samples == 1):
+        raise ValueError(
+            f"eval_answer_func is {config.eval_answer_func!r}, but a majority vote needs eval_success_above "
+            f"({config.eval_success_above}) and several responses to a prompt (eval_num_samples is {samples}); set "
+            "both, or eval_answer_func: null"
+        )
+
+
+def is_url(judge: str) -> bool:
+    """Whether `eval_judge` is a URL, and not a score or a function."""
+    return judge.startswith(("http://", "https://"))
+
+
+def _check_judge(config: Any) -> None:
+    judge, opponent = config.eval_judge, config.eval_opponent
+    if opponent is None and judge != "scores":
+        raise ValueError(
+            f"eval_judge is {judge!r}, but eval_opponent is null, so there is nothing to compare with; set "
+            "eval_opponent, or leave eval_judge out"
+        )
+    if opponent == "reference" and config.reference == "none":
+        raise ValueError(
+            "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"
+        )
+    for name in ("eval_judge_model", "eval_judge_template"):
+        if (value := getattr(config, name)) is not None and not is_url(judge):
+            raise ValueError(f"{name} is {value!r}, but eval_judge is {judge!r}, which is no URL; leave {name} out")
+    if not is_url(judge):
+        return
+    parts = urlsplit(judge)
+    if parts.username or parts.password or parts.query:
+        raise ValueError(
+            "eval_judge is a URL with a user name, a password or a query, which run.yaml and the trackers would show; "
+            "put the key into the environment variable OPENAI_API_KEY"
+        )
+    if config.eval_judge_model is None:
+        raise ValueError(f"eval_judge is {judge!r}, but eval_judge_model is null; name the model to ask there")
+    if config.eval_judge_template is not None:
+        _check_template(config.eval_judge_template)
+
+
+def _check_template(template: str) -> None:
+    try:
+        named = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(
+            f"eval_judge_template is not a template ({error}); write a brace of the text itself twice"
+        ) from error
+    if missing := {"prompt", "answer_a", "answer_b"} - named:
+        raise ValueError(
+            f"eval_judge_template lacks {', '.join(f'{{{name}}}' for name in sorted(missing))}, so the judge would not "
+            "see it; add it"
+        )

@@ -1,0 +1,67 @@
+"""`EvaluationOptions`, the part of `PPOConfig` about held-out prompts: how they are sampled, and what is computed."""
+
+from dataclasses import dataclass
+
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.run_options import RunOptions
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(RunOptions):
+    """The options of evaluations, after those of the run."""
+
+    eval_steps: int = argument(
+        0, "Steps between two evaluations; 0 = only before and after training.", at_least=0, group="Evaluation"
+    )
+    eval_do_sample: bool = argument(False, "Evaluate sampled responses instead of greedy ones.")
+    eval_top_p: float | None = argument(None, "Nucleus sampling in evaluation.", above=0, at_most=1)
+    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1)
+    eval_temperature: float | None = argument(
+        None, "Temperature of sampled responses in evaluation, and of their log-probs; null = temperature.", above=0
+    )
+    eval_num_samples: int = argument(1, "Responses to each prompt in evaluation.", at_least=1)
+    eval_pass_k: list[int] | None = argument(
+        None,
+        "The k of pass@k and of best-of-k, at most eval_num_samples; null = 1, 2, 4 and so on, and eval_num_samples.",
+        at_least=1,
+    )
+    eval_success_above: float | None = argument(
+        None,
+        "A response whose eval_success_by is above this is correct: adds pass@k, avg@n and, with eval_answer_func, "
+        "the majority vote. null = none of them.",
+    )
+    eval_success_by: str = argument(
+        "scores",
+        "What eval_success_above reads: scores (the total), rewards (the total with penalties), or the name of a "
+        "reward source (scores/<source>) or of a metric_funcs.",
+    )
+    eval_answer_func: str | None = argument(
+        None,
+        "Function, as module:function or file.py:function, that extracts the answers which the majority vote counts: "
+        "called like a reward function, it returns text (or None for no answer) for each response.",
+    )
+    eval_best_of_by: str | None = argument(
+        None,
+        "What chooses the best of k responses, such as a reward model: scores, rewards, or the name of a reward "
+        "source or of a metric_funcs. null = no best-of-k.",
+    )
+    eval_opponent: str | None = argument(
+        None,
+        "Whose answers those of the policy are compared with: reference, column:<name> of the eval set, or a .jsonl "
+        "file with prompt and response in each line, as alpaca-ppo evaluate writes it. null = no win-rate.",
+    )
+    eval_judge: str = argument(
+        "scores",
+        "Who decides which answer is better: scores, or the name of a reward source or of a metric_funcs (the higher "
+        "one wins); a function, as module:function or file.py:function; or the URL of an OpenAI-compatible interface, "
+        "such as https://api.openai.com/v1, whose key is the environment variable OPENAI_API_KEY.",
+    )
+    eval_judge_model: str | None = argument(None, "With a URL as eval_judge: the model to ask there.")
+    eval_judge_template: str | None = argument(
+        None,
+        "With a URL as eval_judge: the request, with {prompt}, {answer_a}, {answer_b} and the names of any columns, "
+        "to be answered with [[A]], [[B]] or, for a tie, [[C]]; null = a general one.",
+    )
+    eval_judge_retries: int = argument(
+        3, "Times that a request to eval_judge is repeated if it fails or has no verdict.", at_least=0
+    )

@@ -1,0 +1,223 @@
+"""The names that TRL's and verl's trainers give their options, and what does the same here: for error messages, and for
+`alpaca_ppo.migrate`, which translates whole configurations.
+
+The table is foreign_names.yaml. It is read when a name is looked up for the first time.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIG_SECTIONS = ("GRPOConfig", "PPOConfig", "TrainingArguments", "ModelConfig", "ppo_trainer.yaml")
+"""The sections of the table whose names may be taken for options of a configuration."""
+
+TRAINER_SECTIONS = ("GRPOTrainer", "PPOTrainer")
+"""The sections whose names may be taken for arguments of a trainer's constructor."""
+
+IN_PYTHON = {
+    "model_name_or_path": "PPOTrainer(model=...)",
+    "value_model_name_or_path": "PPOTrainer(value_model=...)",
+    "reward_model_name_or_path": "PPOTrainer(reward_funcs=...)",
+    "reward_funcs": "PPOTrainer(reward_funcs=...)",
+    "dataset_name": "PPOTrainer(train_dataset=...)",
+    "dataset_config": "PPOTrainer(train_dataset=...)",
+    "dataset_train_split": "PPOTrainer(train_dataset=...)",
+    "eval_dataset_name": "PPOTrainer(eval_dataset=...)",
+    "dataset_test_split": "PPOTrainer(eval_dataset=...)",
+    "resume_from_checkpoint": "PPOTrainer.train(resume_from_checkpoint=...)",
+    "use_peft": "PPOTrainer(peft_config=LoraConfig(...))",
+    "lora_r": "PPOTrainer(peft_config=LoraConfig(r=...))",
+    "lora_alpha": "PPOTrainer(peft_config=LoraConfig(lora_alpha=...))",
+    "lora_target_modules": "PPOTrainer(peft_config=LoraConfig(target_modules=...))",
+    "lora_modules_to_save": "PPOTrainer(peft_config=LoraConfig(modules_to_save=...))",
+    "use_rslora": "PPOTrainer(peft_config=LoraConfig(use_rslora=...))",
+    "use_dora": "PPOTrainer(peft_config=LoraConfig(use_dora=...))",
+}
+"""What the options of the command line that are no fields of `PPOConfig` are in a script."""
+
+_HINT = "`alpaca-ppo migrate FILE` translates a TRL script, or a YAML file or command line of verl, as a whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignName:
+    """A name that an option has elsewhere.
+
+    Attributes:
+        name: the name, for verl with dots; one that ends in .* stands for all keys below it.
+        section: the class or file that it belongs to.
+        of: the project of that class.
+        ours: the options here that do the same; empty if there are none.
+        same: whether `ours` is one option with the same values and the same meaning.
+        how: which values these options get, with {value} for the foreign one.
+        values: what each foreign value is here: options with values, or why there are none.
+        none: why there is no such option, and what to do instead.
+        unneeded: why a run does not need it.
+        neutral: foreign values with which nothing is lost without the option.
+        unit: how the meaning differs, for a name that is an option here too.
+    """
+
+    name: str
+    section: str
+    of: str
+    ours: tuple[str, ...] = ()
+    same: bool = False
+    how: str = ""
+    values: Mapping[str, Mapping[str, Any] | str] = dataclasses.field(default_factory=dict)
+    none: str = ""
+    unneeded: str = ""
+    neutral: tuple[Any, ...] = ()
+    unit: str = ""
+
+    def is_neutral(self, value: Any) -> bool:
+        """Whether nothing is lost when this name with `value` is left out."""
+        alike = [neutral for neutral in self.neutral if neutral == value]
+        return any(isinstance(neutral, bool) == isinstance(value, bool) for neutral in alike)
+
+    def advice(self, value: Any) -> str:
+        """What to write here instead of this name with `value`, in words."""
+        if self.same:
+            return f"{self.ours[0]}: {_shown(value)}"
+        if self.is_neutral(value):
+            return f"leave it out: {_shown(value)} is what happens here"
+        if self.none:
+            return f"no counterpart: {self.none}"
+        if self.unneeded:
+            return f"not needed: {self.unneeded}"
+        if not self.values:
+            return self.how.replace("{value}", _shown(value))
+        here = self.values.get(value_key(value))
+        if isinstance(here, str):
+            return f"no counterpart: {here}"
+        if here is None:
+            known = [key for key, options in self.values.items() if isinstance(options, Mapping)]
+            return f"{self.how}, for {', '.join(known)}"
+        options = " with ".join(f"{name}: {_shown(option)}" for name, option in here.items())
+        return options or "not needed: it is what happens here"
+
+
+def value_key(value: Any) -> str:
+    """`value` as the keys of `ForeignName.values` are spelled."""
+    return "null" if value is None else str(value).lower()
+
+
+@functools.cache
+def foreign_names(section: str) -> Mapping[str, ForeignName]:
+    """The names of one section of the table."""
+    return {entry.name: entry for entry in _entries(section)}
+
+
+def find_foreign_name(name: str, sections: Collection[str]) -> ForeignName | None:
+    """The entry of `name` in the first of `sections` that has it, or None.
+
+    A key of verl is found by its whole path, by a part of the path that is listed with all that is below it, and by the
+    last part of its path alone.
+    """
+    for section in sections:
+        if (entry := foreign_names(section).get(name)) is not None:
+            return entry
+    names = foreign_names("ppo_trainer.yaml") if "ppo_trainer.yaml" in sections else {}
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (entry := names.get(".".join(parts[:length]) + ".*")) is not None:
+            return entry
+    return next((entry for key, entry in names.items() if key.endswith(f".{name}")), None)
+
+
+def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Collection[str]) -> str:
+    """One line for each name in `given` that is not in `valid`: what it is here, or which name may have been meant.
+
+    Names that are in `valid` but have another meaning elsewhere follow, if one of the others comes from there, and the
+    estimator that is meant by all options of GRPO.
+
+    Args:
+        given: names and their values.
+        valid: the names that there are.
+        sections: sections of the table in which names are looked up.
+    """
+    lines, foreign, lost, of_grpo = [], set(), False, False
+    for name, value in given.items():
+        if name in valid:
+            continue
+        entry = find_foreign_name(name, sections)
+        if entry is not None:
+            foreign.add(entry.of)
+            of_grpo = of_grpo or entry.section == "GRPOConfig"
+            script = sorted({IN_PYTHON[ours] for ours in entry.ours if ours not in valid and ours in IN_PYTHON})
+            in_python = f" (in a script: {', '.join(script)})" if script else ""
+            lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
+        else:
+            guess = _guess(name, valid, sections)
+            lost = lost or not guess
+            lines.append(f"  {name}: {guess or 'there is no such name, and none like it'}")
+    for name in given if foreign else ():
+        entry = find_foreign_name(name, sections) if name in valid else None
+        if entry is not None and entry.unit and (entry.of in foreign or entry.of == "transformers"):
+            lines.append(f"  {name} is an option here too, but {entry.unit}")
+    if "adv_estimator" in valid and not {"adv_estimator", "scale_rewards"} & set(given) and of_grpo:
+        lines.append("  adv_estimator: grpo is TRL's GRPOTrainer; without it this is PPO with a critic (gae)")
+    if lost:
+        lines.append(f"The valid names are {', '.join(sorted(valid))}.")
+    return "\n".join([*lines, *([_HINT] if foreign else [])])
+
+
+def flattened(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings, by their path with dots; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            leaves |= flattened(value, f"{path}.")
+        else:
+            leaves[path] = value
+    return leaves
+
+
+def _entries(section: str) -> Iterator[ForeignName]:
+    table = _table()[section]
+    for name, ours in table["same"].items():
+        yield ForeignName(name, section, table["of"], ours=(ours,), same=True)
+    for row in table["rows"]:
+        row = dict(row)
+        names, ours = row.pop("names"), row.pop("ours", [])
+        row |= {"ours": (ours,) if isinstance(ours, str) else tuple(ours), "neutral": tuple(row.pop("neutral", ()))}
+        for name in [names] if isinstance(names, str) else names:
+            yield ForeignName(name, section, table["of"], **row)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return table
+
+
+def _origin(name: str, entry: ForeignName) -> str:
+    return f"{entry.of}'s {entry.name}" if entry.name != name and not entry.name.endswith(".*") else entry.of
+
+
+def _guess(name: str, valid: Collection[str], sections: Collection[str]) -> str:
+    if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    theirs = [known for section in sections for known in foreign_names(section)]
+    if close := difflib.get_close_matches(name, theirs, n=1, cutoff=0.85):
+        entry = find_foreign_name(close[0], sections)
+        assert entry is not None, close
+        here = " and ".join(entry.ours) or "without a counterpart"
+        return f"did you mean {entry.of}'s {close[0]}, which is {here} here?"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    """`value` as YAML would have it, on one line."""
+    try:
+        text = json.dumps(value)
+    # A value in Python need not have a form in YAML.
+    except (TypeError, ValueError):
+        text = repr(value)
+    text = text[1:-1] if isinstance(value, str) and text[1:-1] == value else text
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,85 @@
+"""Names that users give to models and runs: a folder, or the id of a model on the hub.
+
+Whether the hub has a model shows when it is loaded; a name that can only be a folder is refused before.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from alpaca_ppo.config.flags import did_you_mean
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_LISTED = 8
+
+
+def check_model_name(field: str, name: str | None) -> None:
+    """Checks that `name` is a folder or could be a hub id.
+
+    "outputs/ppo" could be both. If there is a folder `outputs` and no `ppo` in it, the former is meant.
+
+    Args:
+        field: the option or argument that has the name, for the error.
+        name: of a model; None is valid.
+
+    Raises:
+        ValueError: for a name that is neither, with the folders of similar names.
+    """
+    if name is None or os.path.isdir(name):
+        return
+    if _HUB_ID.fullmatch(name) is None:
+        raise ValueError(
+            f"{field} is {name!r}, which is neither a folder nor a hub id (name or owner/name):{where(name)}"
+        )
+    if os.path.isdir(os.path.dirname(name) or os.devnull):
+        raise ValueError(
+            f"{field} is {name!r}, but{where(name)} (for a model of that name on the hub, start from another folder)"
+        )
+
+
+def check_folder(field: str, name: str) -> Path:
+    """Returns the folder `name`.
+
+    Raises:
+        ValueError: if it is not one, with the folders of similar names.
+    """
+    if not os.path.isdir(name):
+        raise ValueError(f"{field} is {name!r}, but{where(name)}")
+    return Path(name)
+
+
+def where(name: str, *, what: str = "folder") -> str:
+    """ " there is no such folder ...", with those of similar names beside it, or else what there is beside it.
+
+    Args:
+        name: of something that does not exist.
+        what: "folder", or "file" for files of the same ending too.
+    """
+    if os.path.isfile(name) and what == "folder":
+        return " it is a file, not a folder"
+    parent = Path(name).parent
+    base = "" if Path(name).is_absolute() else f" (relative paths count from {Path.cwd()})"
+    beside = _beside(parent, what, Path(name).suffix)
+    close = did_you_mean([Path(name).name], beside).replace("did you mean ", f"did you mean {_shown(parent)}")
+    if close:
+        return f" there is no such {what}{base};{close}"
+    if not os.path.isdir(parent):
+        return f" there is no such {what}{base}, and no folder {parent} either"
+    listed = ", ".join(beside[:_LISTED]) + (", ..." if len(beside) > _LISTED else "")
+    holds = f"; {parent if str(parent) != '.' else 'that folder'} has {listed}" if listed else ""
+    return f" there is no such {what}{base}{holds}"
+
+
+def _shown(parent: Path) -> str:
+    return "" if str(parent) == "." else f"{parent}/"
+
+
+def _beside(parent: Path, what: str, suffix: str) -> list[str]:
+    """Names of the folders in `parent` or, of files, of those and of the files with `suffix`."""
+    try:
+        entries = sorted(parent.iterdir())
+    # ValueError for a name that no file can have.
+    except (OSError, ValueError):
+        return []
+    visible = [entry for entry in entries if not entry.name.startswith(".")]
+    return [e.name for e in visible if e.is_dir() or (what == "file" and e.suffix == suffix)]

@@ -1,0 +1,130 @@
+"""Pairwise reward modelling (Bradley-Terry): the chosen completion's score is raised over the rejected one's.
+
+The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Ouyang et al., arXiv:2203.02155, eq. 1). The score
+is read at the last token that is not the pad token; a tokenizer without one pads with eos, so that a text is scored
+before the eos that it ends with, here and wherever the folder is loaded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from alpaca_ppo.adapters import check_whole_model, inject_adapter
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.config.supervised_arguments import RewardModelArguments
+from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+from alpaca_ppo.library_output import has_screen, transformers_bars
+
+PAIR = ("chosen", "rejected")
+
+
+def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
+    """Rows of token ids `chosen` and `rejected` (prompt included) and `length`, the longer of the two.
+
+    Raises:
+        ValueError: when a column is missing or no pair fits.
+    """
+    missing = [column for column in PAIR if column not in dataset.column_names]
+    if missing:
+        raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns to {PAIR}")
+    columns: dict[str, Any] = {"prompt_column": arguments.prompt_column, "prompt_template": arguments.prompt_template}
+    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, **columns)
+    pairs = []
+    for row in (item["row"] for item in prompts):
+        chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)
+        length = max(len(chosen), len(rejected))
+        if length <= arguments.max_length:
+            pairs.append({"chosen": chosen, "rejected": rejected, "length": length})
+    if not pairs:
+        raise ValueError(f"no pair fits into max_length ({arguments.max_length}) tokens; raise it")
+    return Dataset.from_list(pairs)
+
+
+def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: str) -> list[int]:
+    encoded: Any
+    if isinstance(prompt, str):
+        encoded = tokenizer(prompt + completion)
+    else:
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+class RewardTrainer(Trainer):
+    """A `Trainer` whose batches hold the chosen sequences first and the rejected ones, in that order, after them."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        chosen, rejected = model(**inputs).logits.squeeze(-1).float().chunk(2)
+        loss = -logsigmoid(chosen - rejected).mean()
+        return (loss, chosen - rejected) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        with torch.no_grad():
+            loss, margins = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        return loss, margins, torch.ones_like(margins)
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of pairs whose chosen completion has the higher score."""
+    return {"accuracy": float((np.asarray(prediction.predictions) > 0).mean())}
+
+
+def train_reward_model(argv: Sequence[str] | None = None) -> None:
+    """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
+    arguments, lora, training = parse_args(
+        [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
+    )
+    training.disable_tqdm = training.disable_tqdm or not has_screen()
+    # Its default warns on a machine without a GPU.
+    training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
+    check_whole_model("model_name_or_path", arguments.model_name_or_path)
+    training.remove_unused_columns = False
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # Head and adapter start at random, before the trainer seeds.
+    set_seed(training.seed)
+    with transformers_bars(shown=has_screen()):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            arguments.model_name_or_path,
+            num_labels=1,
+            dtype=torch.float32,
+            pad_token_id=tokenizer.pad_token_id,
+            trust_remote_code=False,
+        )
+    if config := lora.peft_config("SEQ_CLS"):
+        model = inject_adapter(get_peft_model, model, config)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        sequences = [row[column] for column in PAIR for row in rows]
+        return dict(tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt"))
+
+    named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
+    train, test = (
+        tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments) if split else None
+        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
+    )
+    data: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "data_collator": collate}
+    trainer = RewardTrainer(model, training, **data, processing_class=tokenizer, compute_metrics=accuracy)
+    with transformers_bars(shown=has_screen()):
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        trainer.save_model()

@@ -1,0 +1,80 @@
+"""Supervised fine-tuning of a causal language model on prompts and completions; the loss is on the completions only.
+
+Packing of several examples into one row is left out: `--train_sampling_strategy group_by_length` keeps padding small.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+from alpaca_ppo.adapters import check_whole_model
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.config.supervised_arguments import SFTArguments
+from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+from alpaca_ppo.generation import resolve_turn_end
+from alpaca_ppo.library_output import has_screen, transformers_bars
+from alpaca_ppo.models import load_causal_lm
+
+IGNORED = -100
+
+
+def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
+    """Rows of `input_ids`, `labels` (prompt tokens ignored, the end learned) and `length`, none above `max_length`.
+
+    A completion ends with the eos, or, if the prompts are messages, with what ends a turn in the chat template.
+
+    Raises:
+        ValueError: when the completion column is missing, a completion is not text, or no row fits.
+    """
+    column = arguments.completion_column
+    if column not in dataset.column_names:
+        raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}; set --completion_column")
+    of_chat = arguments.chat_template_kwargs
+    columns: dict[str, Any] = {"prompt_column": arguments.prompt_column, "prompt_template": arguments.prompt_template}
+    prompts = prepare_prompts(
+        dataset, tokenizer, query_len=arguments.max_length - 1, chat_template_kwargs=of_chat, **columns
+    )
+    turn_end = resolve_turn_end(tokenizer, of_chat) if prompts.are_messages else None
+    end = tokenizer.eos_token_id if turn_end is None else turn_end
+    examples = []
+    for item in prompts:
+        prompt, completion = item["input_ids"], item["row"][column]
+        if not isinstance(completion, str):
+            raise ValueError(f"the completion {completion!r} is a {type(completion).__name__}; it must be text")
+        answer = tokenizer(completion, add_special_tokens=False)["input_ids"] + [end]
+        labels = [IGNORED] * len(prompt) + answer
+        if len(labels) <= arguments.max_length:
+            examples.append({"input_ids": prompt + answer, "labels": labels, "length": len(labels)})
+    if not examples:
+        raise ValueError(f"no example fits into max_length ({arguments.max_length}) tokens; raise it")
+    return Dataset.from_list(examples)
+
+
+def train_sft(argv: Sequence[str] | None = None) -> None:
+    """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
+    arguments, training = parse_args([SFTArguments, TrainingArguments], argv, prog="alpaca-ppo sft")
+    training.disable_tqdm = training.disable_tqdm or not has_screen()
+    # Its default warns on a machine without a GPU.
+    training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
+    check_whole_model("model_name_or_path", arguments.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
+    train, test = (
+        tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments) if split else None
+        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
+    )
+    trainer = Trainer(
+        model=load_causal_lm(arguments.model_name_or_path),
+        args=training,
+        train_dataset=train,
+        eval_dataset=test,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED),
+        processing_class=tokenizer,
+    )
+    with transformers_bars(shown=has_screen()):
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        trainer.save_model()

@@ -1,0 +1,132 @@
+"""The dispatcher: what it prints without a subcommand, how a mistake ends, and that every entry has its module."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from alpaca_ppo.cli import commands, errors
+from alpaca_ppo.cli.commands import COMMANDS, main
+from alpaca_ppo.cli.errors import exit_status
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "ALPACA_PPO_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_help_lists_every_subcommand_and_a_wrong_one_names_the_right(capsys):
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown and summary in shown for name, summary in COMMANDS.items())
+    assert main(["trian"]) == 2
+    assert "error: there is no subcommand 'trian'; did you mean train?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("alpaca_ppo 0.")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_has_its_module(name):
+    assert importlib.util.find_spec(f"alpaca_ppo.cli.{name.replace('-', '_')}") is not None
+
+
+def test_a_mistake_is_a_message_and_status_2(capsys):
+    def fail(argv):
+        assert argv == ["--seed", "1"]
+        raise ValueError("seed is 1; choose another")
+
+    assert exit_status(fail, ["--seed", "1"]) == 2
+    assert capsys.readouterr().err == "error: seed is 1; choose another\n"
+    with pytest.raises(ValueError):
+        exit_status(fail, ["--seed", "1", "--traceback"])
+
+
+def test_ctrl_c_is_a_line_and_status_130(monkeypatch, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    assert exit_status(interrupt, []) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(KeyboardInterrupt):
+        exit_status(interrupt, ["--traceback"])
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status(interrupt, []) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_in_the_import_of_a_subcommand_has_no_traceback(tmp_path):
+    """A process of its own: the import machinery would be in the traceback."""
+    (tmp_path / "yaml.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    # A shell lets its background jobs ignore SIGINT, and these tests may be one.
+    code = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from alpaca_ppo.cli.commands import main\nsys.path.insert(0, sys.argv[1])\n"
+    code += "sys.exit(main(['train']))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_process_with_the_traceback_variable_shows_it(monkeypatch):
+    monkeypatch.setenv("ALPACA_PPO_TRACEBACK", "1")
+    with pytest.raises(OSError):
+        exit_status(lambda argv: open("/no/such/file").close() or 0, [])
+
+
+def test_other_ranks_report_a_mistake_later_than_the_first(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "3")
+    assert exit_status(lambda argv: int("x"), []) == 2
+    assert capsys.readouterr().err.startswith("error on rank 3: invalid literal")
+    assert waited == [20.0]
+
+
+def test_an_error_in_a_function_of_the_users_keeps_its_traceback(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text("def f(x):\n    return int(x)\n\nf('one')\n")
+    monkeypatch.chdir(tmp_path)
+    run = ["train", "--model_name_or_path", "m", "--dataset_name", "d", "--import_modules"]
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        main([*run, "mine.py"])
+    assert "import_modules holds 'mine.py'" in str(caught.value)
+    assert main([*run, "missing.py"]) == 2
+    assert "missing.py does not exist" in capsys.readouterr().err
+
+
+def test_help_and_light_subcommands_import_no_library():
+    """What takes time is importing them: without, each command needs a fraction of a second."""
+    code = (
+        "import sys\nfrom alpaca_ppo.cli.commands import main\n"
+        "for argv in (['--help'], ['train', '--help'], ['sft', '--help'], ['reward', '--help'], ['sample', '--help'],\n"
+        "             ['export', '--help'], ['estimate-memory', '--help'], ['presets'], ['presets', 'show', 'vapo']):\n"
+        "    try:\n        main(argv)\n    except SystemExit as end:\n        assert end.code == 0, argv\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'numpy', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in ("Processes:", "--accelerate_config", "--config FILE", "--adv_estimator", "--completion_column"):
+        assert words in done.stdout
+    assert commands.usage() in done.stdout
+
+
+def test_a_long_message_is_wrapped_between_words_in_a_terminal_alone(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "/a/path/that/is/longer/than/a/line/of/the/terminal"
+
+    def fail(argv):
+        second = "  beta (TRL): kl_loss_coef: 0.04, with a KL"
+        raise ValueError(f"output_dir is {path!r}, which is a file; choose another\n{second}")
+
+    assert exit_status(fail, []) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert exit_status(fail, []) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: output_dir is",
+        f"    '{path}',",
+        "    which is a file; choose another",
+        "  beta (TRL): kl_loss_coef: 0.04, with a",
+        "    KL",
+    ]

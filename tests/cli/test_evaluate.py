@@ -1,0 +1,146 @@
+"""`alpaca-ppo evaluate`: the numbers of a trainer's evaluation, for models, adapters and runs."""
+
+import json
+import re
+
+import pytest
+import yaml
+from peft import LoraConfig
+
+from alpaca_ppo.cli.evaluate import main, model_folder
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer
+
+REWARD = "tests.tiny_runs:count_even"
+OPTIONS = {"query_len": 4, "response_len": 5, "use_cpu": True, "rollout_per_device_batch_size": 4}
+
+
+def mean_length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with a model and its tokenizer, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_causal_lm("llama").save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    rows = [{**row, "answer": str(i)} for i, row in enumerate(prompts(5))]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def options(base, folder, **more):
+    config = {**OPTIONS, "eval_dataset_name": str(base / "prompts.jsonl"), "results_dir": str(folder), **more}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return ["--config", str(folder / "config.yaml")]
+
+
+def test_a_finished_run_is_evaluated_with_its_own_configuration(base, tmp_path, capsys):
+    """With adapters: the numbers are those of the run's last evaluation, the KL to its start included."""
+    settings = {"learning_rate": 0.05, "reference": "auto", "eval_do_sample": True, "eval_num_samples": 2, "seed": 3}
+    eval_dataset = prompts(5)
+    run = tiny_trainer(
+        tmp_path / "run",
+        model=str(base / "model"),
+        critic_layout="adapter",
+        trainer_arguments={"eval_dataset": eval_dataset, "peft_config": LoraConfig(r=2, target_modules="all-linear")},
+        **settings,
+    )
+    run.train()
+    last = metric_lines(tmp_path / "run")[-1]
+    more = {"reward_funcs": [REWARD], "critic_layout": "adapter", "total_episodes": 20, "adv_estimator": "gae"}
+    argv = options(base, tmp_path / "results", **settings, **more)
+    assert main([*argv, "--model", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "results/results.json").read_text())
+    assert results["model"] == str(tmp_path / "run/final/policy")
+    for name in ("scores", "scores_se", "kl_sum_seq", "response_length", "scores/count_even"):
+        assert results["metrics"][f"eval/{name}"] == pytest.approx(last[f"eval/{name}"], rel=1e-5), name
+    assert abs(last["eval/kl_sum_seq"]) > 1e-3
+    printed = capsys.readouterr().out
+    # Nothing is penalised and there is one source, so three names have one number.
+    same = "rewards = scores = scores/count_even"
+    assert re.search(rf"^{same} +{last['eval/scores']:.4g}  ±{last['eval/scores_se']:.2g}$", printed, re.M)
+    model = tmp_path / "run/final/policy"
+    assert f"{model}: 5 prompts, 2 answers to each, sampled at temperature 1\n" in printed
+    answers = [json.loads(line) for line in (tmp_path / "results/answers.jsonl").read_text().splitlines()]
+    assert [answer["prompt"] for answer in answers[::2]] == list(eval_dataset["prompt"])
+    mean = sum(answer["scores"] for answer in answers) / 10
+    assert mean == pytest.approx(last["eval/scores"], abs=1e-3) and "scores/count_even" in answers[0]
+    table = [json.loads(line) for line in (tmp_path / "results/eval/step_000000.jsonl").read_text().splitlines()]
+    assert table[0]["columns"] == {"answer": "0"}
+
+
+def test_another_model_answers_first_and_without_a_reward_only_metrics_are_left(base, tmp_path):
+    metric = "tests.cli.test_evaluate:mean_length"
+    sets = [f"a={base / 'prompts.jsonl'}", f"b={base / 'prompts.jsonl'}@train[:2]"]
+    more = {"eval_opponent": str(base / "model"), "eval_judge": "mean_length", "metric_funcs": [metric]}
+    argv = options(base, tmp_path / "r", **more, eval_dataset_name=None, eval_datasets=sets)
+    assert main([*argv, "--model", str(base / "model")]) == 0
+    metrics = json.loads((tmp_path / "r/results.json").read_text())["metrics"]
+    assert metrics["eval/a/win_rate"] == metrics["eval/b/win_rate"] == 0.5
+    assert not any("scores" in name or "rewards" in name for name in metrics)
+    answers = [json.loads(line) for line in (tmp_path / "r/opponent/answers.jsonl").read_text().splitlines()]
+    assert [answer["set"] for answer in answers] == ["a"] * 5 + ["b"] * 2
+    own = json.loads((tmp_path / "r/answers.jsonl").read_text().splitlines()[0])
+    assert own["mean_length"] == len(own["response"]) and not any("scores" in name for name in own)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"eval_dataset_name": None}, "there are no prompts to evaluate on"),
+        ({}, "there is nothing to measure"),
+        ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name every eval set in eval_datasets"),
+        ({"eval_dataset_name": None, "eval_datasets": ["data.jsonl"]}, "not of the form set=dataset"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(flags, message, base, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        main([*options(base, tmp_path, **flags), "--model", str(base / "model")])
+
+
+def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
+    with pytest.raises(ValueError, match="model is not set; give --model"):
+        main(options(base, tmp_path))
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ValueError, match="by alpaca-ppo export .*checkpoint-3 --to FOLDER$"):
+        model_folder(str(tmp_path / "checkpoint-3"))
+    assert model_folder("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize("flags", [["--output_dir", "x"], ["--output-dir=x"], ["--set", "output_dir=x"]])
+def test_the_folder_of_results_is_not_named_as_that_of_a_run(flags, base, tmp_path):
+    argv = options(base, tmp_path, reward_funcs=[REWARD], output_dir="run")
+    with pytest.raises(ValueError, match="which alpaca-ppo evaluate ignores; give --results_dir"):
+        main([*argv, "--model", str(base / "model"), *flags])
+
+
+def test_the_help_asks_for_a_model_alone(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("usage: alpaca-ppo evaluate [--config") and shown.count("Required.") == 1
+
+
+def test_earlier_results_are_kept_unless_they_are_to_be_replaced(base, tmp_path):
+    argv = [*options(base, tmp_path, reward_funcs=[REWARD]), "--model", str(base / "model")]
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"results_dir is '{tmp_path}', which holds the results of an earlier eval"):
+        main(argv)
+    assert (tmp_path / "results.json").read_text() == "{}"
+    assert main([*argv, "--overwrite"]) == 0
+    assert "eval/scores" in json.loads((tmp_path / "results.json").read_text())["metrics"]
+    for name in ("checkpoint-1", "final"):
+        run = tmp_path / f"run-{name}"
+        (run / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match="the folder of a training run, whose tables would be replaced"):
+            main([*argv, "--overwrite", "--results_dir", str(run)])
+
+
+def test_a_set_is_named_once(base, tmp_path):
+    sets = [f"a={base / 'prompts.jsonl'}"] * 2
+    argv = options(base, tmp_path, eval_dataset_name=None, eval_datasets=sets, reward_funcs=[REWARD])
+    with pytest.raises(ValueError, match="a set that is named already"):
+        main([*argv, "--model", str(base / "model")])

@@ -1,0 +1,165 @@
+"""`alpaca-ppo train` and the processes that it starts."""
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from alpaca_ppo.cli import launch as module
+from alpaca_ppo.cli.commands import main
+from alpaca_ppo.cli.launch import Launch, config_names, launch, split_flags
+from alpaca_ppo.cli.train import run_training
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "ALPACA_PPO_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_flags_about_processes_nothing_is_launched():
+    assert split_flags(["--config", "run.yaml", "--lam_policy", "-1"]) == (
+        None,
+        ["--config", "run.yaml", "--lam_policy", "-1"],
+    )
+    assert split_flags(["--num_processes", "1", "--seed", "2"]) == (None, ["--seed", "2"])
+
+
+def test_several_processes_are_ddp_at_a_free_port():
+    how, rest = split_flags(["--seed", "2", "--num-processes", "4", "--bf16"])
+    assert how.config.name == "ddp.yaml" and how.config.is_file()
+    assert (how.flags, rest) == (("--num_processes", "4", "--main_process_port", "0"), ["--seed", "2", "--bf16"])
+
+
+def test_a_named_configuration_finds_its_deepspeed_file_outside_the_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how, _ = split_flags(["--accelerate_config", "zero2"])
+    assert how.config.name == "zero2.yaml"
+    name, path, *port = how.flags
+    assert name == "--deepspeed_config_file" and path.endswith("deepspeed_configs/zero2.json")
+    assert port == ["--main_process_port", "0"]
+    # A file of the user's own, at the place that the configuration names, stays.
+    own = tmp_path / "examples/deepspeed_configs/zero2.json"
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    assert split_flags(["--accelerate_config", "zero2"])[0].flags == ("--main_process_port", "0")
+
+
+def test_nodes_keep_their_port_and_a_file_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\n")
+    how, rest = split_flags(["--accelerate_config", str(path), "--machine_rank", "1", "--main_process_ip", "10.0.0.1"])
+    assert how == Launch(path, ("--machine_rank", "1", "--main_process_ip", "10.0.0.1")) and rest == []
+    # One process without torchrun has no port.
+    assert split_flags(["--accelerate_config", "single"])[0].flags == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_processes", "0"], "num_processes is 0; it must be at least 1"),
+        (["--accelerate_config", "zerro2"], "is 'zerro2', but there is no such file .* did you mean zero2"),
+    ],
+)
+def test_flags_about_processes_are_checked(flags, message):
+    with pytest.raises(ValueError, match=message):
+        split_flags(flags)
+
+
+def test_deepspeed_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs DeepSpeed, which is not installed; pip install deepspeed"):
+        split_flags(["--accelerate_config", "zero1"])
+
+
+def test_a_process_of_a_launcher_starts_no_others(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--num_processes would start processes, but a launcher has started this one"):
+        split_flags(["--num_processes", "2"])
+    assert split_flags(["--seed", "1"]) == (None, ["--seed", "1"])
+
+
+def test_a_mistake_in_the_options_ends_before_processes_start(monkeypatch, capsys):
+    monkeypatch.setattr("alpaca_ppo.cli.train.launch", lambda how, words: pytest.fail("launched"))
+    assert main(["train", "--num_processes", "2", "--learning_rat", "1"]) == 2
+    assert "learning_rat: did you mean learning_rate?" in capsys.readouterr().err
+    started = []
+    monkeypatch.setattr("alpaca_ppo.cli.train.launch", lambda how, words: started.append(words) or 7)
+    run = ["--model_name_or_path", "m", "--dataset_name", "d"]
+    assert main(["train", *run, "--num_processes", "2"]) == 7
+    assert started == [run]
+
+
+def failure(exitcode: int, timestamp: int) -> SimpleNamespace:
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, signal_name=lambda: "SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "message"),
+    [
+        ({0: 2, 1: -signal.SIGTERM}, 2, ""),
+        ({0: -signal.SIGTERM}, 143, "error: rank 0 was ended by SIGKILL"),
+        ({1: 2}, 2, ""),
+        ({0: 3, 1: 3}, 3, ""),
+        ({0: 143, 1: 143}, 143, ""),
+        ({1: 1}, 1, "error: rank 1 ended with exit status 1"),
+        ({3: -9}, 137, "error: rank 3 was ended by SIGKILL"),
+    ],
+)
+def test_failures_of_processes_become_an_exit_status(codes, status, message, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    failures = {rank: failure(code, rank) for rank, code in codes.items()}
+
+    def fail(args):
+        assert (args.module, args.training_script, args.training_script_args) == (
+            True,
+            "alpaca_ppo.cli",
+            ["train", "--seed", "1"],
+        )
+        raise ChildFailedError.__new__(ChildFailedError, "train", failures)
+
+    def new(cls, name, failures):
+        error = Exception.__new__(cls)
+        error.failures = failures
+        return error
+
+    monkeypatch.setattr(ChildFailedError, "__new__", staticmethod(new), raising=False)
+    monkeypatch.setattr(ChildFailedError, "__init__", lambda self, *_: None)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
+    assert launch(split_flags(["--num_processes", "2"])[0], ["--seed", "1"]) == status
+    shown = capsys.readouterr().err
+    assert message in shown and (message or not shown)
+
+
+@pytest.mark.parametrize(("error", "status"), [("called", 3), ("killed", 137), ("stopped", 143), ("interrupted", 130)])
+def test_other_ends_of_a_launcher_become_an_exit_status(error, status, monkeypatch):
+    from subprocess import CalledProcessError
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raised = {
+        "called": CalledProcessError(3, "train"),
+        "killed": CalledProcessError(-9, "train"),
+        "stopped": SignalException("stop", signal.SIGTERM),
+        "interrupted": KeyboardInterrupt(),
+    }[error]
+
+    def end(args):
+        raise raised
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", end)
+    assert launch(split_flags(["--num_processes", "2"])[0], []) == status
+
+
+def test_every_configuration_names_a_deepspeed_file_of_the_package():
+    assert config_names() == ["ddp", "single", "two_nodes", "zero1", "zero2", "zero3", "zero3_offload"]
+    for name in config_names():
+        how, _ = split_flags(["--accelerate_config", name])
+        assert all(word.endswith(f"{name}.json") for word in how.flags if word.endswith(".json"))
+
+
+def test_a_configuration_in_the_place_of_the_runs_record_is_not_replaced(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\n")
+    with pytest.raises(ValueError, match="is where the run writes its own record, output_dir .* and would be replaced"):
+        run_training(["--config", str(tmp_path / "run.yaml"), "--overwrite_output_dir"])

@@ -1,0 +1,47 @@
+"""Combinations of options of evaluation that are refused."""
+
+import pytest
+
+from alpaca_ppo import PPOConfig
+
+SAMPLED = {"eval_do_sample": True, "eval_num_samples": 4}
+COMPARED = {"eval_opponent": "reference"}
+ASKED = {**COMPARED, "eval_judge": "https://h/v1", "eval_judge_model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_top_p": 0.9}, "eval_top_p is 0.9, which applies to sampled responses only"),
+        ({"eval_temperature": 0.6}, "eval_temperature is 0.6, which applies"),
+        ({"eval_num_samples": 4}, "eval_num_samples is 4, but eval_do_sample is False"),
+        (
+            {**SAMPLED, "generation_backend": "decode", "rollout_per_device_batch_size": 2},
+            r"eval_num_samples \(4\) is larger than rollout_per_device_batch_size \(2\)",
+        ),
+        ({"eval_best_of_by": "scores"}, "eval_best_of_by is 'scores', but eval_num_samples is 1"),
+        (
+            {**SAMPLED, "eval_pass_k": [5], "eval_success_above": 0.5},
+            r"eval_pass_k is \[5\], but eval_num_samples is 4",
+        ),
+        ({**SAMPLED, "eval_pass_k": [], "eval_success_above": 0.5}, r"eval_pass_k is \[\]"),
+        ({**SAMPLED, "eval_pass_k": [2]}, "there is no pass@k without eval_success_above"),
+        ({"eval_success_by": "gold"}, "eval_success_by is 'gold', but eval_success_above is null"),
+        ({**SAMPLED, "eval_answer_func": "m:f"}, "a majority vote needs eval_success_above"),
+        ({"eval_answer_func": "m:f", "eval_success_above": 0.5}, r"several responses .*eval_num_samples is 1"),
+        ({"eval_judge": "m:f"}, "eval_judge is 'm:f', but eval_opponent is null"),
+        (
+            {"eval_opponent": "reference", "reference": "none", "use_kl_in_reward": False},
+            "eval_opponent is 'reference', but reference is 'none'",
+        ),
+        ({**COMPARED, "eval_judge_model": "m"}, "eval_judge_model is 'm', but eval_judge is 'scores', which is no URL"),
+        ({**COMPARED, "eval_judge": "http://u:k@h/v1"}, "a URL with a user name, a password or a query"),
+        ({**COMPARED, "eval_judge": "https://h/v1?key=k"}, "a URL with a user name, a password or a query"),
+        ({**COMPARED, "eval_judge": "https://h/v1"}, "but eval_judge_model is null"),
+        ({**ASKED, "eval_judge_template": "{prompt} {answer_a}"}, "eval_judge_template lacks {answer_b}"),
+        ({**ASKED, "eval_judge_template": "{prompt"}, "eval_judge_template is not a template"),
+    ],
+)
+def test_a_contradiction_names_the_options_and_the_remedy(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**settings)
