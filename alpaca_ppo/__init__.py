@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from alpaca_ppo.config import parse_args as parse_args
     from alpaca_ppo.data import load_prompt_dataset as load_prompt_dataset
     from alpaca_ppo.models import ActorCritic as ActorCritic
+    from alpaca_ppo.rewards import RemoteReward as RemoteReward
     from alpaca_ppo.trainer import PPOTrainer as PPOTrainer
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _SUBPACKAGES = {
     "LoraArguments": "config",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
+    "RemoteReward": "rewards",
     "ScriptArguments": "config",
     "load_prompt_dataset": "data",
     "parse_args": "config",

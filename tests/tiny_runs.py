@@ -53,8 +53,13 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
         "learning_rate": 1e-3,
         "kl_coef": 0.05,
         "report_to": ["none"],
+        "save_steps": 0,
+        "save_total_limit": None,
         "use_cpu": True,
         "logprob_chunk_size": 8,
+        # tests/trainer/test_inspected_prompts.py and tests/report have them.
+        "num_inspected_prompts": 0,
+        "report": False,
     }
     return PPOConfig(**{**settings, **overrides})
 

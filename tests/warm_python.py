@@ -1,14 +1,16 @@
 """Python processes that need not import torch first, which is most of the time of a test that starts processes.
 
 `warm_python()` is an executable to start in place of `sys.executable`. Each process is forked from a server that has
-imported the package and its libraries and has done nothing else. The command line, environment, working directory and
-open streams are those of the caller; signals and exit codes pass both ways. Launchers start their workers with it too.
+imported the package and its libraries and has done nothing else. The command line, environment, working directory, open
+streams and network are those of the caller; signals and exit codes pass both ways. Launchers start their workers with
+it too.
 
 A fork cannot show that the imports succeed in a fresh interpreter, nor what libraries read from the environment while
 they are imported, and all processes share one hash seed: some tests of each kind must start `sys.executable`.
 """
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -32,6 +34,10 @@ PRELOADED = (
     "accelerate.commands.launch",
     "torch.distributed.run",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    # What DeepSpeed imports in every run.
+    "setuptools",
+    "deepspeed.module_inject.auto_ep_layer",
+    "transformers.models.llama.modeling_llama",
     "tests.torture",
     "tests.integration.run_tiny",
 )
@@ -52,7 +58,7 @@ passed_on = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd()))
+request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd(), os.getpid()))
 socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(request)
 for number in passed_on:
@@ -99,6 +105,7 @@ class Request(NamedTuple):
     arguments: list[str]
     environment: dict[str, str]
     folder: str
+    caller: int
     streams: list[int]
 
 
@@ -168,9 +175,24 @@ def _report(children: dict[socket.socket, int]) -> None:
             del children[connection]
 
 
+def enter_network(caller: int) -> None:
+    """Moves this process into the network namespace of the process `caller`, and into its user namespace before that:
+    only a user of the namespace may enter the network.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("user", "net"):
+        theirs = f"/proc/{caller}/ns/{kind}"
+        if Path(theirs).exists() and os.stat(theirs).st_ino != os.stat(f"/proc/self/ns/{kind}").st_ino:
+            namespace = os.open(theirs, os.O_RDONLY)
+            if libc.setns(namespace, 0):
+                raise OSError(ctypes.get_errno(), f"process {os.getpid()} cannot enter {theirs}")
+            os.close(namespace)
+
+
 def become(request: Request) -> None:
     """Runs what `request` asks for in this process, as `python` would."""
     os.setsid()
+    enter_network(request.caller)
     for target, stream in enumerate(request.streams):
         os.dup2(stream, target)
         os.close(stream)

@@ -3,6 +3,7 @@
 What a step computes is not here (`ppo_trainer`); how a checkpoint is written is in `checkpoint`.
 """
 
+import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,15 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo.checkpoint import export
-from alpaca_ppo.checkpoint.compatibility import check_identity, data_identity, run_identity
+from alpaca_ppo.checkpoint import export, hub
+from alpaca_ppo.checkpoint.compatibility import check_identity, eval_identity, run_identity
+from alpaca_ppo.checkpoint.directory import RESUME
 from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
 from alpaca_ppo.checkpoint.run_lock import RunLock
+from alpaca_ppo.config.credentials import without_credentials
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
@@ -27,32 +32,38 @@ from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models.half_weights import mark_weights_changed
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.curriculum import PassRates
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import Updater
-from alpaca_ppo.tracking.callbacks import CallbackHandler
+from alpaca_ppo.report.refresher import refresh_report
+from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
+from alpaca_ppo.tracking.run_record import RunRecord
+from alpaca_ppo.tracking.weights_step import WeightsStep
 from alpaca_ppo.trainer import setup
-from alpaca_ppo.trainer.preflight import DiskCheck
+from alpaca_ppo.trainer.preflight import DiskCheck, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.types import PromptBatch
 
 
-class BaseTrainer(ABC):
+class BaseTrainer(ExplainsUnknownNames, ABC):
     """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`), and checks its sampler.
 
     A subclass's constructor sets what is declared here, and then calls `set_up_run`.
     """
 
+    foreign_sections = (*TRAINER_SECTIONS, *CONFIG_SECTIONS)
     args: PPOConfig
     disk_check: DiskCheck
     accelerator: Accelerator
     processing_class: Any
     train_prompts: PromptDataset
-    eval_prompts: PromptDataset | None
+    eval_prompts: Mapping[str, PromptDataset]
+    """The eval sets by name; "" is the name of the only one if it has none. Empty without evaluation."""
     schedule: PromptSchedule
     padding: str
     """Which models' rows have padding, and why; empty if none has."""
@@ -62,8 +73,15 @@ class BaseTrainer(ABC):
     kl_controller: KLController
     old_policy: OldPolicySource
     critic_pretraining: CriticPretraining
+    run_record: RunRecord
+    """What run.yaml holds beyond `args`. `train_from_arguments` replaces it before the run log is opened."""
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
+
+    @property
+    @abstractmethod
+    def source_weights(self) -> dict[str, float]:
+        """The weight of each reward source by name, in the order of the sources."""
 
     @abstractmethod
     def check_sampler(self) -> None:
@@ -90,7 +108,7 @@ class BaseTrainer(ABC):
         self.state = TrainerState(
             max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
         )
-        self.callback_handler = CallbackHandler(callbacks, self.state)
+        self.callback_handler = CallbackHandler(callbacks, self.state, setup.built_in_callbacks(self))
         self.preemption = PreemptionHandler(self.accelerator)
         self.progress = TrainProgress(self.accelerator, self.state, self.updater)
         self.pass_rates = PassRates(len(self.train_prompts), self.args)
@@ -120,7 +138,7 @@ class BaseTrainer(ABC):
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
         own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
-        own |= {"pass_rates": self.pass_rates}
+        own |= {"pass_rates": self.pass_rates, "callbacks": self.callback_handler}
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(
@@ -150,7 +168,7 @@ class BaseTrainer(ABC):
         """
         if self._run_log is None:
             self.run_lock.acquire()
-            self._run_log = setup.make_run_log(self.accelerator, self.args, resume_step=None)
+            self._run_log = setup.make_run_log(self.accelerator, self.args, self.run_record, resume_step=None)
         return self._run_log
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
@@ -169,12 +187,14 @@ class BaseTrainer(ABC):
             SamplerMismatch: if sampler and trainer disagree (`mismatch_action`), once a checkpoint of the steps before
                 is written.
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
+                After SIGINT in a notebook or an interactive interpreter, KeyboardInterrupt.
         """
         with record_error(), self.run_lock.until_the_end(), self.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
                 self._save_interrupted(str(interrupted))
+                interrupted.return_to_prompt()
                 raise
             except SamplerMismatch:
                 self._save_before_rollouts()
@@ -182,7 +202,8 @@ class BaseTrainer(ABC):
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
         self._begin(resume_from_checkpoint)
-        with self.run_log.progress(self.schedule.num_steps, "ppo", initial=self.state.global_step) as bar:
+        bar = self.run_log.bar
+        with bar.steps(self.schedule.num_steps, initial=self.state.global_step):
             while not self._finished:
                 self.poll()
                 self.callback_handler.begin_step()
@@ -192,13 +213,45 @@ class BaseTrainer(ABC):
                 # An overridden `step` or `step_with_rollouts` may not have called mark_step_done.
                 self.mark_step_done(step)
                 self._end_step(stats)
-                bar.update(1)
-        self.poll()
-        self.save_model(stats=self.progress.stats)
+                bar.advance()
+            self.poll()
+            self._load_best()
+            stats = self.checkpoints.best.stats if self.checkpoints.best_is_loaded else self.progress.stats
+            with bar.phase("saving"):
+                self.save_model(stats=stats)
         self._notify("on_train_end")
         self.run_log.finish()
         collectives.drain_collectives(self.accelerator)
         return self.progress.stats
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback, an instance or a class, on every process alike; see `CallbackHandler.add`."""
+        self.callback_handler.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
+        return self.callback_handler.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Removes a callback, or the first one of a class, if there is one."""
+        self.callback_handler.pop(callback)
+
+    def push_to_hub(self, hub_model_id: str | None = None) -> str | None:
+        """Uploads the policy as it is now, and returns the repository's URL; None on other ranks than the main one.
+
+        Every rank must call it.
+
+        Args:
+            hub_model_id: the repository; None = that of the configuration.
+
+        Raises:
+            ValueError: if there is neither, or the hub cannot be written to.
+        """
+        with collectives.raise_on_all_ranks(self.accelerator):
+            name = checked_hub_id(hub_model_id or self.args.hub_model_id)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder, self.progress.stats)
+            return hub.push_folder(Path(folder) / "policy", name) if self.accelerator.is_main_process else None
 
     @property
     def _finished(self) -> bool:
@@ -224,7 +277,8 @@ class BaseTrainer(ABC):
             self.preemption.poll_all_ranks()
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
-        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/).
+        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/). Unlike
+        TRL's, it writes no model into the folder itself: load `<output_dir>/policy`.
 
         Args:
             output_dir: where to write, instead of `<output_dir>/final`.
@@ -238,14 +292,35 @@ class BaseTrainer(ABC):
                     folder,
                     self.actor_critic,
                     self.processing_class,
+                    step=self.weights_step,
                     metrics=stats or {},
-                    config=asdict(self.args),
+                    config=without_credentials(asdict(self.args)),
+                    reward_weights=self.source_weights,
                     merged=self.args.merge_on_save,
                     trust_remote_code=self.args.trust_remote_code,
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
         if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
-            export.push_folder(folder / "policy", str(self.args.hub_model_id))
+            hub.push_folder(folder / "policy", str(self.args.hub_model_id))
+
+    @property
+    def weights_step(self) -> WeightsStep:
+        """Which step of the run the weights in the models are from."""
+        best, trained = self.checkpoints.best, self.state.global_step
+        if best.step is None or not (self.checkpoints.best_is_loaded or best.step == trained):
+            return WeightsStep(trained, trained)
+        return WeightsStep(best.step, trained, best.metric, best.value)
+
+    def _load_best(self) -> None:
+        """Puts the best checkpoint's weights into the models, if `load_best_model_at_end` asks for it."""
+        if not self.args.load_best_model_at_end:
+            return
+        self.checkpoints.load_best(self.state.global_step)
+        mark_weights_changed(self.actor_critic)
+        if self.checkpoints.best.folder is None:
+            self.run_log.message(
+                f"no checkpoint has a finite {self.args.metric_for_best_model}: the models stay those of the last step"
+            )
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
@@ -273,13 +348,15 @@ class BaseTrainer(ABC):
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
-        self.run_log.message(f"{reason}: run saved to {folder}; continue with resume_from_checkpoint: true")
+        self.run_log.message(f"{reason}: run saved to {folder}; continue with {RESUME}")
+        refresh_report(self.callback_handler.built_in)
         self.run_log.finish()
         self._run_log = None
         collectives.drain_collectives(self.accelerator)
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
-        folder = self.checkpoints.find(resume_from_checkpoint)
+        overwrite, has_trained = self.args.overwrite_output_dir, not self.progress.at_start
+        folder = self.checkpoints.find(resume_from_checkpoint, overwrite_output_dir=overwrite, has_trained=has_trained)
         seed_random_states(self.args.seed, self.accelerator.process_index)
         lines = None
         if folder is None:
@@ -294,33 +371,34 @@ class BaseTrainer(ABC):
         with collectives.raise_on_all_ranks(self.accelerator):
             # A run that has no step left only writes its final models again.
             if not self._finished:
-                self.disk_check.check()
+                self.disk_check.check(self.schedule.num_steps - self.state.global_step)
         self._run_log = setup.begin_run_log(
             self._run_log,
             self.accelerator,
             self.args,
+            self.run_record,
             resume_step=-1 if self.progress.at_start else self.progress.step,
             step_ended=self.progress.step_ended,
             resume_skipped=self.progress.skipped_updates,
             resume_lines=lines,
         )
+        if folder is not None:
+            self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
         self.run_log.message(
-            f"{len(self.train_prompts)} prompts ({self.train_prompts.num_dropped} dropped as overlong), "
-            f"{self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches of at most "
-            f"{self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
+            f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
+            f"of at most {self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
             + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
         if not self._finished:
             random = random_states()
-            self.check_sampler()
+            with self.run_log.bar.phase("checking the sampler"):
+                self.check_sampler()
             set_random_states(random)
-        if self.eval_prompts is None:
-            self.checkpoints.best.require({}, evaluation=True)
-        elif self.progress.at_start:
+        if self.eval_prompts and self.progress.at_start:
             stats = self._evaluate()
             self.run_log.log(stats, 0)
-            self._notify("on_evaluate", metrics=stats)
+            self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
         if not self.progress.step_ended:
             self._end_step(self.progress.stats)
 
@@ -339,7 +417,7 @@ class BaseTrainer(ABC):
         return {
             **self._identity(),
             "metrics": metrics_identity(Path(self.args.output_dir), self.progress.last_line),
-            "eval_dataset": None if self.eval_prompts is None else data_identity(self.eval_prompts),
+            "eval_dataset": eval_identity(self.eval_prompts),
         }
 
     def _check_saved(self, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -352,7 +430,7 @@ class BaseTrainer(ABC):
 
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
         """Warns if the eval dataset has changed, which affects only the eval metrics."""
-        if saved and self.eval_prompts is not None and saved != (now := data_identity(self.eval_prompts)):
+        if saved and saved != (now := eval_identity(self.eval_prompts)) and now:
             warnings.warn(
                 f"eval_dataset differs from the one that the checkpoint's run had ({now} now, {saved} then): eval/* "
                 "before and after cannot be compared",
@@ -362,15 +440,15 @@ class BaseTrainer(ABC):
     def _end_step(self, stats: dict[str, float]) -> None:
         """Evaluates, logs and saves after the update. A run that was interrupted in here resumes here."""
         self.progress.advance(stats=stats, step_ended=False, update=None)
-        self._notify("on_step_end")
+        self._notify("on_step_end", metrics=stats)
         step, stats = self.state.global_step, dict(stats)
         if reason := self.callback_handler.stop_if_kl_above(stats, max_kl_to_ref=self.args.max_kl_to_ref):
             self.run_log.message(f"step {step}: {reason}")
         last = step == self.schedule.num_steps or self.callback_handler.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
-        if self.eval_prompts is not None and (due or self.callback_handler.control.should_evaluate):
+        if self.eval_prompts and (due or self.callback_handler.control.should_evaluate):
             stats.update(self._evaluate())
-            self._notify("on_evaluate", metrics=stats)
+            self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
         self.checkpoints.best.require(stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.callback_handler.control.should_log
         self.run_log.log(stats, step, report=report)
@@ -380,12 +458,14 @@ class BaseTrainer(ABC):
             self._notify("on_log", logs=stats)
         # Also after the last step, so that a run killed while it writes the final models need not repeat any training.
         due = self.args.save_steps and (step % self.args.save_steps == 0 or step == self.schedule.num_steps)
-        if due or self.callback_handler.control.should_save:
-            self.save_checkpoint(stats)
+        if self.checkpoints.is_best_evaluation(stats) or due or self.callback_handler.control.should_save:
+            with self.run_log.bar.phase("saving"):
+                self.save_checkpoint(stats)
             self._notify("on_save")
 
     def _evaluate(self) -> dict[str, float]:
-        stats = self.evaluate()
+        with self.run_log.bar.phase("evaluating"):
+            stats = self.evaluate()
         self.checkpoints.best.require(stats, evaluation=True)
         return stats
 

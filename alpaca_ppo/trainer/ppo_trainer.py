@@ -5,7 +5,7 @@ The mathematics is in `functional`, the parts of a step in `ppo`. The hooks with
 are in `rollout_trainer`; the loop over steps, with logging and checkpoints, is in `base_trainer`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
+from alpaca_ppo.environments.kinds import EnvironmentFactory
+from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
@@ -34,8 +36,18 @@ from alpaca_ppo.ppo.mismatch import MismatchGuard
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.tracking import rollout_tables
+from alpaca_ppo.tracking.console import samples_are_due
+from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer import setup
-from alpaca_ppo.trainer.preflight import DiskCheck, check_class, check_output_dir
+from alpaca_ppo.trainer.environment_setup import GivenEnvironments, check_sampler, make_environments
+from alpaca_ppo.trainer.evaluation import Evaluator
+from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
+from alpaca_ppo.trainer.preflight import (
+    DiskCheck,
+    check_class,
+    check_config_class,
+    check_output_dir,
+)
 from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -50,10 +62,10 @@ class PPOTrainer(RolloutTrainer):
         model: the policy: a path or hub id (of an adapter too), a model in memory, trained in place (for a `PeftModel`,
             its adapter is trained further), or an `ActorCritic`, which includes its critic.
         reward_funcs: one source or a list: python functions with TRL's signature, `module:function` names, and
-            sequence classifiers (a path, a hub id or a model) with one label.
+            sequence classifiers (a path, a hub id or a model) with one label. None if environments give all rewards.
         args: the configuration.
         train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
-        eval_dataset: held-out rows of the same form, for `evaluate`.
+        eval_dataset: held-out rows of the same form, for `evaluate`; or several eval sets by name.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
         value_model: what the critic starts from, by default the policy: the `final/value` folder of a run with the same
             `critic_layout`, or, for a critic with a backbone of its own, a sequence classifier with one label or a
@@ -65,9 +77,17 @@ class PPOTrainer(RolloutTrainer):
         callbacks: `transformers.TrainerCallback`s.
         optimizers: an optimizer over `ActorCritic` parameters and a schedule, each None for the default.
         accelerator: an existing Accelerator; by default one is built from `args`.
+        metric_funcs: sources like those of `reward_funcs` that only measure the responses of evaluations.
+        metric_processing_classes: the tokenizers of their models, like `reward_processing_classes`.
+        tools: functions that the policy can call, with type hints and Google-style docstrings; sync or async.
+        environment_factory: a class, or a function, that makes environments, or several by the names in the dataset's
+            column `environment`. `environments.kinds` says what an environment is. Without `train_dataset`, one
+            environment makes the prompts, and `max_steps` sets the length.
+        tool_call_parser: finds the tool calls in a turn's text (`environments.tool_calls.ToolCallParser`); by default
+            the tokenizer's `response_template`, or JSON between <tool_call> tags.
 
     Raises:
-        ValueError: for arguments that cannot work together.
+        ValueError: for arguments that cannot work together, and for those of another trainer, with what they are here.
     """
 
     separate_critic_backward = True
@@ -78,10 +98,10 @@ class PPOTrainer(RolloutTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel | ActorCritic,
-        reward_funcs: RewardFunc | Sequence[RewardFunc],
-        args: PPOConfig,
-        train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
         processing_class: Any = None,
         value_model: str | PreTrainedModel | None = None,
         ref_model: str | PreTrainedModel | PeftModel | None = None,
@@ -90,45 +110,75 @@ class PPOTrainer(RolloutTrainer):
         callbacks: Sequence[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         accelerator: Accelerator | None = None,
+        metric_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        metric_processing_classes: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        tool_call_parser: ToolCallParser | None = None,
     ) -> None:
+        given = dict(locals())
         check_class(type(self))
+        args = check_config_class(args)
         check_output_dir(args)
+        environments = GivenEnvironments(tools, environment_factory, tool_call_parser)
+        self._check_measures(args, train_dataset, eval_dataset, reward_funcs, metric_funcs, environments)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
-        self.args = args
+        self.args, self.run_record = args, RunRecord.of_objects(type(self), given)
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
             model, trust_remote_code=args.trust_remote_code
         )
-        self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args)
-        self.eval_prompts = None
-        if eval_dataset is not None:
-            self.eval_prompts = setup.make_prompts(eval_dataset, self.processing_class, args, privileged=False)
+        self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, environments)
+        setup.report_plain_text(self.train_prompts, self.processing_class, self.accelerator)
+        self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, environments)
         self.schedule = setup.make_schedule(len(self.train_prompts), args)
-        scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, self.accelerator.device)
+        device = self.accelerator.device
+        scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, environments)
+        metric_scorer = setup.make_metric_scorer(metric_funcs, metric_processing_classes, args, device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
         setup.check_critic_tokenizer(start, self.processing_class, args)
-        chat = any(prompts is not None and prompts.are_messages for prompts in (self.train_prompts, self.eval_prompts))
+        chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
         self.sampling_params = setup.make_sampling_params(
             actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator
         )
-        setup.add_reward_adapter(scorer, actor_critic, args, self.accelerator.device)
+        setup.add_reward_adapter(scorer, actor_critic, args, device)
+        self.environments = make_environments(
+            environments, self.processing_class, self.sampling_params, scorer, args, messages=chat
+        )
         reference = factory.make_reference(actor_critic, ref_model, args)
-        self.start_identity = start_identity(actor_critic, reference, scorer)
-        self.collector = setup.make_collector(reference, scorer, self.accelerator, args)
+        self.start_identity = start_identity(actor_critic, reference, scorer, self.environments)
+        self.collector = setup.make_collector(reference, scorer, metric_scorer, self.accelerator, args)
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
+        self._set_up_steps(has_reference=reference is not None)
+        self.set_up_run(callbacks or [])
+
+    def _set_up_steps(self, *, has_reference: bool) -> None:
+        """Evaluation, and what decides from step to step: the sampler's check, critic pretraining, the old policy, the
+        KL penalty.
+        """
+        args = self.args
+        check_sampler(self.environments, self.sampling_params, self.updater.engine)
         self.collector.prepare_frozen_models(self.updater.engine)
+        self.evaluator = Evaluator(self, self.collector.metric_scorer)
         self.mismatch_guard = MismatchGuard(self.updater.engine, args)
-        has_reference, report = reference is not None, lambda text: self.run_log.message(text)
+
+        def report(text: str) -> None:
+            self.run_log.message(text)
+
         self.critic_pretraining = setup.make_critic_pretraining(self.updater, self.schedule, args, report=report)
         self.old_policy = OldPolicySource(
-            self.mismatch_guard, args, self.critic_pretraining, has_reference=has_reference, report=report
+            self.mismatch_guard,
+            args,
+            self.critic_pretraining,
+            has_reference=has_reference,
+            report=report,
+            sampler_repeats=self.environments is None or not self.environments.answer,
         )
         self.kl_controller = setup.make_kl_controller(args)
-        self.set_up_run(callbacks or [])
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
@@ -136,7 +186,7 @@ class PPOTrainer(RolloutTrainer):
         A run that is resumed in the middle of a step's update continues with the rollouts stored in the checkpoint.
         """
         self.run_lock.acquire()
-        self.timers, self.counts = metrics.Timers(), RolloutCounts()
+        self.timers, self.counts = self.new_timers(), RolloutCounts()
         step, update = self.state.global_step, self.progress.pop_resumed_update()
         if update is None:
             rollouts = self._rollouts_with_advantages(prompt_batches)
@@ -223,11 +273,11 @@ class PPOTrainer(RolloutTrainer):
         update = self.progress.update_for(rollouts)
         rows, key = rollouts["responses"].size(0), (args.seed, step)
         plan = list(update_steps(rows, args, key, critic_only=self.in_critic_pretraining))
-        with self.run_log.progress(len(plan), "update", initial=update.num_attempted, leave=False) as bar:
+        with self.run_log.bar.phase("update", len(plan), update.num_attempted) as count_steps:
             for part, epoch, batch in plan[update.num_attempted :]:
                 if update.kl_stopped:
                     break
-                bar.update(1)
+                count_steps(1)
                 try:
                     stats, stepped = self.updater.step(
                         rollouts,
@@ -338,6 +388,7 @@ class PPOTrainer(RolloutTrainer):
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
         if self.args.num_logged_rollouts:
-            rows = rollout_tables.rollout_rows(rollouts, self.processing_class, self.args.num_logged_rollouts)
-            self.run_log.log_rollouts(rows, step)
+            self.run_log.log_rollouts(logged_rollouts(self, rollouts, step), step)
+        if samples_are_due(step, self.args):
+            self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)
         return stats

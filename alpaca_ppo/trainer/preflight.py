@@ -5,6 +5,8 @@ Single values are checked in `config`, prompts and rewards in `data` and `reward
 in `models.token_checks`, after the policy has been loaded.
 """
 
+import dataclasses
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,10 +14,12 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, committed_path
+from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, committed_path, list_committed
 from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run, resolve_checkpoint
+from alpaca_ppo.checkpoint.hub import check_login
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
 from alpaca_ppo.checkpoint.size import checkpoint_bytes
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.models.skeletons import trained_parameters
@@ -35,9 +39,10 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     if launched_rank() == 0:
         check_unlocked(args.output_dir)
     if not resume_from_checkpoint:
-        check_no_earlier_run(args.output_dir)
+        if not args.overwrite_output_dir:
+            check_no_earlier_run(args.output_dir)
         return
-    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir)
+    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite_output_dir=args.overwrite_output_dir)
     if not committed_path(folder).is_dir():
         raise ValueError(
             f"resume_from_checkpoint is {str(folder)!r}, which is not a folder; pass a checkpoint folder, or true"
@@ -58,16 +63,39 @@ def check_class(trainer_class: type) -> None:
         )
 
 
-def check_output_dir(args: PPOConfig) -> None:
-    """Checks the trackers, the name of the hub repository, and that files can be written to `output_dir`.
+def check_config_class(args: Any) -> PPOConfig:
+    """Returns `args`, a configuration of this package.
 
     Raises:
-        ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse, an `output_dir`
+        ValueError: for anything else; of another trainer's configuration, with what its values are here.
+    """
+    if isinstance(args, PPOConfig):
+        return args
+    if args is None:
+        raise ValueError("args is missing; pass a PPOConfig, with at least its output_dir")
+    changed: dict[str, Any] = {}
+    if dataclasses.is_dataclass(args) and not isinstance(args, type):
+        fields = [field for field in dataclasses.fields(args) if field.init]
+        changed = {field.name: value for field in fields if (value := vars(args).get(field.name)) != field.default}
+    valid = [field.name for field in dataclasses.fields(PPOConfig)]
+    lines = explain_names(changed, valid, CONFIG_SECTIONS)
+    raise ValueError(
+        f"args is of the class {type(args).__module__}.{type(args).__qualname__}; PPOTrainer takes a PPOConfig, "
+        "`from alpaca_ppo import PPOConfig`" + (f". The values that are not its defaults:\n{lines}" if lines else "")
+    )
+
+
+def check_output_dir(args: PPOConfig) -> None:
+    """Checks the trackers, the hub repository and the login, and that files can be written to `output_dir`.
+
+    Raises:
+        ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse, `push_to_hub`
+            without a login, an `output_dir`
             with a file in its path, and one in which the main process can create no file.
     """
     tracker_names(args.report_to)
     if args.push_to_hub:
-        _check_hub_id(str(args.hub_model_id))
+        checked_hub_id(args.hub_model_id)
     existing = _existing_folder(args)
     if not existing.is_dir():
         raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; choose a folder")
@@ -77,12 +105,13 @@ def check_output_dir(args: PPOConfig) -> None:
 
 
 class DiskCheck:
-    """Whether the disk has room for one checkpoint, or for the final models of a run that saves no checkpoints.
+    """Whether the disk has room for the checkpoints that the run will keep, or for the final models of a run that saves
+    no checkpoints.
 
-    The size is a lower bound, taken before models are loaded. `train` checks it before its first step. The constructor
-    checks it already when `model` is a path, since loading may take long, unless `output_dir` holds a finished run,
-    which `train` may have nothing to add to. It cannot know whether `train` will be called: to only evaluate on a disk
-    with less room, pass a loaded model.
+    The size of one is a lower bound, taken before models are loaded. `train` checks it before its first step. The
+    constructor checks the room for one already when `model` is a path, since loading may take long, unless `output_dir`
+    holds a finished run, which `train` may have nothing to add to, or one that is deleted first. It cannot know whether
+    `train` will be called: to only evaluate on a disk with less room, pass a loaded model.
 
     Args:
         args: the configuration.
@@ -102,26 +131,49 @@ class DiskCheck:
         if launched_rank() == 0:
             trained = trained_parameters(model, value_start, peft_config, args)
             self._needed = checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
-            if isinstance(model, str) and not committed_path(Path(args.output_dir) / "final").exists():
+            finished = committed_path(Path(args.output_dir) / "final").exists()
+            if isinstance(model, str) and not finished and not args.overwrite_output_dir:
                 self.check()
 
-    def check(self) -> None:
+    def check(self, steps_left: int = 1) -> None:
         """Checks the room that there is now.
+
+        Args:
+            steps_left: steps that the run will make.
 
         Raises:
             ValueError: when there is too little; names both numbers and the remedy.
         """
-        usage = shutil.disk_usage(_existing_folder(self._args))
+        usage, count = shutil.disk_usage(_existing_folder(self._args)), self._new_checkpoints(steps_left)
+        needed = self._needed * max(1, count)
         # Some file systems, such as those in user space, do not say how large they are.
-        if usage.total == 0 or usage.free >= self._needed:
+        if usage.total == 0 or usage.free >= needed:
             return
-        save_steps, folder = self._args.save_steps, self._args.output_dir
-        what = "one checkpoint (weights and the state of the optimizer)" if save_steps else "the final models"
+        args, what, remedy = self._args, "the final models", ""
+        if args.save_steps:
+            what = "one checkpoint" if count == 1 else f"{count} checkpoints"
+            what += " (weights and the state of the optimizer)"
+            remedy = "save none (save_steps: 0), "
+        if count > 1:
+            what += f", as many as there are before the oldest is deleted (save_total_limit: {args.save_total_limit}),"
+            remedy = "keep fewer checkpoints (save_total_limit: 1) or none (save_steps: 0), "
         raise ValueError(
-            f"output_dir ({folder}) has too little room: {what} will have more than {self._needed} bytes, and the "
-            f"disk has {usage.free} left; free some space, choose an output_dir on another disk, or train fewer "
-            "weights (--use_peft)"
+            f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the "
+            f"disk has {usage.free} left; free some space, choose an output_dir on another disk, {remedy}or train "
+            "fewer weights (--use_peft)"
         )
+
+    def _new_checkpoints(self, steps_left: int) -> int:
+        """How many checkpoints more than now the folder will hold at one time; without `save_total_limit`, where the
+        user may delete them while the run goes on, one.
+        """
+        args = self._args
+        if not args.save_steps or args.save_total_limit is None:
+            return int(args.save_steps > 0)
+        saved = math.ceil(steps_left / args.save_steps)
+        present = len(list_committed(args.output_dir, "checkpoint-*"))
+        # A new one is complete before the oldest is deleted.
+        return max(1, min(present + saved, args.save_total_limit + 1) - present)
 
 
 def _existing_folder(args: PPOConfig) -> Path:
@@ -135,7 +187,27 @@ def _existing_folder(args: PPOConfig) -> Path:
         ) from error
 
 
-def _check_hub_id(name: str) -> None:
+def check_eval_set(args: PPOConfig, eval_dataset: Any) -> None:
+    """Checks that a run that is to evaluate has something to evaluate on.
+
+    Raises:
+        ValueError: if `eval_steps` is set without an eval set.
+    """
+    if args.eval_steps and (eval_dataset is None or eval_dataset == {}):
+        raise ValueError(
+            f"eval_steps is {args.eval_steps}, but there is no eval set; pass eval_dataset (eval_dataset_name or "
+            "dataset_test_split), or set eval_steps: 0"
+        )
+
+
+def checked_hub_id(name: str | None) -> str:
+    """Returns the name of a hub repository that this user may be able to write to.
+
+    Raises:
+        ValueError: if there is none, the hub does not accept it, or, on the main process, see `hub.check_login`.
+    """
+    if not name:
+        raise ValueError("hub_model_id is not set; name the repository to push to, 'name' or 'organization/name'")
     try:
         validate_repo_id(name)
     except ValueError as error:
@@ -143,6 +215,9 @@ def _check_hub_id(name: str) -> None:
             f"hub_model_id is {name!r}, which the hub does not accept ({error}); write it as 'name' or "
             "'organization/name'"
         ) from error
+    if launched_rank() == 0:
+        check_login()
+    return name
 
 
 def _check_writable(folder: Path, args: PPOConfig) -> None:

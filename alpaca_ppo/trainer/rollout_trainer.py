@@ -4,7 +4,7 @@ What a step learns from them is in `ppo_trainer`; the passes themselves are in `
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -15,6 +15,8 @@ from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
+from alpaca_ppo.environments.episodes import Environments, Episodes, episode_rows
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
@@ -27,11 +29,17 @@ from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards.early_calls import EarlyCalls
+from alpaca_ppo.rewards.logged_metrics import merged
 from alpaca_ppo.rewards.scoring import early_calls, score_responses
-from alpaca_ppo.tracking import rollout_tables
-from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer import measure_checks, setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
+from alpaca_ppo.trainer.environment_setup import GivenEnvironments
+from alpaca_ppo.trainer.evaluation import Evaluator, Measure
+from alpaca_ppo.trainer.text_generation import Prompt, generate_texts, with_changes
 from alpaca_ppo.types import PromptBatch, Rollouts
+
+_SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-probs"}
+"""The names of timed phases in the progress bar, where they differ from those in `time/*`."""
 
 
 class RolloutTrainer(BaseTrainer):
@@ -40,13 +48,50 @@ class RolloutTrainer(BaseTrainer):
     collector: RolloutCollector
     sampling_params: SamplingParams
     mismatch_guard: MismatchGuard
+    evaluator: Evaluator
+    environments: Environments | None
+
+    def _check_measures(
+        self,
+        args: Any,
+        train_set: Any,
+        eval_set: Any,
+        reward_funcs: Any,
+        metric_funcs: Any,
+        environments: GivenEnvironments,
+    ) -> None:
+        """Checks rewards, metrics and eval sets, before any model is loaded; raises a ValueError."""
+        measure_checks.check_evaluation(args, eval_set, reward_funcs, metric_funcs, environments)
+        # A subclass that scores in another way may give the functions more than the dataset has.
+        if type(self)._score is RolloutTrainer._score:
+            measure_checks.check_reward_columns(train_set, eval_set, reward_funcs, metric_funcs, environments)
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Also sets up what a rollout records and how it is interrupted."""
         super().set_up_run(callbacks)
-        self.timers, self.rollout_poll, self.counts = metrics.Timers(), RolloutPoll(), RolloutCounts()
+        self.timers, self.rollout_poll, self.counts = self.new_timers(), RolloutPoll(), RolloutCounts()
         self._early: EarlyCalls | None = None
+        self._episodes: Episodes | None = None
+        scorer, self.collector.metric_scorer.logged = self.collector.scorer, self.collector.scorer.logged
+        for each in (scorer, self.collector.metric_scorer):
+            each.offer(self.state)
+        self._logs_metrics = scorer.logs_metrics or self.collector.metric_scorer.logs_metrics
         self.collector.scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
+        self.collector.scorer.on_source = self._show_source
+
+    def new_timers(self) -> metrics.Timers:
+        """Timers at 0, whose phases the progress bar shows."""
+        return metrics.Timers(lambda phase: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase)))
+
+    def _show_source(self, name: str) -> None:
+        # A scorer that is called by itself does not open the log.
+        if self._run_log is not None:
+            self._run_log.bar.detail(name)
+
+    @property
+    def source_weights(self) -> dict[str, float]:
+        """The weight of each reward source by name, in the order of the sources."""
+        return self.collector.scorer.weight_by_name
 
     def check_sampler(self) -> None:
         """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a
@@ -57,6 +102,7 @@ class RolloutTrainer(BaseTrainer):
         """
         hooks = (self.rollout, self._generate)
         inherited = hooks == (MethodType(RolloutTrainer.rollout, self), MethodType(RolloutTrainer._generate, self))
+        inherited = inherited and not self.train_prompts.any_blank
         if self.mismatch_guard.active and inherited:
             prompts = self.spread_prompts(self.state.global_step)
             self.mismatch_guard.check_short_responses(self.collector, prompts, self.sampling_params)
@@ -126,6 +172,7 @@ class RolloutTrainer(BaseTrainer):
         up to `rewards`.
         """
         step = self.state.global_step
+        hook_checks.check_full_softmax(self.sampling_params)
         sampling_params = replace(self.sampling_params, seed=self.args.seed, step=step)
         passes = rollout_passes(
             self.args,
@@ -134,49 +181,87 @@ class RolloutTrainer(BaseTrainer):
             with_entropies=metrics.logs_entropies(step, self.args),
             may_be_empty=sampling_params.sampling_round > 0,
         )
-        return self._rollout(prompt_batches, sampling_params, passes)
+        return self.sample_rollouts(prompt_batches, sampling_params, passes)
 
-    def _rollout(
-        self, prompt_batches: Sequence[PromptBatch], sampling_params: SamplingParams, passes: RolloutPasses
+    def sample_rollouts(
+        self,
+        prompt_batches: Sequence[PromptBatch],
+        sampling_params: SamplingParams,
+        passes: RolloutPasses,
+        measure: Measure | None = None,
     ) -> Rollouts:
+        """The global rollouts of a step or an evaluation. `measure` adds tensors to this rank's scored samples."""
         engine, n = self.updater.engine, sampling_params.num_return_sequences
         count = sum(len(batch["rows"]) for batch in prompt_batches)
         prompts = self.collector.local_prompts(engine, prompt_batches, self.dummy_prompts)
         local = None
-        with self.run_log.progress(count * (n + passes.greedy_baseline), "rollout", leave=False) as bar:
+        # What functions have logged since the last rollout belongs to none, as when they judged an opponent's answers.
+        self.collector.scorer.logged.pop()
+        with self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline)) as count_rows:
             self.rollout_poll = self.preemption.for_rollout(
                 engine,
                 stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
                 can_stop=self.progress.is_current,
-                on_rows=bar.update,
+                on_rows=count_rows,
             )
             with self.rollout_poll.rollout():
-                rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes)
+                rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes, measure)
                 local = {key: value[: count * n] for key, value in rows.items() if count}
         rollouts, dropped = self.collector.gather(local, passes, samples_per_prompt=n, poll=self.rollout_poll)
+        if self._logs_metrics:
+            of_ranks = collectives.gather_list(self.collector.scorer.logged.pop(), self.accelerator)
+            self.counts.logged = merged([self.counts.logged, *of_ranks])
         if dropped.num_dropped:
             self.counts.dropped_rows += dropped.num_dropped
             self.run_log.message(str(dropped))
         return rollouts
 
     def _local_rollout(
-        self, prompts: PromptBatch, sampling_params: SamplingParams, passes: RolloutPasses
+        self,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        passes: RolloutPasses,
+        measure: Measure | None,
     ) -> dict[str, Tensor]:
         """This rank's rows, on the CPU: generated, scored, evaluated."""
-        rows = self._generate_and_score(prompts, sampling_params)
+        with self._episodes_of(prompts, sampling_params) as episodes:
+            rows = self._generate_and_score(prompts, sampling_params)
+            if measure is not None:
+                with self.timers.measure("score"):
+                    rows |= measure(rows, episode_rows(prompts, sampling_params, episodes))
         if passes.greedy_baseline:
             greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
-            baseline = self._generate_and_score(prompts, greedy)
+            with self._episodes_of(prompts, greedy):
+                baseline = self._generate_and_score(prompts, greedy)
             add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
                 self.updater.engine, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
             )
 
+    @contextmanager
+    def _episodes_of(self, prompts: PromptBatch, sampling_params: SamplingParams) -> Iterator[Episodes | None]:
+        """A block in which the episodes of this rank's prompts exist; None without environments and tools."""
+        if self.environments is None:
+            yield None
+            return
+        # Ranks in lockstep cannot be interrupted one by one.
+        poll = (lambda: None) if self.updater.engine.synced_forwards else self.rollout_poll
+        begun = self.environments.episodes(prompts, sampling_params, query_len=self.args.query_len, poll=poll)
+        with ExitStack() as stack:
+            with self.timers.measure("environments"):
+                self._episodes = stack.enter_context(begun)
+            try:
+                yield self._episodes
+            finally:
+                self._episodes = None
+
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
         n, sources, parts = sampling_params.num_return_sequences, self.collector.scorer.names, []
-        rows = [row for row in prompts["rows"] for _ in range(n)]
+        rows = episode_rows(prompts, sampling_params, self._episodes)
+        if self._episodes is not None:
+            prompts, sampling_params = self._episodes.prompts, self._episodes.sampling_params
         chunks = hook_checks.score_chunks(len(rows), n, self.args.score_chunk_prompts)
         with self._calling_early(rows, chunks):
             with self.timers.measure("rollout"):
@@ -188,7 +273,8 @@ class RolloutTrainer(BaseTrainer):
                     part = {key: value[chunk] for key, value in samples.items()}
                     scores = self._score(part, rows[chunk])
                     parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
-        return samples | hook_checks.join_scores(parts, samples["response_mask"])
+        per_token = self.environments is not None and self.environments.reward_per_token
+        return samples | hook_checks.join_scores(parts, samples["response_mask"], per_token=per_token)
 
     @contextmanager
     def _calling_early(self, rows: list[dict[str, Any]], chunks: Sequence[slice]) -> Iterator[None]:
@@ -225,7 +311,9 @@ class RolloutTrainer(BaseTrainer):
             bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
             tensors with one entry per row, which are passed on to `_score` and the later hooks.
         """
-        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll, self._early)
+        return self.collector.sample(
+            self.updater.engine, prompts, sampling_params, self.rollout_poll, self._early, self._episodes
+        )
 
     def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Scores finished responses with the run's reward sources.
@@ -246,34 +334,78 @@ class RolloutTrainer(BaseTrainer):
 
     def evaluate(self) -> dict[str, float]:
         """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
-        as `eval/*`.
+        as `eval/*`, or `eval/<set>/*` of each of several eval sets; docs/evaluation.md has the rest.
 
         If `failed_rewards: drop` leaves no response, all of them but `eval/dropped_rows` are NaN.
 
-        Sampled evaluations use the same random numbers each time, so that differences come from the policy. The table
-        goes to eval/step_*.jsonl; called before `train`, it does not replace one that a run with checkpoints has left
-        there.
+        Sampled evaluations use the same random numbers each time, so that differences come from the policy, and the
+        global random generators are left as they were. The table goes to eval/step_*.jsonl; called before `train`, it
+        does not replace one that a run with checkpoints has left there.
 
         Raises:
             ValueError: when the trainer has no eval dataset.
         """
-        if self.eval_prompts is None:
+        if not self.eval_prompts:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
         # What a training loop of one's own has dropped so far is for the step's record.
         of_step = self._pop_counts()
-        self.timers = metrics.Timers()
-        with self.run_lock.for_a_while():
-            rollouts = self._rollout(
-                self.collate(self.eval_prompts, range(len(self.eval_prompts))),
-                setup.evaluation_sampling_params(self.sampling_params, self.args),
-                RolloutPasses(with_critic=False, may_be_empty=True),
-            )
-            rows = rollout_tables.evaluation_rows(rollouts, self.processing_class)
-            self.run_log.log_table("eval", rows, self.state.global_step)
-        stats = {**metrics.evaluation_stats(rollouts), "time/eval": sum(self.timers.seconds.values())}
-        stats |= self.counts.evaluation_stats(self.args)
+        self.timers = self.new_timers()
+        with self.run_lock.for_a_while(), kept_random_states():
+            if self.environments is not None:
+                # Those that draw their tasks from the global generators have the same ones each time.
+                seed_random_states(self.args.seed, self.accelerator.process_index)
+            stats = self.evaluator.evaluate()
+        stats["time/eval"] = sum(self.timers.seconds.values())
         self.counts = of_step
         return stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        num_return_sequences: int = 1,
+        do_sample: bool = True,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[list[str]]:
+        """Returns the policy's answers to each prompt as text, as it is now; nothing is scored or recorded.
+
+        The same seed gives the same answers, and no random number of the run is touched. Each process samples what it
+        is given: under DDP and ZeRO 1 or 2 one of them may call this alone, under ZeRO 3 all must, with the same
+        prompts.
+
+        Args:
+            prompts: one prompt or several: texts, or conversations (lists of messages), to which the chat template is
+                applied.
+            num_return_sequences: answers to each prompt.
+            do_sample: False takes the most likely token each time.
+            max_new_tokens: tokens of an answer; None = `response_len`.
+            temperature: None = that of the run.
+            top_k: sample from the k most likely tokens only.
+            top_p: sample only from the most likely tokens that together reach this probability.
+            seed: of the random numbers.
+
+        Raises:
+            ValueError: see `generate_texts`; also for a number outside its range.
+        """
+        changes = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return generate_texts(
+            prompts,
+            collector=self.collector,
+            engine=self.updater.engine,
+            processing_class=self.processing_class,
+            sampling_params=with_changes(
+                self.sampling_params,
+                seed=seed,
+                num_return_sequences=num_return_sequences,
+                do_sample=do_sample,
+                **changes,
+            ),
+            chat_template_kwargs=self.args.chat_template_kwargs,
+        )
 
     def _pop_counts(self) -> RolloutCounts:
         """The counts of what was sampled since the last call."""

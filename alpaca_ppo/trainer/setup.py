@@ -3,18 +3,21 @@
 The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import TrainerCallback
 
 from alpaca_ppo.adapters import check_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.evaluation.settings import check_set_names
 from alpaca_ppo.generation import (
+    StopStrings,
     configured_stop_tokens,
     resolve_stop_tokens,
     resolve_truncate_tokens,
@@ -36,9 +39,16 @@ from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater, planned_steps
+from alpaca_ppo.report.refresher import ReportRefresher
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rewards.scoring import Penalties
+from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.run_log import RunLog
+from alpaca_ppo.tracking.run_record import RunRecord
+from alpaca_ppo.trainer.environment_setup import NO_ENVIRONMENTS, GivenEnvironments, prompt_rows, schemas_of
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
+from alpaca_ppo.trainer.measure_checks import REWARD_ADAPTER, of_metrics
+from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
 def check_critic_tokenizer(start: Any, processing_class: Any, args: PPOConfig) -> None:
@@ -52,32 +62,109 @@ def check_critic_tokenizer(start: Any, processing_class: Any, args: PPOConfig) -
         check_same_tokenizer(start, processing_class, trust_remote_code=args.trust_remote_code)
 
 
-def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, *, privileged: bool = True) -> PromptDataset:
+def make_prompts(
+    dataset: Any,
+    processing_class: Any,
+    args: PPOConfig,
+    environments: GivenEnvironments = NO_ENVIRONMENTS,
+    *,
+    privileged: bool = True,
+) -> PromptDataset:
     """The tokenized prompts of `dataset`; overlong ones are dropped or raise an error (`overlong_prompts`).
 
-    Without `privileged` they have no text of `privileged_column`: evaluation runs no critic.
+    Without `privileged` they have no text of `privileged_column`: evaluation runs no critic. Prompts show the tools of
+    `environments`.
 
     Raises:
         ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     return prepare_prompts(
-        dataset,
+        prompt_rows(dataset, environments, processing_class, args),
         processing_class,
         query_len=args.query_len,
         prompt_column=args.prompt_column,
         prompt_template=args.prompt_template,
         overlong=args.overlong_prompts,
+        chat_template_kwargs=args.chat_template_kwargs,
         privileged_column=args.privileged_column if privileged else None,
         privileged_len=args.privileged_len,
+        tools_of=schemas_of(environments),
     )
 
 
+def report_plain_text(prompts: PromptDataset, processing_class: Any, accelerator: Accelerator) -> None:
+    """Prints, on the main process, that a chat model is given text in which none of its tokens marks a turn."""
+    if prompts.are_messages or prompts.from_template or prompts.any_blank or not processing_class.chat_template:
+        return
+    text, marks = (
+        prompts[0]["row"]["prompt"],
+        {*processing_class.get_added_vocab(), *processing_class.all_special_tokens},
+    )
+    if not any(mark.strip() and mark in text for mark in marks):
+        accelerator.print(
+            "the tokenizer has a chat template, but the prompts are plain text, which a chat model has hardly been "
+            "trained to answer: make them messages ([{'role': 'user', 'content': ...}] in prompt_column), to which the "
+            "template is applied. For a base model, or text that is meant so, nothing needs to change"
+        )
+
+
+def make_eval_prompts(
+    dataset: Any, processing_class: Any, args: PPOConfig, environments: GivenEnvironments = NO_ENVIRONMENTS
+) -> dict[str, PromptDataset]:
+    """The tokenized prompts of each eval set by its name, which is empty for a dataset that is given without one.
+
+    Raises:
+        ValueError: see `prepare_prompts`, with the set's name; also for a name that no metric can have.
+    """
+    if dataset is None:
+        return {}
+    if not isinstance(dataset, Mapping):
+        return {"": make_prompts(dataset, processing_class, args, environments, privileged=False)}
+    check_set_names(dataset)
+    prompts = {}
+    for name, rows in dataset.items():
+        try:
+            prompts[name] = make_prompts(rows, processing_class, args, environments, privileged=False)
+        except ValueError as error:
+            raise ValueError(f"eval set {name!r}: {error}") from error
+    return prompts
+
+
+def make_metric_scorer(metric_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
+    """The functions and models that only measure, in evaluations; none for None. They fail as reward functions do.
+
+    Raises:
+        ValueError: as for reward sources.
+    """
+    policy = FailurePolicy(args.reward_retries, args.reward_retry_pause, drop=args.failed_rewards == "drop")
+    if not metric_funcs:
+        return RewardScorer([], [], policy=policy, measures=True)
+    try:
+        built = build_reward(
+            metric_funcs,
+            reward_processing_classes=tokenizers,
+            batch_size=args.rollout_per_device_batch_size,
+            dtype=getattr(torch, args.dtype),
+            device=device,
+            trust_remote_code=args.trust_remote_code,
+            padding_free=bool(args.padding_free),
+        )
+    except ValueError as error:
+        raise of_metrics(error) from error
+    return RewardScorer(built.sources, built.weights, policy=policy, measures=True)
+
+
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
-    """The prompts of each step; one epoch if neither `total_epochs` nor `total_episodes` is set."""
-    epochs = 1 if args.total_epochs is None and args.total_episodes is None else args.total_epochs
+    """The prompts of each step; one epoch if none of `total_epochs`, `total_episodes` and `max_steps` is set."""
+    lengths = (args.total_epochs, args.total_episodes, args.max_steps)
     return PromptSchedule(
-        num_prompts, args.rollout_batch_size, seed=args.seed, total_epochs=epochs, total_episodes=args.total_episodes
+        num_prompts,
+        args.rollout_batch_size,
+        seed=args.seed,
+        total_epochs=1 if lengths == (None, None, None) else args.total_epochs,
+        total_episodes=args.total_episodes,
+        num_steps=args.max_steps,
     )
 
 
@@ -112,8 +199,9 @@ def make_sampling_params(
         accelerator: of the run; its main process reports a stop token that only the chat template knows.
 
     Raises:
-        ValueError: when no token stops a response, when prompt and response may exceed the positions of policy or
-            critic, or when the tokenizer has tokens without an embedding in the model.
+        ValueError: when no token stops a response, when the tokenizer does not allow `stop_strings`, when prompt and
+            response may exceed the positions of policy or critic, or when the tokenizer has tokens without an embedding
+            in the model.
     """
     policy: Any = actor_critic.policy.model
     check_positions(policy.config, args)
@@ -122,7 +210,7 @@ def make_sampling_params(
         check_positions((policy if backbone is None else backbone).config, args, owner="critic", privileged=True)
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
-    turn_end = resolve_turn_end(processing_class) if chat else None
+    turn_end = resolve_turn_end(processing_class, args.chat_template_kwargs) if chat else None
     # A turn end among truncate_tokens ends a response from truncate_after on, as the user wants.
     extra = () if turn_end is None or turn_end in truncate else (turn_end,)
     stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
@@ -142,6 +230,11 @@ def make_sampling_params(
         stop_token_ids=stop,
         truncate_token_ids=truncate,
         truncate_after=args.truncate_after,
+        stop_strings=(
+            StopStrings(args.stop_strings, processing_class, vocab_size=actor_critic.policy.head.out_features)
+            if args.stop_strings
+            else None
+        ),
         num_return_sequences=args.num_return_sequences,
         backend=args.generation_backend,
         cuda_graphs=args.cuda_graphs,
@@ -149,16 +242,29 @@ def make_sampling_params(
     )
 
 
-def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
+def make_scorer(
+    reward_funcs: Any,
+    tokenizers: Any,
+    args: PPOConfig,
+    device: torch.device,
+    environments: GivenEnvironments = NO_ENVIRONMENTS,
+) -> RewardScorer:
     """The reward sources with their weights; reward models are moved to `device`. A reward adapter is added later, once
-    its base is loaded (`add_reward_adapter`); its weight is the last one.
+    its base is loaded (`add_reward_adapter`); its weight is the last one. So are the rewards of `environments`, which
+    may be all that there are.
 
     Raises:
         ValueError: for an invalid source, a wrong number of weights, or a reward adapter that cannot be read or has no
             tokenizer. The reward adapter is checked before any model is loaded.
     """
     weights = args.reward_weights
-    policy = FailurePolicy(args.reward_retries, args.reward_retry_pause, drop=args.failed_rewards == "drop")
+    reward_funcs = [] if reward_funcs is None else reward_funcs
+    policy = FailurePolicy(
+        args.reward_retries,
+        args.reward_retry_pause,
+        drop=args.failed_rewards == "drop",
+        drop_unscored=args.drop_unscored,
+    )
     if args.reward_adapter is not None:
         if not isinstance(reward_funcs, (list, tuple)):
             reward_funcs = [reward_funcs]
@@ -173,6 +279,8 @@ def make_scorer(reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: tor
         _reward_tokenizer(args)
         if not reward_funcs:
             return RewardScorer([], [], policy=policy)
+    if isinstance(reward_funcs, (list, tuple)) and not reward_funcs and environments.kinds and weights is None:
+        return RewardScorer([], [], policy=policy)
     scorer = build_reward(
         reward_funcs,
         reward_weights=weights,
@@ -224,7 +332,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     source = ModelReward(
         model,
         tokenizer,
-        name="reward_adapter",
+        name=REWARD_ADAPTER,
         batch_size=args.rollout_per_device_batch_size,
         padding_free=bool(args.padding_free),
     )
@@ -232,8 +340,8 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
-def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
-    """The run's log on disk and in the trackers.
+def make_run_log(accelerator: Accelerator, args: PPOConfig, record: RunRecord, **resumed: Any) -> RunLog:
+    """The run's log on disk and in the trackers; `record` goes to run.yaml.
 
     `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended`, `resume_skipped` and `resume_lines`.
     """
@@ -242,24 +350,31 @@ def make_run_log(accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> R
         output_dir=args.output_dir,
         report_to=args.report_to,
         run_name=args.run_name,
-        config=asdict(args),
+        config=record.config(args),
+        provenance=record.provenance(accelerator, resumed_step=resumed.get("resume_step")),
         **resumed,
     )
 
 
-def begin_run_log(log: RunLog | None, accelerator: Accelerator, args: PPOConfig, **resumed: Any) -> RunLog:
+def begin_run_log(
+    log: RunLog | None, accelerator: Accelerator, args: PPOConfig, record: RunRecord, **resumed: Any
+) -> RunLog:
     """The run's log without records of steps that the run will make again; `resumed` is that of `make_run_log`.
 
     `log` is the one that is open already, because the trainer evaluated or sampled before it trained; or None.
     """
     if log is None:
-        return make_run_log(accelerator, args, **resumed)
+        return make_run_log(accelerator, args, record, **resumed)
     log.rewind(**resumed)
     return log
 
 
 def make_collector(
-    reference: Reference | None, scorer: RewardScorer, accelerator: Accelerator, args: PPOConfig
+    reference: Reference | None,
+    scorer: RewardScorer,
+    metric_scorer: RewardScorer,
+    accelerator: Accelerator,
+    args: PPOConfig,
 ) -> RolloutCollector:
     """The object that samples, evaluates and gathers the rows of a rollout.
 
@@ -272,6 +387,7 @@ def make_collector(
         accelerator=accelerator,
         reference=reference,
         scorer=scorer,
+        metric_scorer=metric_scorer,
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
         row_tokens=args.longest_row,
@@ -279,14 +395,15 @@ def make_collector(
 
 
 def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: one response per prompt, greedy unless `eval_do_sample`, with the same
-    random numbers each time.
+    """How the policy is sampled in evaluation: greedy unless `eval_do_sample`, with the same random numbers each
+    time.
     """
     return replace(
         sampling_params,
         seed=args.seed + 1,
         step=0,
-        num_return_sequences=1,
+        num_return_sequences=args.eval_num_samples,
+        temperature=args.eval_temperature or sampling_params.temperature,
         do_sample=args.eval_do_sample,
         top_k=args.eval_top_k,
         top_p=args.eval_top_p,
@@ -302,3 +419,35 @@ def make_kl_controller(args: PPOConfig) -> KLController:
         k_beta=args.k_beta,
         horizon=args.kl_horizon,
     )
+
+
+def built_in_callbacks(trainer: Any) -> list[TrainerCallback]:
+    """Returns the callbacks of every run, in the order in which they are notified.
+
+    Args:
+        trainer: the `BaseTrainer`. Its `args`, `accelerator`, `schedule` and `state` are there; `run_log` is when the
+            callbacks are notified.
+    """
+    args: PPOConfig = trainer.args
+    callbacks: list[TrainerCallback] = [
+        Console(
+            trainer.args,
+            lambda: trainer.run_log,
+            max_steps=trainer.schedule.num_steps,
+            sources=lambda: list(trainer.source_weights),
+        ),
+        RunDoctor(trainer),
+    ]
+    if args.num_inspected_prompts:
+        callbacks.append(TrainingPromptInspector(trainer))
+    if args.report:
+        is_main = trainer.accelerator.is_main_process
+        callbacks.append(
+            ReportRefresher(
+                args.output_dir,
+                token_mb=args.report_token_mb,
+                is_main=is_main,
+                say=lambda text: trainer.run_log.message(text),
+            )
+        )
+    return callbacks

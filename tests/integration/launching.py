@@ -51,6 +51,7 @@ def write_run(folder: Path) -> Path:
         "save_steps": 0,
         "use_cpu": True,
         "report_to": "none",
+        "num_inspected_prompts": 1,
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     return folder / "run.yaml"

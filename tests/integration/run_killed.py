@@ -114,13 +114,17 @@ def run(output_dir: str, *settings: str) -> PPOTrainer:
     rank, troubles, unlucky = int(os.environ.get("RANK", 0)), overrides.pop("trouble", ""), overrides.pop("rank", 0)
     reward = Held(float(overrides.pop("hold", 0.0)))
     arguments = {"reward_funcs": reward, "eval_dataset": prompts(3), "callbacks": [Report]}
-    trainer = tiny_trainer(output_dir, trainer_arguments=arguments, **{**RUN, **overrides})
+    # What was killed before its first checkpoint leaves records that nothing can continue.
+    resume = newest_checkpoint(output_dir) is not None
+    trainer = tiny_trainer(
+        output_dir, trainer_arguments=arguments, overwrite_output_dir=not resume, **{**RUN, **overrides}
+    )
     if rank == unlucky:
         for trouble in filter(None, troubles.split(",")):
             prepare(trainer, *re.fullmatch(r"(\w+)@(\w+):(\d+)", trouble).groups())
     for name in PHASES:
         setattr(trainer, name, _after(partial(tell_phase, output_dir, name), getattr(trainer, name)))
-    trainer.train(resume_from_checkpoint=newest_checkpoint(output_dir) is not None)
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

@@ -20,7 +20,7 @@ def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:
     """Measures two steps of a model of six million weights, then estimates them."""
     torch.set_num_threads(1)
     config = llama(hidden_size=256, intermediate_size=768, num_hidden_layers=6)
-    args = settings(output_dir=output_dir, report_to=["none"], num_logged_rollouts=0, **json.loads(overrides))
+    args = settings(output_dir=output_dir, **json.loads(overrides))
     peft_config = lora() if json.loads(with_lora) else None
     measured = measured_peaks(args, peft_config, config)
     sharding = Sharding(torch.distributed.get_world_size(), json.loads(stage), buckets=1 + (json.loads(stage) == 2))

@@ -6,6 +6,7 @@ models need padding, `refused_first`: the run is resumed with another model befo
 makes autocast cast weights in every pass instead of reading copies. DeepSpeed takes float32 alone.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -67,11 +68,51 @@ def noisy_reward(completion_ids: list[list[int]], device: str = "cpu", **columns
     return [score + random.random() + numpy.random.rand() + float(torch.rand(())) for score in scores]
 
 
+def long_responses(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    """Whether a response has more than two tokens; None for an empty one."""
+    return [float(len(ids) > 2) if ids else None for ids in completion_ids]
+
+
+def logging_constant(completion_ids: list[list[int]], log_metric: Callable[[str, float], None], **columns: Any) -> Any:
+    """The same score for every response; logs this process's rank, and on the second one a metric more."""
+    rank = int(os.environ.get("RANK", 0))
+    log_metric("rank", rank)
+    if rank:
+        log_metric("of_the_second", 5.0)
+    return [1.0] * len(completion_ids)
+
+
+class DifferentEvaluations(PPOTrainer):
+    """An evaluation that differs between ranks: on the main process it gets better up to step 2, on others worse."""
+
+    def evaluate(self) -> dict[str, float]:
+        step = float(self.state.global_step)
+        own = -abs(step - 2) if self.accelerator.is_main_process else -step
+        return super().evaluate() | {"eval/own": own}
+
+
 def flaky_reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
     """Scores each token by its place, and fails for prompts of one word."""
     if any(" " not in prompt for prompt in prompts):
         raise TimeoutError("no answer")
     return [[float(place) for place, _ in enumerate(ids)] for ids in completion_ids]
+
+
+class Talker:
+    """A partner whose answers, their number and its rewards depend on the prompt and on what the policy says."""
+
+    def reset(self, prompt: str) -> None:
+        self.left = 1 + len(prompt) % 3
+
+    async def reply(self, completion: str) -> tuple[str | None, float]:
+        """A word for each of the policy's words that is even."""
+        even = [word for word in completion.split() if word[-1] in "02468"]
+        self.left -= 1
+        return (" ".join(even) if self.left else None), 0.5 * len(even)
+
+    def get_reward(self) -> float:
+        """Of a long game."""
+        return float(self.left)
 
 
 def made_trainer(
@@ -85,7 +126,10 @@ def made_trainer(
     reward_model: bool = False,
     noisy: bool = False,
     flaky: bool = False,
+    disagreeing: bool = False,
     eval_prompts: int = 0,
+    eval_named: bool = False,
+    talker: bool = False,
     poison: Any = (),
     steep: bool = False,
     crowded: Any = (),
@@ -105,8 +149,12 @@ def made_trainer(
         start_adapter: train an adapter that has learned something already.
         reward_model: score with a random sequence classifier too.
         noisy: score with `noisy_reward`.
+        disagreeing: score with `logging_constant` in a trainer of `DifferentEvaluations`.
         flaky: score with `count_even` and `flaky_reward`.
         eval_prompts: prompts to evaluate on; 0 for none.
+        eval_named: evaluate on them as a named set beside one of a single prompt, and measure with a function and a
+            random sequence classifier.
+        talker: let a `Talker` answer and reward beside `count_even`.
         poison: [[step, update], ...] in which the loss of one row is NaN.
         steep: train a loss whose gradient is infinite.
         crowded: [rank, rows], the memory of that rank of several, whose gradients are reduced as on a GPU.
@@ -126,10 +174,18 @@ def made_trainer(
         arguments["reward_funcs"] = partial(noisy_reward, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     if flaky:
         arguments["reward_funcs"] = [count_even, flaky_reward]
+    if disagreeing:
+        arguments["reward_funcs"], overrides["trainer_class"] = logging_constant, DifferentEvaluations
     if "privileged_column" in overrides:
         arguments["train_dataset"] = hinted_prompts()
     if eval_prompts:
         arguments["eval_dataset"] = prompts(eval_prompts)
+    if eval_named:
+        arguments["eval_dataset"] = {"many": prompts(eval_prompts), "one": prompts(1)}
+        arguments["metric_funcs"] = [long_responses, tiny_sequence_classifier("llama", seed=3)]
+        arguments["metric_processing_classes"] = [None, tiny_tokenizer()]
+    if talker:
+        arguments["environment_factory"] = Talker
     arguments["callbacks"] = [StopAfter(stop_after)] if stop_after else []
     arguments["callbacks"] += [LargestFile(*largest_file)] if largest_file else []
     arguments["callbacks"] += [FillDisk(*fill_disk)] if fill_disk else []
@@ -219,6 +275,8 @@ def run(output_dir: str, *settings: str) -> None:
         refuse_another_policy(output_dir, resume, overrides)
     # Of an earlier run in this process; the group of processes stays.
     AcceleratorState._reset_state()
+    # DeepSpeed looks for garbage in every run: in what that run makes, then.
+    gc.freeze()
     # Each rank has its own random numbers, and a run that is resumed begins with others.
     set_seed(int(os.environ.get("RANK", 0)) + (100 if resume else 0))
     defers = "crowded" in overrides and int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -236,6 +294,9 @@ def train(trainer: PPOTrainer, output_dir: str, resume: bool | str | None) -> No
     with mock.patch("torch.load", to_no_file(torch.load)), mock.patch("torch.save", to_no_file(torch.save)):
         trainer.train(resume_from_checkpoint=resume)
     weights = trainer.updater.engine.weights()
+    state = trainer.state
+    reached = {"step": state.global_step, "best": state.best_global_step}
+    (Path(output_dir) / f"reached_{trainer.accelerator.process_index}.json").write_text(json.dumps(reached))
     if trainer.accelerator.is_main_process:
         torch.save(weights, Path(output_dir) / "weights.pt")
         (Path(output_dir) / "resident.json").write_text(json.dumps(resident_shares(trainer)))

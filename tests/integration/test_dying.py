@@ -60,7 +60,7 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
         # The launcher may send a SIGTERM of its own to the rank that ends last, which has left train() by then.
         assert f"exitcode  : {code} " in ended.stderr
         check_promises(parts)
-        assert what == "SIGKILL" or "continue with resume_from_checkpoint: true" in ended.stdout
+        assert what == "SIGKILL" or "continue with --resume_from_checkpoint, or resume" in ended.stdout
     own = command(SCRIPT, parts, "hold=0.5", config="ddp", python=warm_python())
     with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as last:
         time.sleep(0.1)
@@ -70,7 +70,7 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
         last.send_signal(signal.SIGTERM)
         output, _ = last.communicate(timeout=SOON)
     assert last.returncode == 1
-    assert "checkpoint-3; continue with resume_from_checkpoint: true" in output
+    assert "checkpoint-3; continue with --resume_from_checkpoint, or resume_from_checkpoint: true" in output
     assert output.rstrip().endswith("got signal: 15")
     assert launch(parts).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))
@@ -106,13 +106,14 @@ def test_a_process_that_only_waits_to_be_reaped_has_ended_and_one_that_sleeps_ha
 
 
 def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_end(tmp_path):
-    zero = (f"deepspeed={ROOT / 'examples/deepspeed_configs/zero3.json'}", "use_cpu=false")
+    # Three steps: in the first the update is interrupted, in the second the rollout.
+    zero = (f"deepspeed={ROOT / 'examples/deepspeed_configs/zero3.json'}", "use_cpu=false", "total_episodes=30")
     assert launch(tmp_path / "whole", *zero).returncode == 0
     parts = tmp_path / "parts"
     # Rank 1 in an update, then rank 0 while its responses are scored.
     for where, rank in (("update:3", 1), ("reward:2", 0)):
         ended = launch(parts, *zero, f"trouble=SIGTERM@{where}", f"rank={rank}")
-        assert "continue with resume_from_checkpoint: true" in ended.stdout, ended.stderr
+        assert "continue with --resume_from_checkpoint, or resume" in ended.stdout, ended.stderr
         check_promises(parts)
     assert launch(parts, *zero).returncode == 0
     check_outcome(parts, outcome(tmp_path / "whole"))

@@ -4,11 +4,13 @@ The runs are made one after the other in the same processes, whose start takes l
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.integration.launching import start_tiny
@@ -85,11 +87,29 @@ RUNS = {
     "crowded_adapter": ("crowded=[1,1]", *ADAPTER, "gradient_checkpointing=true", "max_tokens_per_micro_batch=20"),
     # The second of two ranks cannot read rows without padding.
     "padded_rank": ("padded_rank=1", "eval_prompts=3"),
+    # Of one eval set the second of two ranks has no prompt.
+    "evaluated": (
+        *("eval_prompts=3", "eval_named=true", "eval_do_sample=true", "eval_num_samples=3", "eval_success_above=1.5"),
+        *("eval_best_of_by=long_responses", "dynamic_sampling=true", "num_return_sequences=2"),
+        *("reference=none", "use_kl_in_reward=false", "critic_pretraining_steps=1"),
+    ),
+    # Conversations of one to three turns, of which a rank has other numbers than the other.
+    "talking": (
+        *("talker=true", "response_len=12", "max_turn_tokens=3", "max_policy_tokens=8", "turn_gamma=0.9"),
+        *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3", "score_chunk_prompts=2"),
+    ),
+    "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),
+    "compared_adapter": ("eval_prompts=3", *ADAPTER, "eval_opponent=reference"),
 }
 # A frozen base with adapters, and a critic all of whose weights are trained, in bfloat16.
 HALF = (*SPARING, "total_episodes=12", "dtype=float32", "bf16=true", "lora=true", "critic_layout=separate")
 HEAVY = {name.replace("clipped", "heavy"): (*RUNS[name], "vf_coef=100.0") for name in ("clipped", "clipped_adapter")}
-TWO = {**HEAVY, "half_uncopied": (*HALF, "copies=false")}
+# What one rank alone says, sees or decides.
+TOLD = (
+    *("disagreeing=true", "stop_on=[constant_reward]", "total_episodes=60", "eval_prompts=3", "eval_steps=1"),
+    *("metric_for_best_model=eval/own", "load_best_model_at_end=true", "save_steps=20"),
+)
+TWO = {**HEAVY, "half_uncopied": (*HALF, "copies=false"), "told": TOLD}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +138,8 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
         assert first.keys() == second.keys()
         for key in first:
             if "padding" not in key:
-                assert second[key] == pytest.approx(first[key], rel=1e-6, abs=1e-8), key
+                expected = None if first[key] is None else pytest.approx(first[key], rel=1e-6, abs=1e-8)
+                assert second[key] == expected, key
 
 
 def test_prompts_are_redrawn_on_two_processes_as_on_one(runs):
@@ -191,3 +212,34 @@ def test_in_bfloat16_the_ranks_read_copies_of_what_autocast_would_cast(runs):
     for ours, theirs in zip(metric_lines(mine)[:2], metric_lines(one)[:2], strict=True):
         for key in ("ppo/policy/grad_norm", "ppo/val/grad_norm"):
             assert ours[key] == pytest.approx(theirs[key], rel=0.02) and ours[key] > 0.1
+
+
+def test_two_processes_end_for_a_finding_together_and_keep_the_main_process_s_best(runs):
+    """A constant reward is found after three of six steps. The main process's evaluations are -1, 0 and -1 after steps
+    1, 2 and 3, and -1, -2 and -3 on the other, which alone would keep the first.
+    """
+    folder = runs / "two/told"
+    reached = [json.loads((folder / f"reached_{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(rank["step"], rank["best"]) for rank in reached] == [(3, 2), (3, 2)]
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    best = load_file(folder / "checkpoint-2/model.safetensors")
+    held = torch.load(folder / "weights.pt", weights_only=True)
+    assert all(torch.equal(held[name], best[name]) for name in held)
+
+
+def test_the_console_of_two_processes_speaks_once_and_what_a_reward_logs_is_a_mean_over_both(runs):
+    folder = runs / "two/told"
+    printed = (runs / "two/output.txt").read_text().split("each of 2 processes")[-1]
+    for line in (
+        "eval before training:",
+        "eval at step 2:",
+        "done: stopped at step 3 of 6 ",
+        "best step:   2 (eval/own",
+    ):
+        assert printed.count(f"\n{line}") == 1, line
+    assert printed.count("[constant_reward]") == printed.count("constant_reward is in stop_on") == 1
+    assert len(re.findall(r"\n +[123]/6 ", printed)) == 3
+    assert printed.count("-- step 1, all scores equal") == 1
+    # Ranks 0 and 1 with one call each; what the second alone logs is the mean of its own calls.
+    logged = [(line["reward/rank"], line["reward/of_the_second"]) for line in metric_lines(folder) if line["step"]]
+    assert logged == [(0.5, 5.0)] * 3

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -15,10 +16,13 @@ from torch.testing import assert_close
 from tests.integration.launching import ENVIRONMENT, ROOT, start, survivors, write_run
 from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
 from tests.tiny_runs import metric_lines
+from tests.warm_python import warm_python
 
 CONFIGS = "examples/accelerate_configs"
 # What one machine is started with, and two: two_nodes.yaml is ddp.yaml for two machines.
 SETTINGS = {"ddp": ("ddp", "two_nodes"), "zero3": ("zero3", "zero3")}
+# The others start forked processes.
+FROM_SCRATCH = {"ddp"}
 
 
 @pytest.fixture
@@ -34,6 +38,15 @@ def nodes() -> Iterator[tuple[Node, Node]]:
         context.__exit__(None, None, None)
 
 
+def warm_commands(folder: Path) -> Path:
+    """`folder`, with a command `accelerate` that starts forked processes."""
+    folder.mkdir()
+    command = folder / "accelerate"
+    command.write_text(f'#!/bin/sh\nexec {warm_python()} -m accelerate.commands.accelerate_cli "$@"\n')
+    command.chmod(0o700)
+    return folder
+
+
 class Job:
     """`examples/multi_node/launch.sh` on two nodes with a process each.
 
@@ -42,15 +55,17 @@ class Job:
         config: of examples/accelerate_configs, without the suffix.
         flags: for train_ppo.py.
         logs: folder for the output of each node.
+        warm: start launchers and workers with `warm_python`.
     """
 
-    def __init__(self, nodes: tuple[Node, Node], config: str, *flags: str, logs: Path) -> None:
+    def __init__(self, nodes: tuple[Node, Node], config: str, *flags: str, logs: Path, warm: bool = True) -> None:
         self._logs = [logs / f"node{rank}.log" for rank in range(2)]
+        commands = warm_commands(logs / "bin") if warm else Path(sys.executable).parent
         self.launchers = []
         for rank, (node, log) in enumerate(zip(nodes, self._logs, strict=True)):
             environment = {
                 **ENVIRONMENT,
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PATH": f"{commands}:{os.environ['PATH']}",
                 "CONFIG_FILE": f"{CONFIGS}/{config}.yaml",
                 "MACHINE_RANK": str(rank),
                 "MAIN_IP": ADDRESSES[0],
@@ -78,7 +93,7 @@ def test_two_nodes_train_the_same_model_as_one(nodes, tmp_path, name):
     one_machine, two_machines = SETTINGS[name]
     outcome = start("examples/train_ppo.py", *run, str(tmp_path / "one"), config=one_machine)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    job = Job(nodes, two_machines, *run, str(tmp_path / "two"), logs=tmp_path)
+    job = Job(nodes, two_machines, *run, str(tmp_path / "two"), logs=tmp_path, warm=name not in FROM_SCRATCH)
     assert job.ended(timeout=300) == [0, 0], job.output()
     assert "each of 2 processes" in job.output()
     for role in ("policy", "value"):
@@ -88,6 +103,12 @@ def test_two_nodes_train_the_same_model_as_one(nodes, tmp_path, name):
     assert [line["step"] for line in second] == [1, 2]
     for one_line, two_line in zip(first, second, strict=True):
         assert two_line == pytest.approx(one_line, rel=1e-6, abs=1e-8)
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether this is the command of a rank, not of the launcher."""
+    command = process.cmdline()
+    return "examples/train_ppo.py" in command and "launch" not in command
 
 
 @pytest.mark.parametrize("lost", ["worker", "node"])
@@ -100,8 +121,8 @@ def test_the_other_node_ends_when_one_dies(nodes, tmp_path, lost):
         assert time.monotonic() < deadline and not any(p.poll() for p in job.launchers), job.output()
         time.sleep(0.1)
     processes = [*nodes[0].processes(), *nodes[1].processes()]
-    launcher = job.launchers[1].pid
-    kill([process for process in nodes[1].processes() if lost == "node" or process.pid != launcher])
+    # A forked worker is killed by way of the command that has started it.
+    kill([process for process in nodes[1].processes() if lost == "node" or is_worker(process)])
     codes = job.ended(timeout=60)
     assert codes[0] > 0, job.output()
     assert codes[1] == (-signal.SIGKILL if lost == "node" else 1), job.output()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
 from tests.integration.launching import ROOT, start_tiny
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
@@ -40,14 +41,18 @@ RUNS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.1,
         "merge_on_save": True,
         "privileged_column": "hint",
+        "num_inspected_prompts": 2,
     },
     # Prompts at 10 a step: one for the last step, and one rank without; odd numbers of rows to evaluate.
     "layer_by_layer": {
+        "num_inspected_prompts": 1,
         "ds3_gather_for_generation": False,
         "total_episodes": 11,
         "num_return_sequences": 2,
-        "eval_prompts": 3,
         "dynamic_sampling": True,
+        # A set of one prompt; the sharded reference is sampled, and a sharded classifier measures.
+        **{"eval_prompts": 3, "eval_named": True, "eval_do_sample": True, "eval_num_samples": 2},
+        **{"eval_opponent": "reference", "eval_judge": "LlamaForSequenceClassification"},
     },
     # transformers' loop, which skips its processors on a rank that has done.
     "generate": {
@@ -65,6 +70,16 @@ RUNS: dict[str, dict[str, Any]] = {
         "critic_pretraining_steps": 1,
         "reference": "none",
         "use_kl_in_reward": False,
+        "num_inspected_prompts": 1,
+    },
+    # The policy moves away in every step, and so the first evaluation of a step is the best; save_steps skips it.
+    "best": {
+        "save_steps": 5,
+        "eval_steps": 1,
+        "eval_prompts": 3,
+        "metric_for_best_model": "eval/kl_sum_seq",
+        "greater_is_better": False,
+        "load_best_model_at_end": True,
     },
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
@@ -100,12 +115,24 @@ RUNS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+TALKING = {"talker": True, "response_len": 12, "max_turn_tokens": 3, "turn_gamma": 0.9}
+RUNS["talking"] = {**TALKING, "ds3_gather_for_generation": True, "rollout_batch_size": 5, "eval_prompts": 3}
 HEAVY = {f"heavy{layout}": {**RUNS[f"clipped{layout}"], "vf_coef": 100.0} for layout in ("", "_adapters")}
 CLIPPED_RUNS = ["clipped", "clipped_adapters", "clipped_offloaded"]
 STAGES = {
     "single": list(RUNS),
     "zero1": ["adapters", "clipped", "one_row_each"],
-    "zero2": ["ragged", "one_row_each", "skipped", "skipped_adapters", *CLIPPED_RUNS, *HEAVY, "half", "half_steep"],
+    "zero2": [
+        "ragged",
+        "best",
+        "one_row_each",
+        "skipped",
+        "skipped_adapters",
+        *CLIPPED_RUNS,
+        *HEAVY,
+        "half",
+        "half_steep",
+    ],
     "zero3": list(RUNS),
 }
 EXACT = [
@@ -180,13 +207,41 @@ def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             if "padding" not in key:
-                assert ours[key] == pytest.approx(value, rel=5e-5, abs=1e-5), f"step {ours['step']}: {key}"
+                expected = None if value is None else pytest.approx(value, rel=5e-5, abs=1e-5)
+                assert ours[key] == expected, f"step {ours['step']}: {key}"
+
+
+@pytest.mark.parametrize(
+    "name, table", [("adapters", "inspected"), ("layer_by_layer", "eval"), ("ragged", "inspected")]
+)
+def test_sharded_models_log_the_tokens_of_followed_prompts(name, table, runs):
+    def tokens(stage):
+        files = sorted((runs / stage / name / table).rglob("step_*.jsonl"))
+        rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [entry for row in rows for entry in row.get("tokens", [])]
+
+    whole, sharded = tokens("single" if name != "ragged" else "zero2"), tokens("zero3")
+    assert whole and [entry["id"] for entry in sharded] == [entry["id"] for entry in whole]
+    for ours, theirs in zip(whole, sharded, strict=True):
+        assert theirs.keys() == ours.keys()
+        assert all(theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=1e-4) for key in ours if key != "text")
 
 
 @pytest.mark.parametrize(("stage", "name"), EXACT)
 def test_the_final_folders_are_whole_and_those_of_one_process(stage, name, runs):
     # Of parameters that lie in parts, a careless save writes empty ones.
     assert_same_tensors(saved(runs / stage / name), saved(runs / "single" / name))
+
+
+@pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])
+def test_the_best_checkpoint_is_what_every_stage_ends_with(stage, runs):
+    folder = runs / stage / "best"
+    kl = {line["step"]: line["eval/kl_sum_seq"] for line in metric_lines(folder)}
+    assert read_weights_step(folder / "final") == WeightsStep(1, 2, "eval/kl_sum_seq", kl[1]) and kl[1] < kl[2]
+    held = torch.load(folder / "weights.pt", weights_only=True)
+    best, last = (load_file(folder / f"checkpoint-{step}/model.safetensors") for step in (1, 2))
+    assert all(torch.equal(held[name], best[name]) for name in held)
+    assert not any(torch.equal(held[name], last[name]) for name in held if held[name].ndim == 2)
 
 
 @pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])

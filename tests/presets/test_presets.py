@@ -8,8 +8,8 @@ import pytest
 import torch
 from setuptools import Distribution
 
-from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
-from alpaca_ppo.config.parser import read_yaml
+from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo.config.parser import read_preset, read_yaml
 from alpaca_ppo.data.templates import resolve_template
 from alpaca_ppo.ppo.minibatches import update_steps
 from alpaca_ppo.presets import preset_names, preset_path
@@ -345,18 +345,18 @@ EVERYWHERE |= {"old_policy"}
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_preset_has_the_defaults_that_were_published(name):
-    required = [*REQUIRED, *([] if "dataset_name" in read_yaml(name) else ["--dataset_name", "d"])]
-    script, args = parse_args([ScriptArguments, PPOConfig], ["--config", name, *required])
+    required = [*REQUIRED, *([] if "dataset_name" in read_preset(name) else ["--dataset_name", "d"])]
+    script, args = parse_args([ScriptArguments, PPOConfig], ["--preset", name, *required])
     assert {field: {**vars(script), **vars(args)}[field] for field in PUBLISHED[name]} == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_preset_sets_nothing_that_is_neither_published_nor_declared_a_choice_of_its_own(name):
-    assert set(read_yaml(name)) - EVERYWHERE - set(PUBLISHED[name]) == OWN_CHOICES[name]
+    assert set(read_preset(name)) - EVERYWHERE - set(PUBLISHED[name]) == OWN_CHOICES[name]
 
 
 def test_the_critic_of_open_reasoner_zero_takes_twelve_steps_on_each_rollout():
-    _, args = parse_args([ScriptArguments, PPOConfig], ["--config", "orz", "--dataset_name", "d", *REQUIRED])
+    _, args = parse_args([ScriptArguments, PPOConfig], ["--preset", "orz", "--dataset_name", "d", *REQUIRED])
     steps = list(update_steps(args.responses_per_step, args, (0, 0), critic_only=False))
     assert [step.part for step in steps] == ["critic"] * 12 + ["policy"]
     assert [len(step.rows) for step in steps] == [683] * 11 + [679, 8192]
@@ -376,7 +376,7 @@ TINY = {
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("alpaca_farm", "trl", "verl")])
 def test_a_preset_takes_a_step(name, tmp_path):
-    given = {option: value for option, value in read_yaml(name).items() if option in PPO_FIELDS}
+    given = {option: value for option, value in read_preset(name).items() if option in PPO_FIELDS}
     sizes = {
         "num_return_sequences": 2 if given["num_return_sequences"] > 1 else 1,
         "overlong_buffer_len": 2 if "overlong_buffer_len" in given else None,
@@ -401,7 +401,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
 def test_every_preset_is_checked_here_and_names_no_model_reward_or_folder():
     assert set(preset_names()) == set(PUBLISHED)
     for name in preset_names():
-        given = read_yaml(name)
+        given = read_preset(name)
         assert not {"model_name_or_path", "reward_funcs", "reward_model_name_or_path", "output_dir"} & set(given)
 
 
@@ -412,7 +412,7 @@ CHATML = (
 )
 
 
-@pytest.mark.parametrize("config", ["verl_gsm8k", str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
+@pytest.mark.parametrize("config", [str(preset_path("verl_gsm8k")), str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
 def test_the_prompt_on_gsm8k_is_what_qwens_chat_template_renders(config):
     request = "1 + 1?\nReason step by step. Write the result on a last line of the form #### number."
     messages = [
@@ -440,19 +440,14 @@ def test_a_preset_is_a_file_that_is_found_by_name():
         preset_path("grpo")
 
 
-def test_a_file_of_the_name_wins_over_the_preset(tmp_path, monkeypatch):
+def test_config_reads_files_and_preset_reads_presets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "verl").mkdir()
     (tmp_path / "trl").write_text("seed: 7\n")
-    assert read_yaml("trl") == {"seed": 7}
-    assert read_yaml("verl")["clip_ratio_c"] == 3.0
-
-
-def test_a_config_that_is_neither_file_nor_preset_lists_the_presets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    message = f"--config is 'tlr', but there is no such file .*{tmp_path}.* the presets are {NAMES}"
-    with pytest.raises(ValueError, match=message):
-        parse_args([ScriptArguments, LoraArguments, PPOConfig], ["--config", "tlr", "--dataset_name", "d", *REQUIRED])
+    required = ["--dataset_name", "d", *REQUIRED]
+    for flag, seed in (("--config", 7), ("--preset", 42)):
+        assert parse_args([ScriptArguments, PPOConfig], [flag, "trl", *required])[1].seed == seed
+    with pytest.raises(ValueError, match="--config is 'verl', which is a preset and no file; did you mean --p"):
+        parse_args([ScriptArguments, PPOConfig], ["--config", "verl", *required])
 
 
 def test_a_build_of_the_package_contains_the_presets(monkeypatch):

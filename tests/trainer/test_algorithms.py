@@ -74,7 +74,7 @@ def test_without_a_critic_none_is_built_saved_or_logged(tmp_path):
     trainer = tiny_trainer(tmp_path, adv_estimator="rloo", num_return_sequences=2)
     assert trainer.actor_critic.critic is None
     trainer.train()
-    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["policy"]
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["policy", "step.json"]
     names = metric_lines(tmp_path)[-1].keys()
     assert not [name for name in names if name.startswith(("ppo/val/", "ppo/loss/value"))]
     assert "ppo/loss/policy" in names

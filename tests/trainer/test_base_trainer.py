@@ -194,7 +194,8 @@ def test_a_state_of_ones_own_is_saved_and_resumed_and_missed_by_another_trainer(
     resumed.train(resume_from_checkpoint=True)
     assert [line["own/steps"] for line in metric_lines(tmp_path)] == [1.0, 2.0, 3.0]
     theirs = "critic_pretraining, kl_controller, old_policy, pass_rates, progress"
-    with pytest.raises(ValueError, match=f"components counter, {theirs}, but this trainer has {theirs};"):
+    message = f"components callbacks, counter, {theirs}, but this trainer has callbacks, {theirs};"
+    with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, total_episodes=40, **run).train(resume_from_checkpoint=True)
 
 

@@ -1,5 +1,6 @@
 """A run whose first checkpoint cannot fit on the disk is refused before a model is loaded, and no other run is."""
 
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -136,6 +137,38 @@ def test_a_disk_without_room_for_the_final_models_is_refused(case, folder, tmp_p
     free(size // 2)
     with pytest.raises(ValueError, match=REFUSED.format("the final models", size // 2)):
         check(case, folder, tmp_path / "another")
+
+
+def test_the_room_for_all_checkpoints_that_will_be_kept_is_asked_for(folder, tmp_path, free):
+    free(0)
+
+    def check(steps, **settings):
+        args = tiny_config(tmp_path, overwrite_output_dir=True, **{"save_steps": 10, "save_total_limit": 2, **settings})
+        DiskCheck(args, str(folder / "policy"), None, None, adamw=True).check(steps)
+
+    with pytest.raises(ValueError, match=r"one checkpoint .*save none \(save_steps: 0\), or train fewer") as caught:
+        check(10)
+    size = int(re.search(r"more than (\d+) bytes", str(caught.value))[1])
+    # The third is complete before the first is deleted.
+    free(3 * size - 1)
+    with pytest.raises(
+        ValueError, match=rf"3 checkpoints .*limit: 2\), will have more than {3 * size} .*limit: 1\) or"
+    ):
+        check(21)
+    check(20)
+    check(100, save_total_limit=1)
+    # Nothing is deleted for the user, who may delete them himself.
+    check(100, save_total_limit=None)
+    free(3 * size)
+    check(1000)
+    # Two of them are there.
+    for step in (10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    free(size)
+    check(1000)
+    free(size - 1)
+    with pytest.raises(ValueError, match="one checkpoint"):
+        check(1000)
 
 
 def test_a_loaded_model_may_be_evaluated_on_a_full_disk_but_not_trained_and_nothing_is_written(

@@ -1,16 +1,24 @@
 """Evaluation, trackers and the final folders of a run."""
 
 import json
+import random
 
 import pytest
 import torch
+import yaml
+from peft import LoraConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from alpaca_ppo import PPOConfig
+from alpaca_ppo.cli import evaluate
+from alpaca_ppo.cli.train import run_training
+from alpaca_ppo.trainer.measure_checks import check_value_names
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
+LORA = LoraConfig(r=4, target_modules="all-linear")
 EVALUATED = {"eval_steps": 1, "trainer_arguments": {"eval_dataset": prompts(5)}}
 
 
@@ -75,3 +83,203 @@ def test_the_final_folders_load_and_give_the_trained_numbers(tmp_path):
         assert float(outputs.values.abs().max()) > 0
         card = (final / "policy/README.md").read_text()
         assert "objective/scores" in card
+        assert "- **Reward**: `count_even`\n" in card
+
+
+def first_word(completions, **columns):
+    return [text.split()[0] if text.split() else None for text in completions]
+
+
+def even_share(completion_ids, **columns):
+    """The share of even ids, None for a response of one token."""
+    return [None if len(ids) == 1 else sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+NAMED = {
+    "eval_do_sample": True,
+    "eval_num_samples": 4,
+    "eval_temperature": 1.5,
+    "eval_success_above": 1.5,
+    "eval_answer_func": "tests.trainer.test_evaluation:first_word",
+    "eval_best_of_by": "even_share",
+}
+
+
+def test_named_sets_with_several_samples_have_metrics_and_tables_of_their_own(tmp_path):
+    answers = prompts(3).add_column("answer", ["x", "y", "z"])
+    arguments = {"eval_dataset": {"short": prompts(5), "long.2": answers}, "metric_funcs": even_share}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=arguments, **NAMED)
+    stats = trainer.evaluate()
+    rows = [json.loads(line) for line in (tmp_path / "eval/long.2/step_000000.jsonl").read_text().splitlines()]
+    assert [(row["prompt_id"], row["columns"]["answer"]) for row in rows[::4]] == [(0, "x"), (1, "y"), (2, "z")]
+    assert len(rows) == 12
+    assert len({row["response"] for row in rows[:4]}) > 1
+    scores = [row["score"] for row in rows]
+    assert stats["eval/long.2/scores"] == pytest.approx(sum(scores) / 12)
+    assert stats["eval/long.2/scores/count_even"] == pytest.approx(sum(scores) / 12)
+    # Residuals summed over each prompt's four responses; three prompts: sqrt(3 / 2 * ...) / 12.
+    sums = [sum(scores[i : i + 4]) - sum(scores) / 3 for i in (0, 4, 8)]
+    assert stats["eval/long.2/scores_se"] == pytest.approx((1.5 * sum(s * s for s in sums)) ** 0.5 / 12)
+    shares = [row["even_share"] for row in rows if row["even_share"] is not None]
+    assert stats["eval/long.2/even_share"] == pytest.approx(sum(shares) / len(shares))
+    assert [row["correct"] for row in rows] == [score > 1.5 for score in scores]
+    solved = [sum(score > 1.5 for score in scores[i : i + 4]) for i in (0, 4, 8)]
+    assert stats["eval/long.2/pass_at_1"] == stats["eval/long.2/avg_at_4"] == pytest.approx(sum(solved) / 12)
+    assert stats["eval/long.2/pass_at_4"] == pytest.approx(sum(count > 0 for count in solved) / 3)
+    assert [row["answer"] for row in rows] == [(row["response"].split() or [None])[0] for row in rows]
+    for name in ("maj_at_4", "best_of_2/scores", "best_of_4/correct", "best_of_4/even_share"):
+        assert {f"eval/short/{name}", f"eval/short/{name}_se"} <= stats.keys()
+    assert (tmp_path / "eval/short/step_000000.jsonl").exists()
+    assert not (tmp_path / "eval/step_000000.jsonl").exists()
+
+
+def noisy(completions, **columns):
+    return [random.random() + float(torch.rand(())) for _ in completions]
+
+
+def test_an_evaluation_leaves_the_random_numbers_of_the_training_alone(tmp_path):
+    arguments = {"eval_dataset": prompts(3), "reward_funcs": noisy}
+    scores = []
+    for name, steps in (("often", 1), ("seldom", 0)):
+        trainer = tiny_trainer(tmp_path / name, eval_steps=steps, trainer_arguments=arguments)
+        trainer.train()
+        scores.append([line["objective/scores"] for line in metric_lines(tmp_path / name) if line["step"]])
+    assert scores[0] == scores[1]
+
+
+def test_the_best_checkpoint_may_be_chosen_by_a_metric_of_a_named_set(tmp_path):
+    settings = {"eval_steps": 1, "save_steps": 1, "eval_success_above": 0.5}
+    arguments = {"eval_dataset": {"a": prompts(3)}}
+    trainer = tiny_trainer(tmp_path, metric_for_best_model="eval/a/pass_at_1", trainer_arguments=arguments, **settings)
+    trainer.train()
+    assert trainer.state.best_metric == max(line["eval/a/pass_at_1"] for line in metric_lines(tmp_path)[1:])
+    resumed = tiny_trainer(
+        tmp_path,
+        metric_for_best_model="eval/a/pass_at_1",
+        trainer_arguments={"eval_dataset": {"a": prompts(4)}},
+        **settings,
+    )
+    with pytest.warns(UserWarning, match="eval_dataset differs"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def scores(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def two_answers(completions, **columns):
+    return ["1", "2"]
+
+
+def list_answers(completions, **columns):
+    return [[text] for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({}, {"eval_dataset": {"a/b": prompts(2)}}, "eval_dataset has a set named 'a/b'; use letters"),
+        ({}, {"eval_dataset": {}}, "eval_dataset is an empty mapping"),
+        ({}, {"eval_dataset": {"a": prompts(2).rename_column("prompt", "p")}}, "eval set 'a': the dataset has no col"),
+        ({}, {"metric_funcs": 3}, "metric_funcs, which takes what reward_funcs does: .* int"),
+        ({}, {"metric_funcs": scores}, "metric_funcs has a function named 'scores', as another metric"),
+        ({"eval_success_above": 1.0, "eval_success_by": "gold"}, {}, "eval_success_by is 'gold'; choose one of scores"),
+    ],
+)
+def test_what_an_evaluation_cannot_use_is_refused(settings, arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path, trainer_arguments=arguments, **settings)
+
+
+HERE = "tests.trainer.test_evaluation:"
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"eval_success_by": "gold"}, "scores, rewards, scores/rm, scores/scores, scores/scores_2, two_answers"),
+        ({"eval_best_of_by": "gold", "eval_do_sample": True, "eval_num_samples": 2}, "scores, rewards, scores/rm, "),
+        ({"eval_opponent": "answers.jsonl", "eval_judge": "gold"}, "scores, scores/rm, scores/scores, scores/scores_2"),
+        ({"metric_funcs": ["nothing:here"]}, "metric_funcs, which takes what reward_funcs does: .*no module 'nothing'"),
+    ],
+)
+def test_a_score_that_no_source_has_is_missed_before_anything_is_loaded(settings, names, tmp_path):
+    """Neither the models nor the dataset exist, so that loading any of them would be another error."""
+    rewards = {"reward_model_name_or_path": ["org/rm"], "reward_funcs": [f"{HERE}scores"] * 2}
+    options = {"model_name_or_path": "org/none", "dataset_name": "org/none", "output_dir": str(tmp_path / "run")}
+    options |= {"metric_funcs": [f"{HERE}two_answers"], "eval_success_above": 0.5, **rewards, **settings}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
+    with pytest.raises(ValueError, match=names):
+        run_training(["--config", str(tmp_path / "run.yaml")])
+    with pytest.raises(ValueError, match=names):
+        evaluate.main(["--config", str(tmp_path / "run.yaml"), "--model", "org/none"])
+
+
+def test_the_reward_adapter_is_a_score_too(tmp_path):
+    named = {"eval_success_by": "scores/reward_adapter", "eval_success_above": 0.0}
+    check_value_names(PPOConfig(reward_adapter="org/adapter", **named), None, None)
+    with pytest.raises(ValueError, match="eval_success_by is 'scores/reward_adapter'; choose one of scores, rewards$"):
+        check_value_names(PPOConfig(**named), [], None)
+
+
+@pytest.mark.parametrize(("function", "message"), [("two_answers", "returned 2 entries"), ("list_answers", "a list;")])
+def test_an_answer_function_must_return_an_answer_for_each_response(function, message, tmp_path):
+    settings = {**NAMED, "eval_best_of_by": None, "eval_answer_func": f"tests.trainer.test_evaluation:{function}"}
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(2)}, **settings)
+    with pytest.raises(ValueError, match=message):
+        trainer.evaluate()
+
+
+def longer(prompts, completions, others, **columns):
+    return [0.5 if len(a) == len(b) else float(len(a) > len(b)) for a, b in zip(completions, others, strict=True)]
+
+
+def test_the_policy_ties_with_its_reference_before_training_and_differs_after(tmp_path):
+    for name, settings in (("full", {}), ("lora", {"trainer_arguments": {"peft_config": LORA}})):
+        arguments = {"eval_dataset": prompts(6), **settings.pop("trainer_arguments", {})}
+        settings = {"eval_opponent": "reference", "learning_rate": 0.1, "trainer_arguments": arguments}
+        trainer = tiny_trainer(tmp_path / name, critic_layout="shared", **settings)
+        trainer.train()
+        first, *_, last = metric_lines(tmp_path / name)
+        before, after = table(tmp_path / name, 0), table(tmp_path / name, 2)
+        tokenizer = trainer.processing_class
+        assert (first["eval/win_rate"], first["eval/lc_win_rate"], first["eval/length_difference"]) == (0.5, 0.5, 0.0)
+        for row, later in zip(before, after, strict=True):
+            assert row["response"].replace(tokenizer.eos_token, "").strip() == row["opponent"]
+            assert later["opponent"] == row["opponent"]
+            # The opponent's score is the row's before training: it was the same response.
+            difference = later["score"] - row["score"]
+            assert later["win"] == (0.5 if difference == 0 else float(difference > 0))
+        assert any(row["response"] != later["response"] for row, later in zip(before, after, strict=True))
+        assert last["eval/win_rate"] == pytest.approx(sum(row["win"] for row in after) / 6)
+
+
+def test_a_function_compares_with_a_column_and_a_metric_with_a_file(tmp_path):
+    rows = prompts(3).add_column("gold", ["", "w10 " * 50, "w10 w11"])
+    arguments = {"eval_dataset": rows, "metric_funcs": even_share}
+    settings = {"eval_opponent": "column:gold", "eval_judge": "tests.trainer.test_evaluation:longer"}
+    trainer = tiny_trainer(tmp_path / "a", trainer_arguments=arguments, **settings)
+    stats = trainer.evaluate()
+    found = table(tmp_path / "a", 0)
+    assert [row["win"] for row in found[:2]] == [1.0, 0.0]
+    assert stats["eval/unjudged"] == 0.0
+    assert [row["opponent"] for row in found] == list(rows["gold"])
+    answers = tmp_path / "answers.jsonl"
+    # Shares of even ids: 1/2, none for a single token, and 1.
+    texts = ["w10 w11", "w10", "w10 w12"]
+    given = [{"prompt": row["prompt"], "response": text} for row, text in zip(rows, texts, strict=True)]
+    answers.write_text("\n".join(map(json.dumps, given)))
+    settings = {"eval_opponent": str(answers), "eval_judge": "even_share"}
+    trainer = tiny_trainer(tmp_path / "b", trainer_arguments=arguments, **settings)
+    stats = trainer.evaluate()
+    for row, theirs in zip(table(tmp_path / "b", 0), (0.5, None, 1.0), strict=True):
+        mine = row["even_share"]
+        undecided = theirs is None or mine is None
+        assert row["win"] == (None if undecided else 0.5 if mine == theirs else float(mine > theirs))
+    assert stats["eval/unjudged"] >= 1.0
+
+
+def test_an_unknown_judge_is_refused(tmp_path):
+    settings = {"eval_opponent": "reference", "eval_judge": "gpt"}
+    with pytest.raises(ValueError, match="eval_judge is 'gpt'; use one of scores, scores/count_even, module:function"):
+        tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(2)}, **settings)

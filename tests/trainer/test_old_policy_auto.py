@@ -278,7 +278,7 @@ def test_after_a_disagreement_the_rest_of_the_run_recomputes(passes, step, tmp_p
     """Found in the update of a spared step, or in a step that compares."""
     tiny_trainer(tmp_path, trainer_class=shifted(0.01, passes), **RUN).train()
     assert recomputed(tmp_path) == [1, 1, 1, 0, 1, 1, 1]
-    said = [line for line in capsys.readouterr().out.splitlines() if "disagree" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if ": sampler and trainer disagree, mismatch" in line]
     assert len(said) == 1 and said[0].startswith(
         f"step {step}: sampler and trainer disagree, mismatch/logprob_abs_mean"
     )

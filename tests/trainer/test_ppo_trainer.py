@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from alpaca_ppo import ActorCritic, PPOTrainer
 from alpaca_ppo.functional import gae, masked_whiten
@@ -414,8 +414,12 @@ def test_a_callback_made_for_another_trainer_is_named(tmp_path):
         def on_step_end(self, args, state, control, **context):
             raise AttributeError("not of the arguments", name="elsewhere", obj=self)
 
-    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [EarlyStoppingCallback(1)]})
-    with pytest.raises(ValueError, match="EarlyStoppingCallback.on_train_begin reads args.load_best_model_at_end"):
+    class Another(TrainerCallback):
+        def on_train_begin(self, args, state, control, **context):
+            return args.num_train_epochs
+
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [Another]})
+    with pytest.raises(ValueError, match="Another.on_train_begin reads args.num_train_epochs, which PPOConfig does"):
         trainer.train()
     trainer = tiny_trainer(tmp_path / "own", trainer_arguments={"callbacks": [Own]})
     with pytest.raises(AttributeError, match="not of the arguments"):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.trainer import preflight
 from alpaca_ppo.trainer.preflight import check_start
 from tests.tiny_models import tiny_causal_lm, tiny_config, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import prompts, tiny_trainer
@@ -159,6 +160,7 @@ def test_a_folder_that_this_user_may_not_search_is_refused_by_name(tmp_path, mon
         check_start(run_config(tmp_path / "closed/run"), None)
 
 
-def test_the_check_of_the_folder_leaves_nothing_there(tmp_path):
+def test_the_check_of_the_folder_leaves_nothing_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "check_login", lambda: None)
     check_start(run_config(tmp_path / "new/run", push_to_hub=True, hub_model_id="someone/model-1.0"), None)
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.export import save_final
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.models import packed_sequences
+from alpaca_ppo.tracking.weights_step import WeightsStep
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import HINTS, hinted_prompts, prompts, tiny_config, tiny_trainer, weights
 
@@ -185,8 +186,17 @@ def test_a_run_interrupted_in_an_update_goes_on_with_the_text(tmp_path):
 def test_the_card_of_the_critic_names_the_column(layout, tmp_path):
     trainer = trainer_of(tmp_path, layout)
     config = asdict(trainer.args)
-    save_final(tmp_path / "final", trainer.actor_critic, trainer.processing_class, metrics={}, config=config)
+    save_final(
+        tmp_path / "final",
+        trainer.actor_critic,
+        trainer.processing_class,
+        step=WeightsStep(2, 2),
+        metrics={},
+        config=config,
+    )
     card = (tmp_path / "final" / "value" / "README.md").read_text()
     assert "`privileged_column: hint`: begin `input_ids` with the text" in card
-    save_final(tmp_path / "none", trainer.actor_critic, trainer.processing_class, metrics={}, config={})
+    save_final(
+        tmp_path / "none", trainer.actor_critic, trainer.processing_class, step=WeightsStep(2, 2), metrics={}, config={}
+    )
     assert "privileged" not in (tmp_path / "none" / "value" / "README.md").read_text()

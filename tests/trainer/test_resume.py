@@ -94,7 +94,7 @@ def test_what_a_trainer_does_before_it_resumes_keeps_no_later_records(first, tmp
 
 def test_a_trainer_that_evaluates_first_starts_a_new_run_without_the_records_of_an_old_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
-    trainer = tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10})
+    trainer = tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10, "overwrite_output_dir": True})
     trainer.evaluate()
     trainer.train()
     assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]

@@ -12,6 +12,7 @@ import alpaca_ppo
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
+from alpaca_ppo.trainer.setup import make_metric_scorer
 from tests.data.tokenizers import PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
@@ -281,3 +282,41 @@ def test_processes_wait_for_one_another_as_long_as_ddp_timeout_says(tmp_path, mo
     monkeypatch.setattr("alpaca_ppo.distributed.accelerator.limit_threads", lambda accelerator: None)
     make_accelerator(tiny_config(tmp_path, ddp_timeout=77))
     assert [handler.to_kwargs() for handler in asked["kwargs_handlers"]] == [{"timeout": timedelta(seconds=77)}]
+
+
+def exact(completions, answers, trainer_state, log_metric, tolerance=0.0):
+    raise AssertionError("nothing is scored before the constructor has ended")
+
+
+def test_a_function_that_needs_a_column_the_dataset_lacks_is_refused_before_a_model_is_loaded(tmp_path):
+    rows = [{"prompt": f"w{10 + i}", "answer": "w1", "level": i} for i in range(4)]
+    # There is no such model: had it been loaded, the error would be about it.
+    given = {"model": "no/such-model", "reward_funcs": exact, "train_dataset": Dataset.from_list(rows)}
+    expected = (
+        r"reward source 'exact' requires the arguments \['answers'\], but only \['prompts', 'completions', "
+        r"'completion_ids', 'answer', 'level'\] are available from the train set; rename the argument"
+    )
+    refused(tmp_path, expected, arguments=given)
+    whole = Dataset.from_list([row | {"answers": "w1"} for row in rows])
+    lacking = {"train_dataset": whole, "eval_dataset": {"hard": Dataset.from_list(rows)}}
+    refused(tmp_path, r"'exact' requires .* from the eval set 'hard'", arguments=given | lacking)
+    # A metric measures eval sets alone.
+    of_metric = {"reward_funcs": count_even, "metric_funcs": [exact], "eval_dataset": Dataset.from_list(rows)}
+    refused(tmp_path, r"'exact' requires .* from the eval set; rename", arguments=given | of_metric)
+    of_metric |= {"model": tiny_causal_lm("llama"), "eval_dataset": whole, "train_dataset": Dataset.from_list(rows)}
+    tiny_trainer(tmp_path, trainer_arguments=of_metric)
+
+
+def test_a_subclass_that_scores_in_another_way_may_give_functions_what_the_dataset_lacks(tmp_path):
+    class Retrieving(alpaca_ppo.PPOTrainer):
+        def _score(self, samples, rows):
+            return super()._score(samples, [row | {"answers": "w1"} for row in rows])
+
+    tiny_trainer(tmp_path, trainer_class=Retrieving, trainer_arguments={"reward_funcs": exact})
+
+
+def test_tokenizers_of_metric_functions_are_counted(tmp_path):
+    with pytest.raises(
+        ValueError, match="metric_funcs, which takes what .* does: metric_processing_classes has 2 entr"
+    ):
+        make_metric_scorer(count_even, [None, None], tiny_config(tmp_path), torch.device("cpu"))

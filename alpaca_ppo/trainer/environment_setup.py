@@ -1,0 +1,225 @@
+"""Builds what a trainer needs for tools and environments: their kinds, the prompts they answer, and their rewards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.script_arguments import ScriptArguments
+from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.environments.conversation import Conversation
+from alpaca_ppo.environments.episode import EpisodeSettings
+from alpaca_ppo.environments.episodes import Environments, kind_of
+from alpaca_ppo.environments.kinds import EnvironmentFactory, EnvironmentKind, NoEnvironment, make_kinds
+from alpaca_ppo.environments.tool_calls import ToolCallParser
+from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.slot_probe import slot_problem
+from alpaca_ppo.registry import GENERATION_BACKENDS
+from alpaca_ppo.rewards import FunctionReward, RewardScorer, load_reward_function
+
+Kinds = Mapping[str | None, EnvironmentKind]
+
+
+class GivenEnvironments:
+    """The tools and environments that a trainer was given, looked through.
+
+    Args:
+        tools: functions that the policy can call.
+        environment_factory: makes environments.
+        tool_call_parser: of the user; None = the tokenizer's own, or JSON.
+
+    Raises:
+        ValueError: see `make_kinds`.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        tool_call_parser: ToolCallParser | None = None,
+    ) -> None:
+        self.kinds, self.tool_call_parser = make_kinds(tools, environment_factory), tool_call_parser
+
+    @property
+    def source_names(self) -> list[str]:
+        """The names of the environments' reward sources."""
+        return list(dict.fromkeys(kind.class_name for kind in self.kinds.values() if kind.rewards))
+
+
+NO_ENVIRONMENTS = GivenEnvironments()
+
+
+def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
+    """The arguments of `PPOTrainer` that the options `environments`, `tools` and `tool_call_parser` name.
+
+    Raises:
+        ValueError: for what cannot be imported, and for several environments of which one has no name of its own.
+    """
+    specs = [spec.rpartition("=") for spec in script_args.environments or ()]
+    factory: Any = None
+    if len(specs) == 1 and not specs[0][0]:
+        factory = load_reward_function(specs[0][2], what="environment")
+    elif specs:
+        names = [name for name, _, _ in specs]
+        if not all(names) or len(set(names)) < len(names):
+            raise ValueError(
+                f"environments is {script_args.environments}; give each of several a name of its own: "
+                "name=module:class. The dataset's column environment chooses among the names"
+            )
+        factory = {name: load_reward_function(spec, what="environment") for name, _, spec in specs}
+    parser = script_args.tool_call_parser
+    return {
+        "environment_factory": factory,
+        "tools": [load_reward_function(spec, what="tool") for spec in script_args.tools or ()] or None,
+        "tool_call_parser": None if parser is None else load_reward_function(parser, what="tool_call_parser"),
+    }
+
+
+def prompt_rows(dataset: Any, given: GivenEnvironments, processing_class: Any, args: PPOConfig) -> Any:
+    """`dataset`, with blank prompts where environments make them: without a dataset, or without the prompt column.
+
+    Raises:
+        ValueError: without a dataset, for several environments, or without `max_steps`; for a column that a `reset`
+            requires and no row has.
+    """
+    made = _with_blank_prompts(dataset, given, processing_class, args)
+    if isinstance(made, Dataset):
+        for kind in given.kinds.values():
+            kind.reset_arguments(dict.fromkeys([*made.column_names, "prompt"]), 0)
+    return made
+
+
+def _with_blank_prompts(dataset: Any, given: GivenEnvironments, processing_class: Any, args: PPOConfig) -> Any:
+    kinds = given.kinds
+    blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
+    if dataset is None:
+        if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
+            raise ValueError(
+                "train_dataset is None; pass the prompts, or an environment_factory whose reset returns them"
+            )
+        if None not in kinds:
+            raise ValueError(
+                f"environment_factory names {list(kinds)}, but train_dataset is None, so nothing says which prompt is "
+                "whose; pass a dataset with a column environment"
+            )
+        if args.max_steps is None:
+            raise ValueError(
+                "train_dataset is None, so that the environment makes the prompts, but max_steps is null; set "
+                "max_steps to the length of the run"
+            )
+        return Dataset.from_list([{args.prompt_column: blank}] * args.rollout_batch_size)
+    columns = getattr(dataset, "column_names", [])
+    has_prompt = args.prompt_template or args.prompt_column in columns or "instruction" in columns
+    if not kinds or not isinstance(dataset, Dataset) or has_prompt:
+        return dataset
+    return dataset.add_column(args.prompt_column, [blank] * len(dataset))
+
+
+def schemas_of(given: GivenEnvironments) -> Callable[[Mapping[str, Any]], list[Mapping[str, Any]]] | None:
+    """Returns a function of a dataset row: the tools that its prompt shows; None without environments."""
+    return partial(_row_schemas, given.kinds) if given.kinds else None
+
+
+def _row_schemas(kinds: Kinds, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tool.schema for tool in kind_of(kinds, row).tools]
+
+
+def make_environments(
+    given: GivenEnvironments,
+    processing_class: Any,
+    sampling_params: SamplingParams,
+    scorer: RewardScorer,
+    args: PPOConfig,
+    *,
+    messages: bool,
+) -> Environments | None:
+    """What answers the policy, or None without tools and environments. Its rewards are added to `scorer`, with weight
+    1 each.
+
+    Args:
+        given: by the user.
+        processing_class: the policy's tokenizer.
+        sampling_params: of the run.
+        scorer: the reward sources.
+        args: of the run.
+        messages: whether the prompts are messages.
+
+    Raises:
+        ValueError: when tools or replies cannot be written in the conversation, for options without effect, and when
+            there is no reward at all.
+    """
+    environments = None
+    if given.kinds:
+        conversation = Conversation(
+            processing_class,
+            messages=messages,
+            chat_template_kwargs=args.chat_template_kwargs,
+            stop_token_ids=(*sampling_params.stop_token_ids, *sampling_params.truncate_token_ids),
+            allow_rewriting=args.allow_history_rewriting,
+        )
+        for kind in given.kinds.values():
+            if kind.tools or kind.has_reply:
+                conversation.check([tool.schema for tool in kind.tools], replies=kind.has_reply)
+        environments = Environments(
+            given.kinds,
+            EpisodeSettings(
+                conversation,
+                max_turns=args.max_turns,
+                tool_timeout=args.tool_timeout,
+                environment_timeout=args.environment_timeout,
+                tool_call_parser=given.tool_call_parser,
+            ),
+            max_turn_tokens=args.max_turn_tokens,
+            max_policy_tokens=args.max_policy_tokens,
+            max_concurrent=args.max_concurrent_environments,
+        )
+        for name, function in environments.reward_functions():
+            scorer.add(FunctionReward(function, name=name), 1.0)
+    else:
+        _check_unused(args, given.tool_call_parser)
+    if not scorer.sources:
+        raise ValueError(
+            "there is no reward: reward_funcs is empty, and no environment has get_reward or reply; pass reward_funcs, "
+            "or give the environment a method get_reward"
+        )
+    return environments
+
+
+def check_sampler(environments: Environments | None, sampling_params: SamplingParams, engine: Engine) -> None:
+    """Checks that responses can go on after a turn. All ranks must call this.
+
+    Raises:
+        ValueError: when the generation backend takes no turns, or the policy cannot be sampled in slots.
+    """
+    if environments is None or not environments.answer:
+        return
+    backend = sampling_params.backend
+    if not GENERATION_BACKENDS.trait(backend, "takes_turns"):
+        raise ValueError(
+            f"generation_backend is {backend!r}, which samples responses of one turn, but environments or tools answer "
+            "the policy; set generation_backend: slots. If that was auto, a process cannot sample this model in slots"
+        )
+    if backend not in ("auto", "slots"):
+        return
+    with engine.sampling() as (model, sharded):
+        problem = "its parameters are sharded over ranks" if sharded else slot_problem(model)
+    if problem:
+        remedy = "set ds3_gather_for_generation: true" if sharded else "use a model of another family"
+        raise ValueError(
+            f"environments or tools answer the policy, but {type(model).__name__} cannot be sampled over several "
+            f"turns: {problem}; {remedy}"
+        )
+
+
+def _check_unused(args: PPOConfig, tool_call_parser: ToolCallParser | None) -> None:
+    # turn_gamma and turn_lam also serve a `_generate` of one's own whose responses have holes.
+    options = ("max_turns", "max_turn_tokens", "max_policy_tokens", "tool_timeout", "environment_timeout")
+    given = [name for name in options if getattr(args, name) is not None]
+    given += ["tool_call_parser"] if tool_call_parser is not None else []
+    if given:
+        raise ValueError(
+            f"{given[0]} is set, but there are neither tools nor environments, without which a response has one turn; "
+            f"pass tools or environment_factory, or leave {given[0]} out"
+        )

@@ -1,0 +1,153 @@
+"""`Evaluator`: one evaluation of a trainer: samples the prompts of each eval set, and writes tables and metrics.
+
+The statistics are in `evaluation`, the rollout itself is the trainer's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.distributed.collectives import on_main_process
+from alpaca_ppo.evaluation.settings import make_settings
+from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
+from alpaca_ppo.functional.shaping import sequence_scores
+from alpaca_ppo.ppo import metrics
+from alpaca_ppo.ppo.rollouts import RolloutPasses
+from alpaca_ppo.rewards import FunctionReward, RewardScorer, load_reward_function
+from alpaca_ppo.rewards.batch import RewardError, make_reward_batch
+from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
+from alpaca_ppo.tracking import rollout_tables
+from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer.comparison import Contest
+from alpaca_ppo.trainer.inspected_prompts import add_tokens
+from alpaca_ppo.types import Rollouts
+
+Measure = Callable[[Mapping[str, Tensor], list[dict[str, Any]]], dict[str, Tensor]]
+"""From this rank's samples and the dataset row of each to further tensors with one entry per row."""
+
+
+class Evaluator:
+    """Evaluates the policy of a `RolloutTrainer` on its eval sets.
+
+    Args:
+        trainer: whose policy, rewards and eval sets are used.
+        metric_scorer: the metric functions and models; their scores do not enter the reward.
+
+    Raises:
+        ValueError: for options that name a value which there is not, or an answer function that cannot be loaded.
+    """
+
+    def __init__(self, trainer: Any, metric_scorer: RewardScorer) -> None:
+        self.trainer, self.metric_scorer = trainer, metric_scorer
+        sources = trainer.collector.scorer.names
+        self.settings = make_settings(trainer.args, sources=sources, metrics=metric_scorer.names)
+        spec = trainer.args.eval_answer_func
+        self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, metric_scorer, self.settings)
+        self._answers = None if spec is None else FunctionReward(load_reward_function(spec))
+        self.answers: list[dict[str, Any]] = []
+        """Set, prompt, response and scores of the last evaluation; `evaluation.opponents` reads the first three."""
+        metric_scorer.interruptible_call = lambda: self._interruptible()
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns the metrics of all eval sets: `eval/<name>` of the only one without a name, `eval/<set>/<name>` of
+        the others. Writes the tables.
+        """
+        stats: dict[str, float] = {}
+        self.answers.clear()
+        for name, prompts in self.trainer.eval_prompts.items():
+            folder = f"eval/{name}" if name else "eval"
+            stats |= {f"{folder}/{metric}": value for metric, value in self._evaluate_set(folder, prompts).items()}
+            for answer in self.answers:
+                answer.setdefault("set", name)
+        return stats
+
+    def _evaluate_set(self, folder: str, prompts: PromptDataset) -> dict[str, float]:
+        trainer, args = self.trainer, self.trainer.args
+        trainer.counts = metrics.RolloutCounts()
+        rollouts = trainer.sample_rollouts(
+            trainer.collate(prompts, range(len(prompts))),
+            setup.evaluation_sampling_params(trainer.sampling_params, args),
+            RolloutPasses(with_critic=False, may_be_empty=True),
+            measure=self._measure if self.metric_scorer.sources else None,
+        )
+        rows = [prompts[i]["row"] for i in rollouts["prompt_ids"].tolist()]
+        records = self._records(rollouts)
+        self._add_answers(records, rollouts, rows)
+        if self._contest is not None:
+            self._contest.judge(folder, prompts, records, rollouts)
+        table = rollout_tables.evaluation_rows(rollouts, trainer.processing_class)
+        for entry, record, row in zip(table, records, rows, strict=True):
+            entry |= self._columns(record) | rollout_tables.prompt_columns(row, args.prompt_column)
+        if prompts is next(iter(trainer.eval_prompts.values())):
+            add_tokens(trainer, rollouts, table)
+        texts = response_texts(trainer.processing_class, rollouts)[1]
+        for row, text, record in zip(rows, texts, records, strict=True):
+            scored = {"scores": rollout_tables.rounded(record.values["scores"])} | self._columns(record)
+            answer = {"prompt": row["prompt"], "response": text}
+            # Twice, so that they come first, and a metric that is called like one of them does not replace it.
+            self.answers.append(answer | scored | answer)
+        trainer.run_log.log_table(folder, table, trainer.state.global_step)
+        stats = summarize(records, self.settings) | metrics.evaluation_stats(rollouts)
+        return stats | trainer.counts.evaluation_stats(args)
+
+    def _interruptible(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.trainer.rollout_poll.interruptible_call()
+        return context
+
+    def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """`metrics` (B, metrics), NaN where a function returned None or failed."""
+        scored = self.metric_scorer(**scorer_arguments(self.trainer.processing_class, samples, rows)).by_source
+        # Metrics that a function logs itself belong to steps, of which this is none.
+        self.metric_scorer.logged.pop()
+        for failure in self.metric_scorer.pop_failures():
+            self.trainer.run_log.message(f"not measured: {failure}")
+        return {"metrics": torch.stack(list(scored.values()), dim=1)}
+
+    def _records(self, rollouts: Rollouts) -> list[ResponseRecord]:
+        found: Any = rollouts
+        columns = [rollouts["scores"].unsqueeze(1), sequence_scores(rollouts["rewards"]).unsqueeze(1)]
+        columns += [rollouts["scores_by_source"], *([found["metrics"]] if "metrics" in found else [])]
+        values = torch.cat([column.double() for column in columns], dim=1).tolist()
+        names = self.settings.names
+        return [
+            ResponseRecord(prompt, dict(zip(names, row, strict=True)))
+            for prompt, row in zip(rollouts["prompt_ids"].tolist(), values, strict=True)
+        ]
+
+    def _add_answers(
+        self, records: Sequence[ResponseRecord], rollouts: Rollouts, rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """The answer of each response, extracted on the main process."""
+        if self._answers is None or not records:
+            return
+        function = self._answers
+        arguments = scorer_arguments(self.trainer.processing_class, rollouts, list(rows))
+
+        def extract() -> list[Any]:
+            batch = make_reward_batch(**arguments)
+            answers = function.function(**function.keywords(batch))
+            if not isinstance(answers, list | tuple) or len(answers) != len(batch):
+                given = f"{len(answers)} entries" if isinstance(answers, list | tuple) else type(answers).__name__
+                problem = f"(eval_answer_func) returned {given}; it must return a list of {len(batch)} answers"
+                raise RewardError(function.name, problem, batch, None)
+            for i, answer in enumerate(answers):
+                if not isinstance(answer, str | int | float | None):
+                    problem = f"(eval_answer_func) returned a {type(answer).__name__}; return text, or None"
+                    raise RewardError(function.name, problem, batch, i)
+            return list(answers)
+
+        for record, answer in zip(records, on_main_process(extract, self.trainer.accelerator), strict=True):
+            record.answer = answer
+
+    def _columns(self, record: ResponseRecord) -> dict[str, Any]:
+        """What the table shows of a response beside its score."""
+        names = [name for name in self.settings.names if name not in ("scores", "rewards")]
+        shown: dict[str, Any] = {name: rollout_tables.rounded(record.values[name]) for name in names}
+        if (correct := correctness(record, self.settings)) is not None:
+            shown["correct"] = bool(correct)
+        shown |= {"answer": record.answer} if self.settings.votes else {}
+        return shown | ({"opponent": record.opponent, "win": record.win} if self.settings.compares else {})

@@ -1,0 +1,82 @@
+"""A run from its options alone: `train_from_arguments` loads what `ScriptArguments` names and trains.
+
+The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing that is here.
+"""
+
+from typing import Any
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.provenance import Provenance
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+from alpaca_ppo.data import load_prompt_dataset
+from alpaca_ppo.data.eval_sets import load_eval_datasets
+from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.rewards import RemoteReward
+from alpaca_ppo.tracking.run_record import RunRecord
+from alpaca_ppo.trainer.environment_setup import GivenEnvironments, named_environments
+from alpaca_ppo.trainer.measure_checks import check_value_names
+from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
+from alpaca_ppo.trainer.preflight import check_start
+from alpaca_ppo.trainer.run_doctor import exit_if_ended_by_an_error
+
+
+def train_from_arguments(
+    script_args: ScriptArguments, lora: LoraArguments, args: PPOConfig, provenance: Provenance
+) -> dict[str, float]:
+    """Trains and returns the last step's metrics.
+
+    Raises:
+        ValueError: for a run that could not start, before anything is loaded if that can be known.
+        SystemExit: with status 3, if an error of the doctor that is in `stop_on` has ended the run.
+    """
+    resume = script_args.resume_from_checkpoint
+    check_start(args, resume)
+    script_args.check_names(args)
+    environments = named_environments(script_args)
+    check_value_names(
+        args, reward_sources(script_args, args, None), script_args.metric_funcs, GivenEnvironments(**environments)
+    )
+    name, config = script_args.dataset_name, script_args.dataset_config
+    train_dataset = None
+    if name:
+        train_dataset = load_prompt_dataset(name, split=script_args.dataset_train_split, config_name=config)
+    trust = args.trust_remote_code
+    # Models are given by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
+    processing_class = load_processing_class(script_args.model_name_or_path, trust_remote_code=trust)
+    trainer = PPOTrainer(
+        model=script_args.model_name_or_path,
+        reward_funcs=reward_sources(script_args, args, processing_class),
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=load_eval_datasets(script_args),
+        metric_funcs=script_args.metric_funcs,
+        processing_class=processing_class,
+        value_model=script_args.value_model_name_or_path,
+        peft_config=lora.peft_config("CAUSAL_LM"),
+        **environments,
+    )
+    trainer.run_record = RunRecord.of_command(provenance)
+    stats = trainer.train(resume_from_checkpoint=resume)
+    trainer.accelerator.end_training()
+    exit_if_ended_by_an_error(trainer)
+    return stats
+
+
+def reward_sources(script_args: ScriptArguments, args: PPOConfig, processing_class: Any) -> list[str | RemoteReward]:
+    """The reward sources that the options name, in the order of their weights: models, functions, the servers."""
+    named: list[str | RemoteReward] = [
+        *(script_args.reward_model_name_or_path or []),
+        *(script_args.reward_funcs or []),
+    ]
+    if script_args.reward_url:
+        remote = RemoteReward(
+            script_args.reward_url,
+            wire_format=script_args.reward_url_format,
+            timeout=script_args.reward_url_timeout,
+            label_column=script_args.reward_url_labels,
+            processing_class=processing_class,
+            chat_template_kwargs=args.chat_template_kwargs,
+            name="reward_url",
+        )
+        named.append(remote)
+    return named

@@ -1,0 +1,133 @@
+"""`trainer.generate`, the length of a run in steps, callbacks, and what the start of a run says or refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from alpaca_ppo.distributed.random_states import random_states
+from tests.data.tokenizers import CHATML, turn_tokenizer
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return tiny_trainer(tmp_path_factory.mktemp("run"))
+
+
+def test_generate_returns_the_texts_that_transformers_generates(trainer):
+    texts = ["w10 w20 w30", "w40"]
+    found = trainer.generate(texts, do_sample=False, max_new_tokens=6)
+    model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
+    for text, (answer,) in zip(texts, found, strict=True):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        whole = model.generate(ids, max_new_tokens=6, do_sample=False)[0]
+        assert answer == tokenizer.decode(whole[ids.size(1) :], skip_special_tokens=True)
+    assert trainer.generate(texts[0], do_sample=False, max_new_tokens=6) == found[:1]
+
+
+def test_generate_draws_from_its_own_seed_only(trainer):
+    def drawn(**options):
+        return trainer.generate(["w10 w20", "w40"], num_return_sequences=3, max_new_tokens=8, **options)
+
+    before, rollout = random_states(), trainer.rollout(trainer.prompt_batches(0))
+    first = drawn()
+    assert [len(answers) for answers in first] == [3, 3] and len(set(first[0])) > 1
+    assert drawn() == first != drawn(seed=1)
+    # One token is left to choose from, so sampling is greedy.
+    assert drawn(top_k=1)[0] == trainer.generate("w10 w20", do_sample=False, max_new_tokens=8)[0] * 3
+    again = trainer.rollout(trainer.prompt_batches(0))
+    assert torch.equal(again["responses"], rollout["responses"])
+    assert str(random_states()) == str(before)
+    assert trainer.state.global_step == 0
+
+
+def test_what_generate_cannot_answer_is_refused(trainer):
+    for given in ([], ["w10", [{"role": "user", "content": "w10"}]]):
+        with pytest.raises(ValueError, match="give at least one, and either texts or conversations"):
+            trainer.generate(given)
+    with pytest.raises(ValueError, match=r"the prompt \(1\) \+ max_new_tokens \(512\) is more than .* \(512\)"):
+        trainer.generate("w10", max_new_tokens=512)
+    with pytest.raises(ValueError, match="no chat template"):
+        trainer.generate([{"role": "user", "content": "w10"}])
+
+
+def test_generate_renders_messages_with_the_arguments_of_the_template(tmp_path):
+    tokenizer = turn_tokenizer(CHATML + "{% if brief %}w30{% endif %}", special=["<|im_start|>", "<|im_end|>"])
+    chat = [{"role": "user", "content": "w10"}]
+    made = tiny_trainer(
+        tmp_path,
+        trainer_arguments={"processing_class": tokenizer},
+        chat_template_kwargs={"brief": True},
+        query_len=12,
+    )
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, brief=True)
+    assert text.endswith("w30")
+    assert made.generate(chat, max_new_tokens=6) == made.generate(text, max_new_tokens=6)
+    assert made.generate([chat, chat], max_new_tokens=6)[0] == made.generate(chat, max_new_tokens=6)[0]
+
+
+def test_training_never_samples_from_a_part_of_the_softmax(trainer):
+    whole = trainer.sampling_params
+    for change in ({"top_k": 5}, {"top_p": 0.9}):
+        trainer.sampling_params = replace(whole, **change)
+        try:
+            with pytest.raises(ValueError, match="of another policy than the one that sampled. Leave both None"):
+                trainer.rollout(trainer.prompt_batches(0))
+        finally:
+            trainer.sampling_params = whole
+
+
+class Counting(TrainerCallback):
+    def __init__(self):
+        self.steps = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+
+class Removed(Counting):
+    pass
+
+
+def test_a_run_has_max_steps_and_its_callbacks_can_be_added_and_removed(tmp_path):
+    trainer = tiny_trainer(tmp_path, total_episodes=None, max_steps=3, rollout_batch_size=16, step_batch_size=16)
+    kept, removed, first = Counting(), Removed(), Removed()
+    trainer.add_callback(kept)
+    trainer.add_callback(first)
+    trainer.add_callback(removed)
+    trainer.add_callback(Counting)
+    assert trainer.pop_callback(Removed) is first and trainer.pop_callback(first) is None
+    trainer.remove_callback(removed)
+    trainer.remove_callback(removed)
+    trainer.train()
+    # 40 prompts are steps of 16, 16 and 8.
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2, 3]
+    assert trainer.state.epoch == 1.0
+    assert (kept.steps, first.steps, removed.steps) == (3, 0, 0)
+    assert [type(callback) for callback in trainer.callback_handler.callbacks] == [Counting, Counting]
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "warns"), [("w10", None, True), ("<|im_start|> w10", None, False), ("w10", "{prompt}", False)]
+)
+def test_plain_text_for_a_chat_model_is_reported_once(tmp_path, capsys, text, template, warns):
+    given = {
+        "processing_class": turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"]),
+        "train_dataset": prompts().map(lambda row: {"prompt": text}),
+        "eval_dataset": prompts(2),
+    }
+    tiny_trainer(tmp_path, trainer_arguments=given, prompt_template=template)
+    said = capsys.readouterr().out
+    assert said.count("the tokenizer has a chat template, but the prompts are plain text") == warns
+
+
+def test_evaluations_without_an_eval_set_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="eval_steps is 5, but there is no eval set; pass eval_dataset .*eval_steps: 0"
+    ):
+        tiny_trainer(tmp_path, eval_steps=5)
+    with pytest.raises(ValueError, match="eval_steps is 5, but there is no eval set"):
+        tiny_trainer(tmp_path, eval_steps=5, trainer_arguments={"eval_dataset": {}})
