@@ -181,6 +181,7 @@ def train(
     folder = tempfile.mkdtemp(dir=machine.folder)
     own: dict[str, Any] = {
         "output_dir": folder,
+        "save_steps": 0,
         "query_len": PROMPT_LEN,
         "response_len": RESPONSE_LEN,
         "rollout_batch_size": ROWS,

@@ -117,6 +117,7 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
         bf16=layout == "full" and column["dtype"] == "bfloat16",
         reward_adapter=f"{folder}/reward" if layout == "reward" else None,
         output_dir=f"{folder}/run",
+        save_steps=0,
         report_to=["none"],
         num_logged_rollouts=0,
         # The second step is measured, and a run has its peak in those that compute entropies.

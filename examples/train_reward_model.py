@@ -2,157 +2,17 @@
 
     python examples/train_reward_model.py --config reward.yaml --output_dir outputs/reward_model
 
-The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Ouyang et al., arXiv:2203.02155, eq. 1). The output
-folder is an `AutoModelForSequenceClassification` with one label and its tokenizer, and `train_ppo.py
---reward_model_name_or_path` scores a response exactly as it was scored here: prompt and completion as one text, or as
-messages through the chat template. The score is read at the last token that is not the pad token; a tokenizer without
-one pads with eos, so that a text is scored before the eos that it ends with, here and wherever the folder is loaded.
-Every argument of `transformers.TrainingArguments` is a flag too; with `--use_peft` the folder is an adapter, which
-`train_ppo.py --reward_adapter` puts on the policy's base.
+It does what `alpaca-ppo reward` does, for launchers that start a script. The output folder is an
+`AutoModelForSequenceClassification` with one label and its tokenizer, and `train_ppo.py --reward_model_name_or_path`
+scores a response exactly as it was scored here: prompt and completion as one text, or as messages through the chat
+template. Every argument of `transformers.TrainingArguments` is a flag too; with `--use_peft` the folder is an adapter,
+which `train_ppo.py --reward_adapter` puts on the policy's base.
 """
 
-import alpaca_ppo  # noqa: F401  before torch: it sets how threads wait
+import sys
 
-# isort: split
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import torch
-from datasets import Dataset
-from peft import get_peft_model
-from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
-
-from alpaca_ppo.adapters import check_whole_model, inject_adapter
-from alpaca_ppo.config.parser import parse_args
-from alpaca_ppo.config.script_arguments import LoraArguments
-from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
-
-PAIR = ("chosen", "rejected")
-
-
-@dataclass(frozen=True)
-class RewardModelArguments:
-    """Which model learns from which preferences: rows of a prompt and the completions `chosen` and `rejected`.
-
-    Raises:
-        ValueError: when the model or the dataset is not named.
-    """
-
-    model_name_or_path: str = field(default="", metadata={"help": "Model to start from, most often the SFT model."})
-    dataset_name: str = field(default="", metadata={"help": "Preferences: a hub id, a folder, or a data file."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str | None = field(default=None, metadata={"help": "Split for --eval_strategy."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Column of the prompt: text or messages."})
-    prompt_template: str | None = field(default=None, metadata={"help": "Named template or format string instead."})
-    max_length: int = field(default=1024, metadata={"help": "Tokens of both; longer pairs are dropped."})
-
-    def __post_init__(self) -> None:
-        for name in ("model_name_or_path", "dataset_name"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
-
-
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
-    """Rows of token ids `chosen` and `rejected` (prompt included) and `length`, the longer of the two.
-
-    Raises:
-        ValueError: when a column is missing or no pair fits.
-    """
-    missing = [column for column in PAIR if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns to {PAIR}")
-    columns: dict[str, Any] = {"prompt_column": arguments.prompt_column, "prompt_template": arguments.prompt_template}
-    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, **columns)
-    pairs = []
-    for row in (item["row"] for item in prompts):
-        chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)
-        length = max(len(chosen), len(rejected))
-        if length <= arguments.max_length:
-            pairs.append({"chosen": chosen, "rejected": rejected, "length": length})
-    if not pairs:
-        raise ValueError(f"no pair fits into max_length ({arguments.max_length}) tokens; raise it")
-    return Dataset.from_list(pairs)
-
-
-def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: str) -> list[int]:
-    encoded: Any
-    if isinstance(prompt, str):
-        encoded = tokenizer(prompt + completion)
-    else:
-        messages = [*prompt, {"role": "assistant", "content": completion}]
-        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-    return list(encoded["input_ids"])
-
-
-class RewardTrainer(Trainer):
-    """A `Trainer` whose batches hold the chosen sequences first and the rejected ones, in that order, after them."""
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        chosen, rejected = model(**inputs).logits.squeeze(-1).float().chunk(2)
-        loss = -logsigmoid(chosen - rejected).mean()
-        return (loss, chosen - rejected) if return_outputs else loss
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        with torch.no_grad():
-            loss, margins = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
-        return loss, margins, torch.ones_like(margins)
-
-
-def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of pairs whose chosen completion has the higher score."""
-    return {"accuracy": float((np.asarray(prediction.predictions) > 0).mean())}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
-    arguments, lora, training = parse_args([RewardModelArguments, LoraArguments, TrainingArguments], argv)
-    check_whole_model("model_name_or_path", arguments.model_name_or_path)
-    training.remove_unused_columns = False
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Head and adapter start at random, before the trainer seeds.
-    set_seed(training.seed)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        arguments.model_name_or_path,
-        num_labels=1,
-        dtype=torch.float32,
-        pad_token_id=tokenizer.pad_token_id,
-        trust_remote_code=False,
-    )
-    if config := lora.peft_config("SEQ_CLS"):
-        model = inject_adapter(get_peft_model, model, config)
-
-    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        sequences = [row[column] for column in PAIR for row in rows]
-        return dict(tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt"))
-
-    named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
-    train, test = (
-        tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments) if split else None
-        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
-    )
-    data: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "data_collator": collate}
-    trainer = RewardTrainer(model, training, **data, processing_class=tokenizer, compute_metrics=accuracy)
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model()
-
+from alpaca_ppo.cli.errors import exit_status
+from alpaca_ppo.cli.reward import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main, sys.argv[1:]))

@@ -85,6 +85,7 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
     rows = len(DISTRIBUTIONS) * draws
     return PPOConfig(
         output_dir=str(output),
+        save_steps=0,
         seed=seed,
         use_cpu=True,
         report_to=["none"],

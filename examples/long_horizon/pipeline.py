@@ -10,14 +10,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from alpaca_ppo.config.parser import read_yaml
 from examples import train_sft
 from examples.long_horizon.base import write_base
-from examples.long_horizon.rows import GRADES, Sizes, settings_of
-from examples.long_horizon.task import Teacher, draw_prompt
-from examples.mini_farm.pipeline import EXAMPLES, KEEP_NOTHING, PACKAGE, PRESETS
+from examples.long_horizon.other_data import PLURALS_COLUMN, plurals_of, privileged_texts, uneven_prompts
+from examples.long_horizon.rows import (
+    GRADES,
+    PRIVILEGED_CRITIC,
+    PRIVILEGED_PROMPTS,
+    SMALL_CRITIC,
+    UNEVEN_PROMPTS,
+    Sizes,
+    settings_of,
+)
+from examples.long_horizon.task import STEPS, Teacher, draw_prompt
+from examples.mini_farm.pipeline import EXAMPLES, KEEP_NOTHING, PACKAGE, PRESETS, SUPERVISED
 from examples.mini_farm.splits import write_rows
 from examples.mini_farm.stages import run_stage
+
+DEMONSTRATIONS, PROMPTS, HELD_OUT = "demonstrations.jsonl", "prompts.jsonl", "held_out.jsonl"
 
 
 def _arg(default: Any, help: str) -> Any:
@@ -34,7 +47,7 @@ class HorizonArguments:
     held_out: int = _arg(256, "Prompts that no run is trained on.")
     hidden_size: int = _arg(64, "Width of the model.")
     num_layers: int = _arg(2, "Layers of the model.")
-    preset: str = _arg(str(PRESETS / "long_horizon.yaml"), "YAML for train_ppo.py.")
+    ppo_preset: str = _arg(str(PRESETS / "long_horizon.yaml"), "YAML for train_ppo.py.")
     episodes: int | None = _arg(None, "Responses that a run samples, instead of the preset's number.")
 
 
@@ -44,7 +57,7 @@ class Experiment:
     def __init__(self, arguments: HorizonArguments) -> None:
         self.arguments = arguments
         self.root = Path(arguments.root).resolve()
-        self.preset = read_yaml(arguments.preset)
+        self.preset = read_yaml(arguments.ppo_preset)
         episodes = arguments.episodes or self.preset["total_episodes"]
         self.sizes = Sizes(self.preset["rollout_batch_size"], episodes)
 
@@ -62,58 +75,117 @@ class Experiment:
             generator, teacher = random.Random(settings["seed"]), Teacher(settings["seed"])
             prompts = [draw_prompt(generator) for _ in range(settings["demonstrations"])]
             texts = [{"prompt": prompt, "completion": " " + teacher.write(prompt, generator)} for prompt in prompts]
-            write_rows(folder / "demonstrations.jsonl", texts)
-            for split in ("prompts", "held_out"):
-                write_rows(
-                    folder / f"{split}.jsonl", [{"prompt": draw_prompt(generator)} for _ in range(settings[split])]
-                )
+            write_rows(folder / DEMONSTRATIONS, texts)
+            for split, count in ((PROMPTS, settings["prompts"]), (HELD_OUT, settings["held_out"])):
+                write_rows(folder / split, [{"prompt": draw_prompt(generator)} for _ in range(count)])
 
         return run_stage(self.root / "data", "data", fill, settings=settings, sources=_code("task"))
 
     @cached_property
     def base(self) -> Path:
         """The tokenizer and the untrained model."""
-        settings = {
-            "hidden_size": self.arguments.hidden_size,
-            "num_layers": self.arguments.num_layers,
-            "num_heads": 4,
-            "seed": self.arguments.data_seed,
-        }
+        return self._base("base", self.arguments.hidden_size)
+
+    @cached_property
+    def pretrained(self) -> Path:
+        """The model of the teacher's demonstrations, mistakes included."""
+        return self._pretrained("pretrained", self.base, self.data)
+
+    @cached_property
+    def small_critic(self) -> Path:
+        """A model of half the width, pretrained on the same demonstrations, for a critic to start from."""
+        base = self._base("small_base", self.arguments.hidden_size // 2)
+        return self._pretrained("small_critic", base, self.data)
+
+    @cached_property
+    def privileged_critic(self) -> Path:
+        """As `small_critic`, of demonstrations that begin with their right plurals."""
+        base = self._base("privileged_base", self.arguments.hidden_size // 2, privileged_len=STEPS)
+        return self._pretrained("privileged_critic", base, self.privileged_data)
+
+    @cached_property
+    def privileged_data(self) -> Path:
+        """Demonstrations that begin with their right plurals, and the prompts of `data` with a column of them."""
+        settings = {"seed": self.arguments.data_seed, "demonstrations": self.arguments.demonstrations}
+
+        def fill(folder: Path) -> None:
+            write_rows(folder / DEMONSTRATIONS, privileged_texts(settings["seed"], settings["demonstrations"]))
+            for split in (PROMPTS, HELD_OUT):
+                prompts = [row["prompt"] for row in _lines(self.data / split)]
+                rows = [{"prompt": prompt, PLURALS_COLUMN: plurals_of(prompt)} for prompt in prompts]
+                write_rows(folder / split, rows)
+
         return run_stage(
-            self.root / "base",
-            "tokenizer and untrained model",
+            self.root / "privileged_data",
+            "data with the right plurals",
+            fill,
+            settings=settings,
+            parents=[self.data],
+            sources=_code("task", "other_data"),
+        )
+
+    @cached_property
+    def uneven_data(self) -> Path:
+        """Prompts of uneven difficulty, and the held-out prompts of `data`."""
+        settings = {"seed": self.arguments.data_seed}
+
+        def fill(folder: Path) -> None:
+            write_rows(folder / PROMPTS, [{"prompt": prompt} for prompt in uneven_prompts(settings["seed"])])
+            write_rows(folder / HELD_OUT, _lines(self.data / HELD_OUT))
+
+        return run_stage(
+            self.root / "uneven_data",
+            "prompts of uneven difficulty",
+            fill,
+            settings=settings,
+            parents=[self.data],
+            sources=_code("task", "other_data"),
+        )
+
+    def _base(self, name: str, hidden_size: int, **sizes: int) -> Path:
+        settings = {"hidden_size": hidden_size, "num_layers": self.arguments.num_layers, "num_heads": 4, **sizes}
+        settings["seed"] = self.arguments.data_seed
+        return run_stage(
+            self.root / name,
+            f"tokenizer and untrained model, {name}",
             lambda folder: write_base(folder, **settings),
             settings=settings,
             sources=[*_code("base", "task"), EXAMPLES / "mini_farm" / "base.py"],
         )
 
-    @cached_property
-    def pretrained(self) -> Path:
-        """The model of the teacher's demonstrations, mistakes included."""
+    def _pretrained(self, name: str, base: Path, data: Path) -> Path:
         preset = PRESETS / "long_horizon_sft.yaml"
-        settings = {"seed": self.arguments.data_seed} | KEEP_NOTHING
+        length = AutoConfig.from_pretrained(base).n_positions
+        settings = {"seed": self.arguments.data_seed, "max_length": length} | KEEP_NOTHING
 
         def fill(folder: Path) -> None:
-            train_sft.main(_training_flags(preset, self.base, self.data / "demonstrations.jsonl", folder, settings))
+            train_sft.main(_training_flags(preset, base, data / DEMONSTRATIONS, folder, settings))
 
         return run_stage(
-            self.root / "pretrained",
-            "pretraining on the demonstrations",
+            self.root / name,
+            f"pretraining on the demonstrations, {name}",
             fill,
             settings=settings,
-            parents=[self.data, self.base],
-            sources=[preset, EXAMPLES / "train_sft.py"],
+            parents=[data, base],
+            sources=[preset, SUPERVISED / "sft.py"],
         )
 
     def run(self, row: str, *, seed: int) -> Path:
         """Returns the folder of the run of `row` with `seed`; metrics.jsonl begins and ends with an evaluation."""
         settings: dict[str, Any] = {**settings_of(row, self.sizes), "seed": seed}
+        # A row may name a critic or data of its own.
+        data = {None: "data", UNEVEN_PROMPTS: "uneven_data", PRIVILEGED_PROMPTS: "privileged_data"}
+        critic = {SMALL_CRITIC: "small_critic", PRIVILEGED_CRITIC: "privileged_critic"}
+        prompts: Path = getattr(self, data[settings.get("dataset_name")])
+        models = [self.pretrained]
+        given: dict[str, Any] = {"reward_funcs": GRADES, **settings, "dataset_name": prompts / PROMPTS}
+        given["eval_dataset_name"] = prompts / HELD_OUT
+        if "value_model_name_or_path" in settings:
+            models.append(getattr(self, critic[settings["value_model_name_or_path"]]))
+            given["value_model_name_or_path"] = models[-1]
 
         def fill(folder: Path) -> None:
-            given = {"reward_funcs": GRADES, **settings, "eval_dataset_name": self.data / "held_out.jsonl"}
-            argv = _training_flags(
-                Path(self.arguments.preset), self.pretrained, self.data / "prompts.jsonl", folder, given
-            )
+            argv = _training_flags(Path(self.arguments.ppo_preset), self.pretrained, prompts / PROMPTS, folder, given)
             # A process of its own, so that a run's random state and threads do not depend on the runs before it.
             subprocess.run([sys.executable, "-m", "examples.train_ppo", *argv], check=True, cwd=EXAMPLES.parent)
 
@@ -122,8 +194,8 @@ class Experiment:
             f"{row}, seed {seed}",
             fill,
             settings=settings,
-            parents=[self.data, self.pretrained],
-            sources=[Path(self.arguments.preset), EXAMPLES / "train_ppo.py", *_rewards(settings), *PACKAGE],
+            parents=[prompts, *models],
+            sources=[Path(self.arguments.ppo_preset), EXAMPLES / "train_ppo.py", *_rewards(settings), *PACKAGE],
         )
 
 
@@ -143,7 +215,7 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
 
 def _rewards(settings: Mapping[str, Any]) -> list[Path]:
     """Returns the files with the rewards of a run."""
-    return _code("task", "pass_or_fail") if "reward_funcs" in settings else _code("task")
+    return _code("task", "other_rewards") if "reward_funcs" in settings else _code("task")
 
 
 def _code(*modules: str) -> list[Path]:

@@ -4,12 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from examples.long_horizon.other_data import PLURALS_COLUMN
+from examples.long_horizon.task import STEPS
+
 Settings = dict[str, Any]
 
 GRADES = "examples.long_horizon.task:grades"
 """The reward."""
 
 PPO, VAPO, GRPO, PASS = "PPO, lam 0.95", "VAPO", "GRPO, 8 samples", "GRPO, pass or fail"
+MARKS, UNEVEN = "GRPO, grade and true marks", "GRPO, pass or fail, uneven prompts"
+QUANTILE, SMALL = "quantile critic", "small critic"
+SMALL_CRITIC, PRIVILEGED_CRITIC, UNEVEN_PROMPTS, PRIVILEGED_PROMPTS = "small", "privileged", "uneven", "privileged"
+"""Names of models and data in the settings of rows, where `Experiment` puts the folder or file."""
 _VAPO: Settings = {
     "num_return_sequences": 8,
     "critic_pretraining_steps": 6,
@@ -27,12 +34,19 @@ optimizer steps of the critic's own. Its value loss without clipping is in the Y
 _GRPO: Settings = {"adv_estimator": "grpo", "num_return_sequences": 8}
 _PASS: Settings = _GRPO | {
     # The grade is only watched.
-    "reward_funcs": [GRADES, "examples.long_horizon.pass_or_fail:passes"],
+    "reward_funcs": [GRADES, "examples.long_horizon.other_rewards:passes"],
     "reward_weights": [0.0, 1.0],
 }
+_MARKS: Settings = _GRPO | {
+    "reward_funcs": [GRADES, "examples.long_horizon.other_rewards:true_marks"],
+    "reward_weights": [1.0, 1.0],
+}
+_UNEVEN: Settings = _PASS | {"dataset_name": UNEVEN_PROMPTS}
 _BY_SEQUENCE: Settings = {"loss_agg_mode": "seq-mean-token-mean"}
 _SUPPORT: Settings = {"value_min": -6.0, "value_max": 6.0}
 """Grades are between -5 and 5; a KL penalty and the bins' margin come on top."""
+_QUANTILE: Settings = _VAPO | {"critic": "quantile"}
+_SMALL: Settings = _VAPO | {"value_model_name_or_path": SMALL_CRITIC}
 
 
 def _without(*names: str, **others: Any) -> Settings:
@@ -64,13 +78,42 @@ OTHERS: Mapping[str, tuple[str, Settings]] = {
         PPO,
         {"learning_rate": 1.0e-3, "critic_learning_rate": 1.0e-3, "critic_epochs": 4, "critic_step_batch_size": 4},
     ),
+    "constant rate of the critic": (VAPO, _VAPO | {"critic_lr_scheduler_type": "constant"}),
+    "warm-up of the critic": (VAPO, _VAPO | {"critic_lr_warmup_steps": 100}),
+    "weight decay of the critic": (VAPO, _VAPO | {"critic_weight_decay": 0.1}),
+    "shorter memory of the critic's AdamW": (VAPO, _VAPO | {"critic_adam_beta2": 0.95}),
+    "Huber loss": (VAPO, _VAPO | {"value_loss": "huber"}),
+    "bounds of the values": (VAPO, _VAPO | _SUPPORT),
+    QUANTILE: (VAPO, _QUANTILE),
+    "lower tail": (QUANTILE, _QUANTILE | {"risk_level": "0.1"}),
+    "upper tail": (QUANTILE, _QUANTILE | {"risk_level": "upper:0.1"}),
+    "mixed with the upper tail": (QUANTILE, _QUANTILE | {"risk_level": "0.5*neutral+0.5*upper:0.2"}),
     "HL-Gauss critic": (VAPO, _VAPO | _SUPPORT | {"critic": "hl_gauss"}),
     "side critic": (VAPO, _VAPO | {"critic_layout": "side", "side_width": 64, "side_depth": 2}),
+    SMALL: (VAPO, _SMALL),
+    "small critic that reads the plurals": (
+        SMALL,
+        _VAPO
+        | {
+            "value_model_name_or_path": PRIVILEGED_CRITIC,
+            "dataset_name": PRIVILEGED_PROMPTS,
+            "privileged_column": PLURALS_COLUMN,
+            "privileged_len": STEPS,
+        },
+    ),
     "CISPO loss": (VAPO, _VAPO | {"policy_loss": "cispo", "cliprange": 0.99, "cliprange_high": 0.8}),
+    "DPPO loss": ("VAPO without clip-higher", _without("cliprange_high") | {"policy_loss": "dppo"}),
     "SAPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "sapo"}),
     "GSPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "gspo", "cliprange": 3.0e-4, "cliprange_high": 4.0e-4}),
+    "GMPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "gmpo", "cliprange": 0.4}),
+    "pass@k": (GRPO, _GRPO | {"adv_estimator": "grpo_passk"}),
+    MARKS: (GRPO, _MARKS),
+    "GDPO, grade and true marks": (MARKS, _MARKS | {"adv_estimator": "gdpo"}),
     PASS: (GRPO, _PASS),
+    "QAE, pass or fail": (PASS, _PASS | {"adv_estimator": "qae"}),
     "dynamic sampling, pass or fail": (PASS, _PASS | {"dynamic_sampling": True, "max_sampling_rounds": 3}),
+    UNEVEN: (PASS, _UNEVEN),
+    "curriculum, pass or fail, uneven prompts": (UNEVEN, _UNEVEN | {"curriculum": True, "curriculum_threshold": 0.5}),
 }
 """Further options, each with the row that it is compared with. Their own settings are defaults or a preset's, and were
 not tuned."""

@@ -39,6 +39,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "RLOO": {"adv_estimator": "rloo", **WITHOUT_CRITIC},
 }
 """The options that each line of the table changes in the preset."""
+SHORT = 20
+"""Tokens of a response in the second table. The supervised model's have 11 in the mean, and a tenth of them more than
+this; trained policies write longer ones."""
+SHORT_VARIANTS: dict[str, dict[str, Any]] = {
+    f"{SHORT} tokens": {},
+    f"{SHORT} tokens, penalty_reward_value": {"penalty_reward_value": -4.0},
+    f"{SHORT} tokens, mask_truncated": {"mask_truncated": True},
+    f"{SHORT} tokens, overlong_buffer_len": {"overlong_buffer_len": 8, "overlong_penalty_factor": 1.0},
+}
+"""The options that each line of the second table changes, with `response_len` at `SHORT`."""
+COLUMNS = {"gold": "gold score", "win_rate": "win-rate over SFT (%)", "kl": "KL to SFT (nats)"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +63,14 @@ class Outcome:
     """Mean over the last steps; None without a critic."""
     seconds: float
     """Time of rollouts, scoring and updates."""
+    truncated: float
+    """Share of sampled responses that were truncated, in percent, over the last steps."""
 
 
 def settings_of(name: str, preset: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the flags of the variant `name`, with as many answers and the same KL coefficient as `preset`."""
+    if name in SHORT_VARIANTS:
+        return {"response_len": SHORT, **SHORT_VARIANTS[name]}
     settings = dict(VARIANTS[name])
     if settings.get("use_kl_loss"):
         settings["kl_loss_coef"] = preset["kl_coef"]
@@ -75,6 +90,7 @@ def outcome(summary: Summary, metrics: Metrics) -> Outcome:
         kl=summary.kl,
         explained_variance=fmean(variances) if variances else None,
         seconds=sum(row["time/step"] for row in metrics),
+        truncated=100 * fmean(row["objective/truncated_fraction"] for row in metrics[-WINDOW:]),
     )
 
 
@@ -83,11 +99,14 @@ def outcomes_of(lab: Lab, folders: dict[str, Path]) -> list[Outcome]:
     return [outcome(line, read_metrics(folders[line.method])) for line in summaries_of(lab, folders)[2:]]
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """Returns a table of mean ± standard deviation over the seeds, with a line for each variant."""
-    columns = {"gold": "gold score", "win_rate": "win-rate over SFT (%)", "kl": "KL to SFT (nats)"}
-    columns |= {"explained_variance": "explained variance", "seconds": "seconds"}
-    digits = {"win_rate": 1, "seconds": 0}
+def table(outcomes: Mapping[str, Sequence[Outcome]], **others: str) -> str:
+    """Returns a table of mean ± standard deviation over the seeds, with a line for each variant.
+
+    Its columns are `COLUMNS` and `others`, attributes of `Outcome` with their titles; by default explained variance and
+    seconds.
+    """
+    columns = COLUMNS | (others or {"explained_variance": "explained variance", "seconds": "seconds"})
+    digits = {"win_rate": 1, "seconds": 0, "truncated": 0}
     lines = ["| | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, runs in outcomes.items():
         cells = [_spread([getattr(run, key) for run in runs], digits.get(key, 2)) for key in columns]
@@ -136,15 +155,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
     lab, preset = Lab(lab_arguments), read_yaml(lab_arguments.ppo_preset)
     if lab_arguments.ppo_episodes is not None:
         preset["total_episodes"] = lab_arguments.ppo_episodes
-    outcomes = {
-        name: outcomes_of(lab, {f"{name} {seed}": _run(lab, name, seed, preset) for seed in arguments.seeds})
-        for name in VARIANTS
-    }
+    outcomes, short = (
+        {
+            name: outcomes_of(lab, {f"{name} {seed}": _run(lab, name, seed, preset) for seed in arguments.seeds})
+            for name in variants
+        }
+        for variants in (VARIANTS, SHORT_VARIANTS)
+    )
     text = (
         f"Written by `make compare`: {len(VARIANTS)} algorithms, {len(arguments.seeds)} seeds each, on the same "
         f"supervised and reward models, {preset['total_episodes']} answers per run; mean ± standard deviation over the "
         f"seeds. GRPO and RLOO sample {GROUP} answers to each of a quarter of the prompts. Explained variance: mean of "
-        f"the last {WINDOW} steps.\n\n{table(outcomes)}\n\n{reading(outcomes)}\n\nMade on {machine()}."
+        f"the last {WINDOW} steps.\n\n{table(outcomes)}\n\n{reading(outcomes)}\n\n"
+        f"### Responses of at most {SHORT} tokens\n\nThe same with `response_len: {SHORT}`, where the reward model "
+        "scores texts that break off, and does not mind: a policy learns never to stop. Held-out answers may have 48 "
+        f"tokens. Truncated: share of the sampled responses in the last {WINDOW} steps.\n\n"
+        f"{table(short, truncated='truncated (%)')}\n\nMade on {machine()}."
     )
     write_section(Path(arguments.report), SECTIONS[2], text)
     print(f"\n{text}\n\nWritten: {arguments.report}")
@@ -154,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
 def _run(lab: Lab, name: str, seed: int, preset: Mapping[str, Any]) -> Path:
     if name == BASELINE:
         return lab.ppo(f"ppo_seed_{seed}", seed=seed)
-    folder = "_".join(name.lower().split())
+    folder = "_".join(name.lower().replace(",", "").split())
     return lab.ppo(f"{folder}_seed_{seed}", seed=seed, overrides=settings_of(name, preset))
 
 

@@ -22,6 +22,7 @@ from examples.mini_farm.splits import SPLITS, Row, draw_splits, prompt_of, read_
 from examples.mini_farm.stages import run_stage
 
 EXAMPLES = Path(__file__).resolve().parents[1]
+SUPERVISED = EXAMPLES.parent / "alpaca_ppo/supervised"
 PRESETS = EXAMPLES / "configs"
 PACKAGE = sorted((EXAMPLES.parent / "alpaca_ppo").rglob("*.py"))
 """A change of the package repeats the PPO stages only, because PPO is what users of this repository work on."""
@@ -113,7 +114,7 @@ class Lab:
             fill,
             settings=settings,
             parents=[self.data, self.base],
-            sources=[preset, EXAMPLES / "train_sft.py"],
+            sources=[preset, SUPERVISED / "sft.py"],
         )
 
     @cached_property
@@ -157,7 +158,7 @@ class Lab:
             fill,
             settings={**settings, "pairs": pairs},
             parents=[self.sft, self.pairs],
-            sources=[preset, EXAMPLES / "train_reward_model.py"],
+            sources=[preset, SUPERVISED / "reward_model.py"],
         )
 
     @cached_property
@@ -179,7 +180,7 @@ class Lab:
             fill,
             settings=settings,
             parents=[self.sft, self.pairs],
-            sources=[preset, EXAMPLES / "train_reward_model.py"],
+            sources=[preset, SUPERVISED / "reward_model.py"],
         )
 
     def _write_agreement(self, folder: Path, reward_model: Path) -> None:

@@ -58,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> list[Summary]:
     with write_folder_atomically(lab.root / "final") as final:
         shutil.copytree(run / "final", final, dirs_exist_ok=True)
     plot_run({"PPO": read_metrics(run)}, summaries, lab.root / "results.png")
+    print(f"\nReport: {run / 'report.html'} (open it in a browser)")
+    print(f"Figure: {lab.root / 'results.png'}")
     print(f"\n{describe(lab, summaries)}\n")
     print(f"Policy: {lab.root / 'final' / 'policy'}")
-    print(f"Figure: {lab.root / 'results.png'}")
     print(f"Total time: {time.perf_counter() - start:.0f} s")
     return summaries
 

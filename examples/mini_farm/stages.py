@@ -73,17 +73,18 @@ def _output_to(log: Path) -> Iterator[None]:
     """Redirects standard output and error of this process and its children to `log`.
 
     The file descriptors are redirected, because loggers and progress bars keep the stream that existed at their
-    creation.
+    creation; and so are Python's streams, which in a notebook do not write to the descriptors.
     """
     streams = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.flush()
     originals = [os.dup(descriptor) for descriptor in (1, 2)]
-    with log.open("wb") as file:
+    with log.open("w", encoding="utf-8", buffering=1) as file:
         try:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
-            yield
+            with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+                yield
         finally:
             for stream in streams:
                 stream.flush()

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.data import load_prompt_dataset
-from examples import gsm8k_tiny, train_ppo, train_sft
+from examples import gsm8k_tiny, train_sft
 
-CONFIGS = Path(train_ppo.__file__).parent / "configs"
+CONFIGS = Path(gsm8k_tiny.__file__).parent / "configs"
 TINY = ["--sft_rows", "20", "--test_rows", "6", "--vocab_size", "300", "--hidden_size", "16", "--num_layers", "1"]
 
 
@@ -49,7 +50,7 @@ def test_the_commands_of_the_readme_lead_from_a_file_to_a_table(questions, tmp_p
     sizes = {"rollout_batch_size": 4, "step_batch_size": 4, "total_episodes": 8, "response_len": 12}
     ppo = flags(config=CONFIGS / "gsm8k_tiny_ppo.yaml", **paths, output_dir=tmp_path / "ppo", **sizes)
     # This model's answers are never well-formed, and nothing is learned from equal rewards, so another reward is used.
-    train_ppo.main([*ppo, "--report_to", "none", "--reward_funcs", "tests.tiny_runs:count_even"])
+    run_training([*ppo, "--report_to", "none", "--reward_funcs", "tests.tiny_runs:count_even"])
     gsm8k_tiny.main(["measure", "--folder", str(tmp_path)])
 
     lines = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()]

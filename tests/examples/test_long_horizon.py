@@ -2,15 +2,25 @@
 
 import json
 import random
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_yaml
-from examples.long_horizon import table
+from examples.long_horizon import pipeline, table
 from examples.long_horizon.base import build_tokenizer
-from examples.long_horizon.pass_or_fail import passes
+from examples.long_horizon.other_data import (
+    LEVELS,
+    PROMPTS_PER_LEVEL,
+    plurals_of,
+    privileged_texts,
+    uneven_prompts,
+)
+from examples.long_horizon.other_rewards import passes, true_marks
 from examples.long_horizon.pipeline import Experiment, HorizonArguments, flags_of
 from examples.long_horizon.results import outcome_of
 from examples.long_horizon.rows import ABLATIONS, OTHERS, PPO, ROWS, VAPO, Sizes, settings_of
@@ -27,7 +37,7 @@ from examples.long_horizon.task import (
     right_steps,
 )
 
-PRESET = HorizonArguments().preset
+PRESET = HorizonArguments().ppo_preset
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +105,58 @@ def test_every_ablation_differs_from_the_recipe_and_every_option_from_the_row_be
 
 def test_a_text_with_seven_of_ten_steps_right_passes():
     assert passes([PROMPT] * 3, [text_with(20), text_with(21), text_with(30)]) == [0, 1, 1]
+
+
+def test_true_marks_count_steps_whose_mark_says_what_they_are():
+    # All thirty marks say "right", of which 20 or 30 are; an empty text has no mark.
+    assert true_marks([PROMPT] * 3, [text_with(20), text_with(30), ""]) == pytest.approx([2000 / 3, 1000, 0])
+
+
+def test_uneven_prompts_are_equally_often_of_each_level_of_difficulty():
+    prompts, right = uneven_prompts(0), Teacher(0).right
+    means = [fmean(right[noun] for noun in prompt.split()[:STEPS]) for prompt in prompts]
+    # Between 0.3 and 0.5, 0.65 and 0.75, 0.8 and 0.9.
+    assert [sum(low < mean < high for mean in means) for low, high in LEVELS] == [PROMPTS_PER_LEVEL] * 3
+    assert [len(prompt.split()) for prompt in prompts] == [QUERY_LEN] * len(prompts)
+    assert prompts == uneven_prompts(0) != uneven_prompts(1)
+
+
+def test_a_privileged_text_begins_with_its_right_plurals(text):
+    prompt, _ = text
+    assert plurals_of(prompt).split() == [PLURALS[noun] for noun in prompt.split()[:STEPS]]
+    row = privileged_texts(0, 1)[0]
+    words = row["prompt"].split()
+    assert words[:STEPS] == plurals_of(" ".join(words[STEPS:])).split() and len(words) == STEPS + QUERY_LEN
+    assert sum(right_steps(" ".join(words[STEPS:]), row["completion"])) > 0
+
+
+def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch):
+    stages, commands = {}, []
+
+    def run_stage(folder, title, fill, *, settings, sources, parents=()):
+        stages[folder.name] = (settings, [parent.name for parent in parents], fill)
+        return folder
+
+    monkeypatch.setattr(pipeline, "run_stage", run_stage)
+    monkeypatch.setattr(pipeline.AutoConfig, "from_pretrained", lambda _: SimpleNamespace(n_positions=9))
+    monkeypatch.setattr(pipeline.subprocess, "run", lambda command, **_: commands.append(command))
+    experiment = Experiment(HorizonArguments(root=str(tmp_path)))
+    runs = [
+        experiment.run("small critic that reads the plurals", seed=1),
+        experiment.run("curriculum, pass or fail, uneven prompts", seed=1),
+    ]
+    assert stages[runs[0].name][1] == ["privileged_data", "pretrained", "privileged_critic"]
+    assert stages[runs[1].name][1] == ["uneven_data", "pretrained"]
+    assert stages["privileged_critic"][1] == ["privileged_data", "privileged_base"]
+    assert (stages["base"][0]["hidden_size"], stages["privileged_base"][0]["hidden_size"]) == (64, 32)
+    assert stages["privileged_base"][0]["privileged_len"] == STEPS
+    for run in runs:
+        stages[run.name][2](run)
+    values = [dict(zip(command, command[1:], strict=False)) for command in commands]
+    assert [Path(value["--dataset_name"]).parent.name for value in values] == ["privileged_data", "uneven_data"]
+    assert [Path(value["--eval_dataset_name"]).parent.name for value in values] == ["privileged_data", "uneven_data"]
+    assert values[0]["--value_model_name_or_path"] == str(tmp_path / "privileged_critic")
+    assert "--value_model_name_or_path" not in values[1]
 
 
 def test_an_unknown_row_is_refused():

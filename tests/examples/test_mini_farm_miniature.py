@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def test_the_screen_shows_a_line_per_stage_and_then_the_table(laboratory):
     title, *stages = ran.stdout.split("\n\n")[0].splitlines()
     assert title.startswith("AlpacaFarm in miniature")
     assert len(stages) == len(STAGES) and all(line.endswith(" s") for line in stages)
-    rows = [line.strip("|").split("|") for line in ran.stdout.split("\n\n")[1].splitlines()[2:]]
+    rows = [line.strip("|").split("|") for line in ran.stdout.split("\n\n")[2].splitlines()[2:]]
     assert [row[0].strip() for row in rows] == ["SFT", "best-of-2", "PPO"]
     assert all(len(row) == 7 for row in rows)
     assert rows[0][3].strip() == "50.0 %" and rows[0][6].strip() == "0.00"
@@ -91,7 +92,10 @@ def test_a_second_run_trains_nothing_and_shows_the_same_table(laboratory, capsys
     second = capsys.readouterr().out
     assert written == {stage: (root / stage / "stage.json").stat().st_mtime_ns for stage in STAGES}
     assert second.count("kept from an earlier run") == len(STAGES)
-    assert second.split("\n\n")[1] == first.stdout.split("\n\n")[1]
+    # Where report and figure are, and the table.
+    assert second.split("\n\n")[1:3] == first.stdout.split("\n\n")[1:3]
+    shown = re.fullmatch(r"Report: (.+) \(open it in a browser\)\nFigure: (.+)", second.split("\n\n")[1])
+    assert shown is not None and all(Path(path).is_file() for path in shown.groups())
 
 
 @pytest.fixture
@@ -124,6 +128,7 @@ def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp
     root, _ = laboratory
     report = tmp_path / "RESULTS.md"
     monkeypatch.setattr(compare, "VARIANTS", {name: compare.VARIANTS[name] for name in (compare.BASELINE, "RLOO")})
+    monkeypatch.setattr(compare, "SHORT_VARIANTS", {})
     monkeypatch.setattr(lora, "LAYOUTS", {lora.REWARD_ADAPTER: lora.LAYOUTS[lora.REWARD_ADAPTER]})
     common = ["--root", str(root), "--report", str(report), *MINIATURE, "--seeds", "1", "2"]
     outcomes = compare.main(common)

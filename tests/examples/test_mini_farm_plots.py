@@ -154,7 +154,8 @@ def test_sections_of_the_report_are_written_separately_and_stay_in_order(tmp_pat
 
 def outcome(gold, **given):
     return compare.Outcome(
-        **{"gold": gold, "win_rate": 80.0, "kl": 5.0, "explained_variance": 0.5, "seconds": 10.0} | given
+        **{"gold": gold, "win_rate": 80.0, "kl": 5.0, "explained_variance": 0.5, "seconds": 10.0, "truncated": 30.0}
+        | given
     )
 
 
@@ -166,6 +167,7 @@ def test_the_comparison_has_means_and_standard_deviations():
         f"| {compare.BASELINE} | 3.00 ± 1.41 | 80.0 ± 0.0 | 5.00 ± 0.00 | 0.50 ± 0.00 | 10 ± 0 |"
     )
     assert lines[3] == "| GRPO | 1.00 ± 0.00 | 80.0 ± 0.0 | 5.00 ± 0.00 | no critic | 10 ± 0 |"
+    assert compare.table(runs, truncated="cut (%)").splitlines()[2].endswith("| 5.00 ± 0.00 | 30 ± 0 |")
     # 1 - 3 = -2; the standard error is sqrt(2 / 2 + 0 / 2) = 1.
     assert "- GRPO: -2.00 ± 1.00 in gold score, +0.0 nats, 1.00 times the seconds." in compare.reading(runs)
 
@@ -191,6 +193,9 @@ def test_every_line_of_the_tables_is_a_configuration_with_its_critic():
     assert [line.critic for line in lines.values() if line.uses_critic] == critics
     assert [name for name, line in lines.items() if not line.uses_critic] == ["GRPO", "RLOO"]
     assert all(line.value_support == (-4.0, 4.0) for line in (lines["c51 critic"], lines["hl_gauss critic"]))
+    short = [with_changes(compare.settings_of(name, preset)) for name in compare.SHORT_VARIANTS]
+    assert [line.response_len for line in short] == [20] * 4
+    assert [line.mask_truncated for line in short] == [False, False, True, False]
     layouts = [with_changes({**lora.LORA, **changes}).critic_layout for changes in lora.LAYOUTS.values()]
     assert layouts == ["separate", "shared", "adapter", "adapter"]
 

@@ -105,6 +105,18 @@ def test_everything_a_stage_writes_goes_to_its_log_and_one_line_to_the_screen(tm
     assert (tmp_path / "one" / LOG).read_text().splitlines() == ["logged", "printed", "by a child"]
 
 
+def test_the_log_also_takes_what_is_printed_in_a_notebook(stage, tmp_path, capsys):
+    # There, sys.stdout does not write to descriptor 1; neither does that of capsys.
+    def fill(folder):
+        print("printed")
+        print("warned", file=sys.stderr)
+
+    stage(fill=fill)
+    shown = capsys.readouterr()
+    assert "printed" not in shown.out and shown.err == ""
+    assert (tmp_path / "one" / LOG).read_text().splitlines() == ["printed", "warned"]
+
+
 def test_a_failing_stage_shows_the_end_of_its_log_and_fills_again(stage, capsys):
     def fail(folder):
         subprocess.run([sys.executable, "-c", "print(*range(100), sep='\\n')"], check=True)

@@ -8,8 +8,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, parse_args
+from alpaca_ppo.cli.train import run_training
+from alpaca_ppo.data import eval_sets
 from alpaca_ppo.presets import preset_names, preset_path
-from examples import train_ppo
+from alpaca_ppo.trainer import from_arguments
 from tests.integration.launching import start
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts
@@ -55,24 +57,30 @@ def config(tmp_path) -> Path:
 
 
 def test_the_script_trains_evaluates_saves_and_resumes(config, tmp_path):
-    stats = train_ppo.main(["--config", str(config)])
+    stats = run_training(["--config", str(config)])
     assert {"objective/scores/reward", "objective/scores/brief", "eval/scores"} <= stats.keys()
     lines = metric_lines(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert yaml.safe_load((tmp_path / "run/run.yaml").read_text())["reward_weights"] == [1.0, 0.1]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/final/policy")
-    train_ppo.main(
+    # The run's own file repeats it, in another folder.
+    run_training(["--config", str(tmp_path / "run/run.yaml"), "--output_dir", str(tmp_path / "again")])
+    assert metric_lines(tmp_path / "again") == lines
+    first, again = (yaml.safe_load((tmp_path / name / "run.yaml").read_text()) for name in ("run", "again"))
+    assert first["reward_weights"] == [1.0, 0.1] and first["provenance"]["config_files"] == [str(config)]
+    assert again["provenance"]["config_files"] == [str(tmp_path / "run/run.yaml")]
+    assert {k: v for k, v in again.items() if first[k] != v}.keys() == {"output_dir", "provenance"}
+    run_training(
         ["--config", str(config), "--resume_from_checkpoint", str(tmp_path / "run/checkpoint-1"), "--seed", "42"]
     )
     assert metric_lines(tmp_path / "run") == lines
     # YAML reads `true` as a boolean.
     config.write_text(config.read_text() + "resume_from_checkpoint: true\n")
-    train_ppo.main(["--config", str(config)])
+    run_training(["--config", str(config)])
     assert metric_lines(tmp_path / "run") == lines
 
 
 def test_two_processes_run_the_script_to_the_same_curve(config, tmp_path):
-    train_ppo.main(["--config", str(config)])
+    run_training(["--config", str(config)])
     flags = ("--config", str(config), "--output_dir", str(tmp_path / "two"))
     outcome = start(ROOT / "examples/train_ppo.py", *flags, config="ddp")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
@@ -88,7 +96,7 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
         raise AssertionError("loaded before the mistake was found")
 
     for name in ("load_prompt_dataset", "load_processing_class", "PPOTrainer"):
-        monkeypatch.setattr(train_ppo, name, load)
+        monkeypatch.setattr(from_arguments, name, load)
     (tmp_path / "run/final").mkdir(parents=True)
     for flags, message in (
         ([], "holds a finished run .*; to start a new run, choose another output_dir"),
@@ -103,7 +111,7 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            train_ppo.main(["--config", str(config), *flags])
+            run_training(["--config", str(config), *flags])
 
 
 @pytest.mark.parametrize(
@@ -126,14 +134,14 @@ def test_each_dataset_is_read_with_its_own_configuration(config, monkeypatch, fl
     def stop(*args, **kwargs):
         raise Stop
 
-    monkeypatch.setattr(
-        train_ppo,
-        "load_prompt_dataset",
-        lambda name, *, split, config_name: asked.append((Path(name).name, split, config_name)),
-    )
-    monkeypatch.setattr(train_ppo, "PPOTrainer", stop)
+    def ask(name, *, split, config_name):
+        asked.append((Path(name).name, split, config_name))
+
+    for module in (from_arguments, eval_sets):
+        monkeypatch.setattr(module, "load_prompt_dataset", ask)
+    monkeypatch.setattr(from_arguments, "PPOTrainer", stop)
     with pytest.raises(Stop):
-        train_ppo.main(["--config", str(config), "--dataset_config", "main", *flags])
+        run_training(["--config", str(config), "--dataset_config", "main", *flags])
     assert asked == expected
 
 
@@ -155,7 +163,7 @@ def test_trust_in_remote_code_reaches_every_model_and_tokenizer(config, tmp_path
     flags = ["--reference", str(tmp_path / "policy")]
     for trust in (False, True):
         loaded.clear()
-        train_ppo.main(["--config", str(config), *flags, "--trust_remote_code", str(trust)])
+        run_training(["--config", str(config), *flags, "--trust_remote_code", str(trust)])
         # Reference and policy; the reward model and the critic that starts from it, whose tokenizer is compared.
         assert sorted(loaded) == [
             *[("AutoModelForCausalLM", "policy", trust)] * 2,
@@ -184,6 +192,6 @@ def test_every_preset_is_valid(path):
 
 
 def test_rollouts_are_json_lines(config, tmp_path):
-    train_ppo.main(["--config", str(config), "--num_logged_rollouts", "2", "--total_episodes", "10"])
+    run_training(["--config", str(config), "--num_logged_rollouts", "2", "--total_episodes", "10"])
     lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
     assert [set(json.loads(line)) >= {"prompt", "response", "score", "tokens"} for line in lines] == [True, True]

@@ -1,4 +1,4 @@
-"""The supervised and the reward-model script on tiny models: what they learn from, and what they write."""
+"""Supervised fine-tuning and reward modelling on tiny models: what they learn from, and what they write."""
 
 import json
 
@@ -11,10 +11,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward
+from alpaca_ppo.supervised import reward_model, sft
 from alpaca_ppo.trainer import setup
-from examples import train_reward_model, train_sft
 from tests.adapters.test_files import save_policy
 from tests.data.tokenizers import PHI_3, turn_tokenizer
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -44,17 +45,17 @@ def write(path, rows):
 
 
 def sft_arguments(**changes):
-    return train_sft.SFTArguments(**{"model_name_or_path": "m", "dataset_name": "d", **changes})
+    return SFTArguments(**{"model_name_or_path": "m", "dataset_name": "d", **changes})
 
 
 def pair_arguments(**changes):
-    return train_reward_model.RewardModelArguments(**{"model_name_or_path": "m", "dataset_name": "d", **changes})
+    return RewardModelArguments(**{"model_name_or_path": "m", "dataset_name": "d", **changes})
 
 
 def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list([{"prompt": words(tokenizer, 10, 11), "completion": words(tokenizer, 12)}])
-    (example,) = train_sft.tokenize(dataset, tokenizer, sft_arguments())
+    (example,) = sft.tokenize(dataset, tokenizer, sft_arguments())
     assert example == {
         "input_ids": [10, 11, 12, tokenizer.eos_token_id],
         "labels": [-100, -100, 12, tokenizer.eos_token_id],
@@ -65,28 +66,33 @@ def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
 def test_a_completion_of_a_conversation_ends_as_a_turn_of_the_chat_template_does():
     tokenizer = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
     rows = [{"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "completion": words(tokenizer, 12)}]
-    (example,) = train_sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments())
+    (example,) = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments())
     # <|user|> is 4, <|assistant|> 5 and <|end|> 6.
     assert example["input_ids"] == [4, 10, 6, 5, 12, 6]
     assert example["labels"] == [-100, -100, -100, -100, 12, 6]
+    tokenizer.chat_template = "{% if think %}" + words(tokenizer, 30) + " {% endif %}" + PHI_3
+    (example,) = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(chat_template_kwargs={"think": True}))
+    assert example["input_ids"] == [30, 4, 10, 6, 5, 12, 6]
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize'; the run sets it itself"):
+        sft_arguments(chat_template_kwargs={"tokenize": False})
 
 
 def test_demonstrations_longer_than_max_length_are_left_out():
     tokenizer = tiny_tokenizer()
     rows = [{"prompt": words(tokenizer, 10), "completion": words(tokenizer, *range(12, 12 + n))} for n in (2, 3)]
-    kept = train_sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=4))
+    kept = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=4))
     assert [row["length"] for row in kept] == [4]
     with pytest.raises(ValueError, match="no example fits into max_length .3."):
-        train_sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=3))
+        sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=3))
 
 
 def test_unusable_demonstrations_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list([{"prompt": "a", "answer": 3}])
     with pytest.raises(ValueError, match="no column 'completion', only .'prompt', 'answer'."):
-        train_sft.tokenize(dataset, tokenizer, sft_arguments())
+        sft.tokenize(dataset, tokenizer, sft_arguments())
     with pytest.raises(ValueError, match="the completion 3 is a int; it must be text"):
-        train_sft.tokenize(dataset, tokenizer, sft_arguments(completion_column="answer"))
+        sft.tokenize(dataset, tokenizer, sft_arguments(completion_column="answer"))
 
 
 @pytest.mark.parametrize("arguments", [sft_arguments, pair_arguments])
@@ -106,7 +112,7 @@ def test_supervised_training_writes_a_model_that_learned_its_demonstration(model
     row = {"prompt": words(tokenizer, 10, 11), "completion": words(tokenizer, 12, 13)}
     data = write(tmp_path / "sft.jsonl", [row] * 16)
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
-    train_sft.main([*names, *QUICK, "--num_train_epochs", "10", "--per_device_train_batch_size", "8"])
+    sft.train_sft([*names, *QUICK, "--num_train_epochs", "10", "--per_device_train_batch_size", "8"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     with torch.no_grad():
@@ -130,7 +136,7 @@ def pairs(tokenizer, number):
 def test_a_pair_is_tokenised_as_two_whole_texts():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 2))
-    assert train_reward_model.tokenize(dataset, tokenizer, pair_arguments())[1] == {
+    assert reward_model.tokenize(dataset, tokenizer, pair_arguments())[1] == {
         "chosen": [11, 14, 20, 15],
         "rejected": [11, 14, 30, 15],
         "length": 4,
@@ -142,7 +148,7 @@ def test_a_conversation_is_tokenised_by_the_chat_template():
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     row = {"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "chosen": words(tokenizer, 20)}
     dataset = Dataset.from_list([row | {"rejected": words(tokenizer, 30)}])
-    (pair,) = train_reward_model.tokenize(dataset, tokenizer, pair_arguments())
+    (pair,) = reward_model.tokenize(dataset, tokenizer, pair_arguments())
     assert (pair["chosen"], pair["rejected"]) == ([10, 20], [10, 30])
 
 
@@ -150,9 +156,9 @@ def test_unusable_pairs_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 1))
     with pytest.raises(ValueError, match="lacks .'rejected'."):
-        train_reward_model.tokenize(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
+        reward_model.tokenize(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
     with pytest.raises(ValueError, match="no pair fits into max_length .2."):
-        train_reward_model.tokenize(dataset, tokenizer, pair_arguments(max_length=2))
+        reward_model.tokenize(dataset, tokenizer, pair_arguments(max_length=2))
 
 
 def test_the_pair_loss_is_bradley_terry():
@@ -160,7 +166,7 @@ def test_the_pair_loss_is_bradley_terry():
         def forward(self, scores):
             return type("Output", (), {"logits": scores.unsqueeze(-1)})
 
-    trainer = train_reward_model.RewardTrainer.__new__(train_reward_model.RewardTrainer)
+    trainer = reward_model.RewardTrainer.__new__(reward_model.RewardTrainer)
     # Margins 1 and -2: (log(1 + e^-1) + log(1 + e^2)) / 2 = (0.313262 + 2.126928) / 2
     loss, margins = trainer.compute_loss(Fixed(), {"scores": torch.tensor([3.0, 0.0, 2.0, 2.0])}, return_outputs=True)
     assert loss.item() == pytest.approx(1.220095, abs=1e-6)
@@ -172,7 +178,7 @@ def test_reward_training_writes_a_classifier_that_scores_as_the_trainer_will_ask
     data = write(tmp_path / "pairs.jsonl", pairs(tokenizer, 32))
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
     evaluation = ["--dataset_test_split", "train[:8]", "--eval_strategy", "epoch", "--logging_strategy", "epoch"]
-    train_reward_model.main([*names, *QUICK, *evaluation, "--num_train_epochs", "4"])
+    reward_model.train_reward_model([*names, *QUICK, *evaluation, "--num_train_epochs", "4"])
     assert "'eval_accuracy': '1'" in capsys.readouterr().out.splitlines()[-2]
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         assert "score.weight" in weights.keys()
@@ -198,7 +204,7 @@ def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, mode
     rows = [{**row, "prompt": messages} for row in pairs(tokenizer, 8)]
     data, out = write(tmp_path / "pairs.jsonl", rows), str(tmp_path / "out")
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", out]
-    train_reward_model.main([*names, *QUICK, "--use_peft", "--num_train_epochs", "1"])
+    reward_model.train_reward_model([*names, *QUICK, "--use_peft", "--num_train_epochs", "1"])
 
     tokenizer = AutoTokenizer.from_pretrained(out)
     pad = {"pad_token_id": tokenizer.pad_token_id}
@@ -232,16 +238,17 @@ def test_a_reward_model_depends_on_its_seed_alone(flags, model_folder, tmp_path)
         torch.rand(run)  # What ran before in this process.
         out = tmp_path / str(run)
         names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
-        train_reward_model.main([*names, *QUICK, *flags, "--num_train_epochs", "1", "--seed", str(seed)])
+        reward_model.train_reward_model([*names, *QUICK, *flags, "--num_train_epochs", "1", "--seed", str(seed)])
         (weights,) = out.glob("*.safetensors")
         found.append(weights.read_bytes())
     assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(
-    ("script", "flags"), [(train_sft, []), (train_reward_model, []), (train_reward_model, ["--use_peft"])]
+    ("train", "flags"),
+    [(sft.train_sft, []), (reward_model.train_reward_model, []), (reward_model.train_reward_model, ["--use_peft"])],
 )
-def test_training_does_not_start_from_an_adapter(script, flags, model_folder, tmp_path):
+def test_training_does_not_start_from_an_adapter(train, flags, model_folder, tmp_path):
     adapter = save_policy(tmp_path / "sft", str(model_folder))
     tiny_tokenizer().save_pretrained(adapter)
     row = {"prompt": "w10 w11", "completion": "w12", "chosen": " w20", "rejected": " w30"}
@@ -249,7 +256,7 @@ def test_training_does_not_start_from_an_adapter(script, flags, model_folder, tm
     with pytest.raises(
         ValueError, match=r"model_name_or_path '.*sft' is an adapter, .*merge it first .*merge_and_unlo"
     ):
-        script.main(["--model_name_or_path", adapter, *names, *QUICK, *flags, "--num_train_epochs", "1"])
+        train(["--model_name_or_path", adapter, *names, *QUICK, *flags, "--num_train_epochs", "1"])
 
 
 @pytest.mark.parametrize(
@@ -266,4 +273,4 @@ def test_a_reward_adapter_on_layers_that_are_not_there_is_refused(flags, message
     names = ["--dataset_name", write(tmp_path / "pairs.jsonl", pairs(tiny_tokenizer(), 4))]
     names += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", str(model_folder)]
     with pytest.raises(ValueError, match=message):
-        train_reward_model.main([*names, *QUICK, "--use_peft", *flags, "--num_train_epochs", "1"])
+        reward_model.train_reward_model([*names, *QUICK, "--use_peft", *flags, "--num_train_epochs", "1"])
