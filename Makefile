@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon memory-table bench same-run same-numbers torture fuzz test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz test browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -30,6 +30,10 @@ against-trl: $(INSTALLED)
 # Row by row: interrupted, it continues with the row that it was at; hours on two cores.
 long-horizon: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.long_horizon.table
+
+# Row by row too; half an hour on one core.
+games: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.games.table
 
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
@@ -59,6 +63,11 @@ same-numbers: $(INSTALLED_FOR_TESTS)
 
 test: check
 	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)
+
+# The report in a headless Chromium, which must be installed; SCREENSHOTS=<folder> keeps what it looked like.
+browser-test: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m pip install -q -c constraints.txt playwright
+	$(call timed,browser,$(BIN)/python -m pytest tests/report/browser_checks.py)
 
 check: $(INSTALLED_FOR_TESTS)
 	$(call timed,check,$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy)

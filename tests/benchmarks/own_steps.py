@@ -41,6 +41,8 @@ def make_trainer(
         "total_episodes": steps * workload.num_prompts,
         "save_steps": steps + 1,
         "num_logged_rollouts": 0,
+        "num_inspected_prompts": 0,
+        "report": False,
         "report_to": ["none"],
         "use_cpu": True,
     }

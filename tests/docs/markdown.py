@@ -12,8 +12,8 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """Every page that a user reads."""
-    fixed = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    """Every page that a user, a contributor or a coding assistant reads."""
+    fixed = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
     return [*fixed, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
 
 

@@ -15,9 +15,11 @@ from torch.distributed.run import get_args_parser
 from transformers import TrainingArguments
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo.cli.commands import COMMANDS
+from alpaca_ppo.cli.evaluate import EvaluateArguments
+from alpaca_ppo.cli.launch import split_flags
+from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments
-from examples.train_reward_model import RewardModelArguments
-from examples.train_sft import SFTArguments
 from tests.docs.conftest import RUN
 from tests.docs.markdown import ROOT, all_blocks
 
@@ -25,9 +27,18 @@ ARGUMENTS: dict[str, list[type]] = {
     "examples/train_ppo.py": [ScriptArguments, LoraArguments, PPOConfig],
     "examples/train_sft.py": [SFTArguments, TrainingArguments],
     "examples/train_reward_model.py": [RewardModelArguments, LoraArguments, TrainingArguments],
+    "alpaca_ppo.cli.evaluate": [EvaluateArguments, LoraArguments, PPOConfig],
     "alpaca_ppo.estimate_memory": [EstimateArguments, LoraArguments, PPOConfig],
 }
 """What each program parses."""
+OWN = {
+    "train": "examples/train_ppo.py",
+    "sft": "examples/train_sft.py",
+    "reward": "examples/train_reward_model.py",
+    "estimate-memory": "alpaca_ppo.estimate_memory",
+    "evaluate": "alpaca_ppo.cli.evaluate",
+}
+"""Subcommands of alpaca-ppo that parse what a script parses."""
 NODE_SCRIPTS = ("examples/multi_node/launch.sh", "examples/multi_node/slurm.sh")
 """Scripts that hand everything behind their name to train_ppo.py."""
 
@@ -61,6 +72,8 @@ def complaints(words: list[str]) -> list[str]:
             _parse(rest[1], rest[2:])
         elif program.endswith("python"):
             _parse(rest[0], rest[1:])
+        elif program == "alpaca-ppo":
+            _check_own(rest[0], rest[1:])
         elif program == "make":
             _check_make(rest)
         elif program == "pip":
@@ -92,6 +105,18 @@ def _parse(program: str, arguments: list[str]) -> None:
         text = Path(source.origin).read_text("utf-8")
         flags = [word.removeprefix("--") for word in arguments if word.startswith("--") and word != "--help"]
         assert all(flag in text for flag in flags), f"{program} does not take all of {flags}"
+
+
+def _check_own(command: str, arguments: list[str]) -> None:
+    assert command in COMMANDS, f"there is no subcommand {command!r}"
+    if command == "train":
+        _, arguments = split_flags(arguments)
+    if (script := OWN.get(command)) is not None:
+        _parse(script, arguments)
+        return
+    text = (ROOT / f"alpaca_ppo/cli/{command}.py").read_text("utf-8")
+    unknown = [w for w in arguments if w.startswith("--") and w not in ("--help", "--traceback") and w not in text]
+    assert not unknown, f"alpaca-ppo {command} does not take {unknown}"
 
 
 def _node_scripts() -> str:
@@ -151,7 +176,10 @@ def test_every_yaml_block_configures_a_run(block, workplace):
         "torchrun --nproc_per_node 2 examples/train_ppo.py --config run.yaml --deepspeed examples/nothing.json",
         "python examples/train_sft.py --model_name_or_path m --dataset_name d --no_such_flag 1",
         "python examples/no_such_script.py",
-        "python -m alpaca_ppo.estimate_memory --config run.yaml --no_such_flag 1",
+        "alpaca-ppo estimate-memory --config run.yaml --no_such_flag 1",
+        "alpaca-ppo train --accelerate_config zero9 --config run.yaml",
+        "alpaca-ppo sample outputs/ppo --no_such_flag",
+        "alpaca-ppo nothing",
         "python -m examples.no_such_module",
         "python -m examples.gsm8k_tiny --no_such_flag 1",
         "NO_SUCH_VARIABLE=1 examples/multi_node/launch.sh --config run.yaml",

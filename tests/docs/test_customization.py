@@ -12,8 +12,8 @@ import yaml
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from alpaca_ppo import PPOTrainer, parse_args
-from examples import train_ppo
+from alpaca_ppo import LoraArguments, PPOConfig, PPOTrainer, ScriptArguments, parse_args
+from alpaca_ppo.cli.train import run_training
 from tests.docs.conftest import RUN
 from tests.docs.markdown import Block, all_blocks
 from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, weights
@@ -41,6 +41,7 @@ def shown(heading: str, base: type) -> type | None:
 
 def test_the_page_adds_one_of_each():
     registered = {"An advantage estimator", "A policy loss", "A critic head", "A KL estimator", "A reward source"}
+    registered |= {"Metrics of a reward function"}
     assert set(SETTINGS) == registered
     assert {"A metric", "A callback", "Tokens from another engine"} <= set(IN_TRAINERS)
 
@@ -62,7 +63,7 @@ def test_what_is_registered_trains_two_steps_from_the_command_line(heading, work
     rows = [json.dumps({"prompt": f"w{10 + i}"}) for i in range(40)]
     (workplace / "prompts.jsonl").write_text("\n".join(rows))
     (workplace / "run.yaml").write_text(yaml.safe_dump(run | yaml.safe_load(SETTINGS[heading].text)))
-    train_ppo.main(["--config", "run.yaml"])
+    run_training(["--config", "run.yaml"])
     assert [line["ppo/policy/optimizer_steps"] for line in metric_lines("out")] == [6.0, 6.0]
 
 
@@ -201,4 +202,4 @@ def test_an_example_whose_file_does_not_register_is_found(workplace):
 
 
 def train_arguments():
-    return [train_ppo.ScriptArguments, train_ppo.LoraArguments, train_ppo.PPOConfig]
+    return [ScriptArguments, LoraArguments, PPOConfig]

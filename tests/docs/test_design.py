@@ -26,8 +26,8 @@ def files_of_tree(text: str) -> list[str]:
 
 
 def package_files() -> list[str]:
-    """Python files and presets of the package, without `__init__`s below the root's."""
-    found = [p for p in (ROOT / "alpaca_ppo").rglob("*.*") if p.suffix in (".py", ".yaml")]
+    """Python files, presets and launch configurations of the package, without `__init__`s below the root's."""
+    found = [p for p in (ROOT / "alpaca_ppo").rglob("*.*") if p.suffix in (".py", ".yaml", ".json")]
     kept = [p for p in found if p.name != "__init__.py" or p.parent.name == "alpaca_ppo"]
     return sorted(p.relative_to(ROOT).as_posix() for p in kept)
 

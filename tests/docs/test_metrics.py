@@ -3,22 +3,54 @@
 import re
 
 import pytest
+from datasets import Dataset
 
 from tests.docs.test_names import documented_metrics
+from tests.environments.chat import chat_bytes
+from tests.environments.test_kinds import add
+from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
 
 
-def distinct(prompts, completions, completion_ids, **columns):
+def distinct(prompts, completions, completion_ids, log_metric, **columns):
+    log_metric("shortest", min(len(ids) for ids in completion_ids))
     return [float(len(set(ids))) for ids in completion_ids]
 
 
+def last_word(completions, **columns):
+    return [text.split()[-1] if text.split() else None for text in completions]
+
+
+def call_once(text):
+    return [{"name": "add", "arguments": {"a": len(text), "b": 1}}]
+
+
 RUNS = {
+    "tools": {
+        "model": tiny_causal_lm("llama", vocab_size=300),
+        "query_len": 400,
+        "response_len": 80,
+        "max_turn_tokens": 3,
+        "max_turns": 2,
+        "trainer_arguments": {
+            "tools": [add],
+            "tool_call_parser": call_once,
+            "processing_class": chat_bytes(),
+            "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 20),
+        },
+    },
     "everything in the loss, critic pretraining and an evaluation": {
         "use_kl_loss": True,
         "entropy_coef": 0.01,
         "positive_nll_coef": 0.1,
         "critic_pretraining_steps": 1,
         "failed_rewards": "drop",
+        "eval_do_sample": True,
+        "eval_num_samples": 2,
+        "eval_success_above": 1.0,
+        "eval_answer_func": "tests.docs.test_metrics:last_word",
+        "eval_best_of_by": "scores/distinct",
+        "eval_opponent": "reference",
         "trainer_arguments": {"eval_dataset": prompts(4), "reward_funcs": [count_even, distinct]},
     },
     "a distributional critic on the sampler's log-probs": {
@@ -37,6 +69,7 @@ RUNS = {
         "dynamic_sampling": True,
         "curriculum": True,
         "overlong_buffer_len": 2,
+        "trainer_arguments": {"eval_dataset": {"named": prompts(2)}, "metric_funcs": [distinct]},
     },
 }
 
@@ -76,8 +109,8 @@ def test_every_documented_metric_is_written(lines):
 def test_what_is_always_written_is_in_every_line_of_a_step(lines):
     always = {name for name, when in documented_metrics().items() if when.startswith("always")}
     steps = [line for run in lines for line in run if line["step"] > 0]
-    assert len(steps) == 6
-    assert [unwritten(line, always) for line in steps] == [set()] * 6
+    assert len(steps) == 8
+    assert [unwritten(line, always) for line in steps] == [set()] * 8
 
 
 def test_a_metric_that_is_missing_on_either_side_is_found():

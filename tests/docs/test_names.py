@@ -64,7 +64,7 @@ def _matches(span: str, known: str) -> bool:
     start = re.match(r"(.*/)(?:\*|<\w+>)?$", span)
     if start and known.startswith(start[1]):
         return True
-    return bool(re.fullmatch(re.sub(r"<\w+>", r"\\w+", known), span))
+    return span == known or bool(re.fullmatch(re.sub(r"<\w+>", r"\\w+", known), span))
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,8 @@ BASE: dict[str, Any] = {
     "adam_epsilon": 0.1,
     "max_grad_norm": 1e6,
     "num_logged_rollouts": 0,
+    "num_inspected_prompts": 0,
+    "report": False,
     "logprob_chunk_size": 5,
 }
 

@@ -25,6 +25,7 @@ NOT_COMPARED = {
     "compile_decoding": "takes minutes; tests/generation/test_slot_step.py",
     "truncate_after": "tests/generation: the independent PPO takes the sampled tokens",
     "truncate_tokens": "tests/generation",
+    "stop_strings": "tests/generation/test_stop_strings.py",
     "reward_adapter": "tests/rewards: the independent PPO scores by functions",
     "init_value_with_reward": "tests/models: the independent PPO takes the critic's weights at the start",
     "max_tokens_per_micro_batch": "changes no update; tests/ppo/test_token_budget.py and test_properties_trainer.py",
@@ -39,6 +40,9 @@ NOT_COMPARED = {
     "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
     "curriculum": "which prompts a step learns from; tests/ppo/test_curriculum.py",
     "curriculum_threshold": "with it; tests/ppo/test_curriculum.py",
+    "drop_unscored": "likewise; tests/trainer/test_drop_unscored.py",
+    "turn_gamma": "the independent PPO's responses have no holes; tests/environments/test_two_turn_game.py",
+    "turn_lam": "likewise",
     "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
 }
 
