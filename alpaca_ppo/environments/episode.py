@@ -7,6 +7,7 @@ these calls in `workers`.
 import json
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, TypeVar
 
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
@@ -86,6 +87,8 @@ class Episode:
     """Once it has ended: the columns of the tokens that the policy chose."""
     reusable: bool = True
     """Whether nothing may still run in the environment."""
+    late: tuple[str, Event] | None = None
+    """The tool of the environment that was not done in time, and whether it has ended since."""
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -116,6 +119,13 @@ class Episode:
             EnvironmentFailure: see there.
         """
         self.environment = self.kind.acquire()
+        if self.environment is None:
+            made = yield from self._own(self.kind.factory, {}, "environment_factory")
+            try:
+                self.kind.add(made)
+            except ValueError as error:
+                raise self._failure(str(error)) from error
+            self.environment = made
         # Samples of a prompt share the row.
         columns = {name: copied(name, [value])[0] for name, value in self.row.items()}
         if self.kind.routed:
@@ -125,8 +135,12 @@ class Episode:
         if observation is not None and not isinstance(observation, str):
             raise self._failure(f"reset returned {_shown(observation)}; it must return text or None")
         self.prompt = _with_observation(self.row["prompt"], observation and _encodable(observation))
-        if not self.prompt:
+        if not self.prompt or self._says_nothing():
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
+
+    def _says_nothing(self) -> bool:
+        """Whether the policy sees an empty message and no tools."""
+        return isinstance(self.prompt, list) and not self.prompt[-1].get("content") and not self.kind.tools
 
     def prompt_ids(self) -> list[int]:
         """The token ids of the prompt."""
@@ -238,6 +252,9 @@ class Episode:
         problem = call.problem
         if not problem and tool is None:
             problem = f"there is no tool {call.name!r}; the tools are {[tool.name for tool in self.kind.tools]}"
+        own = tool is not None and tool.function is None
+        if not problem and own and self.late and not self.late[1].is_set():
+            problem = f"{self.late[0]} is still at work, and nothing else can be called until it is done"
         if not problem:
             assert tool is not None
             function = self._function(tool)
@@ -255,7 +272,8 @@ class Episode:
                 error = raised
         self.tool_failures += 1
         if isinstance(error, CallTimeout):
-            self.reusable = self.reusable and tool is not None and tool.function is not None
+            if own:
+                self.reusable, self.late = False, (call.name, error.over)
             return _error(f"{call.name} was not done after {timeout:g} seconds")
         return _error(f"{type(error).__name__}: {error}")
 

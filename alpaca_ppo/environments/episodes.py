@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alpaca_ppo.data.collation import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
-from alpaca_ppo.environments.kinds import EnvironmentKind
+from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.environments.workers import Ended, Workers
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
@@ -50,7 +50,7 @@ class Environments:
     @property
     def answer(self) -> bool:
         """Whether a response can have more than one turn."""
-        return any(kind.has_reply or kind.tools for kind in self.kinds.values())
+        return any(kind.answers for kind in self.kinds.values())
 
     @property
     def reward_per_token(self) -> bool:
@@ -59,8 +59,7 @@ class Environments:
 
     def reward_functions(self) -> list[tuple[str, Callable[..., list[Any]]]]:
         """The reward source of each class of environments that has rewards of its own, with its name."""
-        names = dict.fromkeys(kind.class_name for kind in self.kinds.values() if kind.rewards)
-        return [(name, _source(name)) for name in names]
+        return [(name, _source(name)) for name in rewarding_classes(self.kinds)]
 
     @contextmanager
     def episodes(
@@ -100,8 +99,9 @@ class Environments:
         finally:
             running = self._workers.abandon()
             for number, episode in enumerate(made):
-                if episode.environment is not None and episode.reusable and number not in running:
-                    episode.kind.release(episode.environment)
+                if episode.environment is not None:
+                    reusable = episode.reusable and number not in running
+                    episode.kind.release(episode.environment, reusable=reusable)
 
 
 def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any]) -> EnvironmentKind:

@@ -9,6 +9,7 @@ GRPOTrainer uses, except for `reply`, which it does not have.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -58,7 +59,14 @@ class EnvironmentKind:
     """Whether it gives a reward for the whole episode."""
 
     def __post_init__(self) -> None:
-        instance = self.factory()
+        try:
+            instance = self.factory()
+        except Exception as error:
+            named = f" {self.name!r}" if self.name else ""
+            raise ValueError(
+                f"environment_factory{named} ({_name(self.factory)}) raised {type(error).__name__}: {error}; it is "
+                "called once before the run, to see what its environments can do"
+            ) from error
         self.environment_class = type(instance)
         self.name = self.name or self.class_name
         if not callable(getattr(instance, "reset", None)):
@@ -66,22 +74,20 @@ class EnvironmentKind:
                 f"the environment {self.name!r} ({self.class_name}) has no method reset; it is called with a dataset "
                 "row's columns before each episode, and returns None or text for the prompt"
             )
-        methods = {
-            name: member
-            for name, member in inspect.getmembers(instance, inspect.ismethod)
-            if not name.startswith("_") and name not in _RESERVED[:2]
-        }
+        methods = {name: method for name, method in _methods(instance).items() if name not in _RESERVED[:2]}
         self.has_reward = callable(getattr(instance, "get_reward", None))
         self.has_reply = "reply" in methods and _takes_completion(methods["reply"])
         if self.has_reply:
             del methods["reply"]
         owner = f"the method {{}} of environment {self.name!r}"
         own = [Tool(name, tool_schema(method, owner.format(name))) for name, method in methods.items()]
-        self.tools = check_names([*self.tools, *own], f"environment {self.name!r}")
+        self.tools = [*self.tools, *own]
+        check_names(self.tools, f"environment {self.name!r}")
         self._reset_names = _keyword_names(instance.reset)
-        named = self._reset_names is not None and _SEED in self._reset_names[0]
-        self.resets_together = named or inspect.iscoroutinefunction(instance.reset)
+        seeded = self._reset_names is not None and _SEED in self._reset_names[0]
+        self.resets_together = seeded or inspect.iscoroutinefunction(instance.reset)
         self._free = [instance]
+        self._in_use: list[Any] = []
 
     @property
     def class_name(self) -> str:
@@ -93,13 +99,41 @@ class EnvironmentKind:
         """Whether its episodes have rewards of their own."""
         return self.has_reward or self.has_reply
 
-    def acquire(self) -> Any:
-        """Returns an instance that no other episode has."""
-        return self._free.pop() if self._free else self.factory()
+    @property
+    def answers(self) -> bool:
+        """Whether an episode can have more than one turn."""
+        return self.has_reply or bool(self.tools)
 
-    def release(self, instance: Any) -> None:
-        """Keeps `instance` for a later episode."""
-        self._free.append(instance)
+    def acquire(self) -> Any:
+        """Returns an instance that no other episode has, or None where one must be made (`add`)."""
+        if not self._free:
+            return None
+        self._in_use.append(self._free.pop())
+        return self._in_use[-1]
+
+    def add(self, instance: Any) -> None:
+        """Takes what the factory has made, for the episode that it was made for.
+
+        Raises:
+            ValueError: if the factory has returned an instance that it had returned before, or one of another class.
+        """
+        if any(instance is other for other in (*self._free, *self._in_use)):
+            raise ValueError(
+                "environment_factory returned the same object twice, which two episodes would share; let it make a new "
+                "one each time"
+            )
+        if type(instance) is not self.environment_class:
+            raise ValueError(
+                f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name a factory "
+                'for each class, {"name": factory}, and let the column environment choose'
+            )
+        self._in_use.append(instance)
+
+    def release(self, instance: Any, *, reusable: bool) -> None:
+        """Ends an episode's use of `instance`, which later ones get if it is `reusable`."""
+        self._in_use = [other for other in self._in_use if other is not instance]
+        if reusable:
+            self._free.append(instance)
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """The arguments of `reset`: the row's columns, or those that its signature names; and `seed`, if it names that
@@ -149,6 +183,11 @@ def make_kinds(
     return {name: _kind(name, factory, own) for name, factory in environment_factory.items()}
 
 
+def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
+    """The names of the classes whose episodes have rewards of their own; each is a reward source."""
+    return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
+
+
 def _kind(name: str, factory: Any, tools: Sequence[Tool]) -> EnvironmentKind:
     if not callable(factory):
         raise ValueError(
@@ -194,16 +233,20 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     return schema
 
 
-def check_names(tools: Sequence[Tool], owner: str) -> list[Tool]:
-    """Returns `tools`.
-
-    Raises:
-        ValueError: if two have the same name.
-    """
+def check_names(tools: Sequence[Tool], owner: str) -> None:
+    """Raises ValueError if two tools have the same name."""
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{owner} has several tools with the name {twice[0]!r}; rename all but one")
-    return list(tools)
+
+
+def _methods(instance: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods of `instance`. Properties are left alone: before `reset` they may not have a value."""
+    names = [name for name in dir(instance) if not name.startswith("_")]
+    computed = (property, cached_property)
+    names = [name for name in names if not isinstance(inspect.getattr_static(instance, name), computed)]
+    members = {name: getattr(instance, name, None) for name in names}
+    return {name: member for name, member in members.items() if inspect.ismethod(member)}
 
 
 def _takes_completion(method: Callable[..., Any]) -> bool:

@@ -6,13 +6,16 @@ itself: its thread gets no other work, and what it returns later is dropped.
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from alpaca_ppo.rewards.reward_function import same_device
 
@@ -28,7 +31,15 @@ class Call:
 
 
 class CallTimeout(Exception):
-    """A call was not done in time."""
+    """A call was not done in time.
+
+    Args:
+        over: set once the call has ended after all.
+    """
+
+    def __init__(self, over: threading.Event) -> None:
+        super().__init__()
+        self.over = over
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,9 @@ class Ended:
     """That it took, without the time that it waited to begin."""
 
 
+_SIGN_OF_LIFE = 1.0
+"""Seconds in which an event loop must answer after a call in it was not done in time."""
+
 Report = Callable[[Any, BaseException | None], None]
 """Called with what a call returned and what it raised."""
 
@@ -52,6 +66,7 @@ class _Running:
     ticket: int
     deadline: float | None
     began: float
+    over: threading.Event
     thread: "_Thread | None" = None
     task: Any = None
 
@@ -71,7 +86,7 @@ class Workers:
         self._running: dict[int, _Running] = {}
         self._done: SimpleQueue[tuple[int, int, Any, BaseException | None]] = SimpleQueue()
         self._idle: list[_Thread] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _Loop | None = None
         self._tickets = 0
 
     @property
@@ -117,8 +132,8 @@ class Workers:
             self._tickets += 1
             began = time.monotonic()
             deadline = None if call.timeout is None else began + call.timeout
-            running = self._running[row] = _Running(self._tickets, deadline, began)
-            report = self._reporter(row, running.ticket)
+            running = self._running[row] = _Running(self._tickets, deadline, began, threading.Event())
+            report = self._reporter(row, running)
             loop = self._event_loop()
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_outcome(call, report), loop)
@@ -126,8 +141,12 @@ class Workers:
                 running.thread = self._idle.pop() if self._idle else _Thread(same_device())
                 running.thread.inbox.put((call, loop, report))
 
-    def _reporter(self, row: int, ticket: int) -> Report:
-        return lambda value, error: self._done.put((row, ticket, value, error))
+    def _reporter(self, row: int, running: _Running) -> Report:
+        def report(value: Any, error: BaseException | None) -> None:
+            running.over.set()
+            self._done.put((row, running.ticket, value, error))
+
+        return report
 
     def _collect(self, timeout: float) -> list[Ended]:
         ended: list[Ended] = []
@@ -154,7 +173,9 @@ class Workers:
         for row in late:
             running = self._running.pop(row)
             self._leave(running)
-            ended.append(Ended(row, error=CallTimeout(), seconds=now - running.began))
+            ended.append(Ended(row, error=CallTimeout(running.over), seconds=now - running.began))
+        if late and self._loop is not None:
+            self._loop.probe()
         return ended
 
     def _leave(self, running: _Running) -> None:
@@ -164,10 +185,42 @@ class Workers:
             running.task.cancel()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is not None and (holder := self._loop.holder()):
+            warnings.warn(
+                f"{holder} is async, but works without await, so that no other async function of an environment or "
+                "tool can go on; later ones run in a new event loop. Await what takes long there, or make it a sync "
+                "function, which has a thread of its own",
+                stacklevel=2,
+            )
+            self._loop = None
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="async environments", daemon=True).start()
-        return self._loop
+            self._loop = _Loop()
+        return self._loop.loop
+
+
+class _Loop:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="async environments", daemon=True)
+        self._thread.start()
+        self._heard: threading.Event | None = None
+
+    def probe(self) -> None:
+        """Asks for a sign of life, which `holder` waits for."""
+        self._heard = threading.Event()
+        self.loop.call_soon_threadsafe(self._heard.set)
+
+    def holder(self) -> str:
+        """What the loop is held by if it has given no sign of life since `probe`; otherwise empty."""
+        heard, self._heard = self._heard, None
+        if heard is None or heard.wait(_SIGN_OF_LIFE):
+            return ""
+        frames = traceback.extract_stack(sys._current_frames()[cast(int, self._thread.ident)])
+        inside = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+        frame = frames[min(inside[-1] + 1, len(frames) - 1)] if inside else frames[-1]
+        return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 
 
 class _Thread:

@@ -12,7 +12,13 @@ from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.environments.conversation import Conversation
 from alpaca_ppo.environments.episode import EpisodeSettings
 from alpaca_ppo.environments.episodes import Environments, kind_of
-from alpaca_ppo.environments.kinds import EnvironmentFactory, EnvironmentKind, NoEnvironment, make_kinds
+from alpaca_ppo.environments.kinds import (
+    EnvironmentFactory,
+    EnvironmentKind,
+    NoEnvironment,
+    make_kinds,
+    rewarding_classes,
+)
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_probe import slot_problem
@@ -45,7 +51,12 @@ class GivenEnvironments:
     @property
     def source_names(self) -> list[str]:
         """The names of the environments' reward sources."""
-        return list(dict.fromkeys(kind.class_name for kind in self.kinds.values() if kind.rewards))
+        return rewarding_classes(self.kinds)
+
+    @property
+    def answer(self) -> bool:
+        """Whether a response can have more than one turn."""
+        return any(kind.answers for kind in self.kinds.values())
 
 
 NO_ENVIRONMENTS = GivenEnvironments()
@@ -160,7 +171,7 @@ def make_environments(
             allow_rewriting=args.allow_history_rewriting,
         )
         for kind in given.kinds.values():
-            if kind.tools or kind.has_reply:
+            if kind.answers:
                 conversation.check([tool.schema for tool in kind.tools], replies=kind.has_reply)
         environments = Environments(
             given.kinds,

@@ -28,7 +28,7 @@ def check_evaluation(
         ValueError: see `check_eval_set` and `check_value_names`; also for an opponent in conversations.
     """
     check_eval_set(args, eval_dataset)
-    if args.eval_opponent is not None and any(kind.has_reply or kind.tools for kind in environments.kinds.values()):
+    if args.eval_opponent is not None and environments.answer:
         raise ValueError(
             f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
             "conversations have several; leave it out, and compare the rewards of two evaluations"

@@ -126,22 +126,29 @@ def test_calls_that_cannot_be_made_are_answered_and_counted():
 
 
 def test_a_slow_tool_is_answered_with_a_message_and_its_environment_is_not_used_again():
-    release = threading.Event()
+    release, done = threading.Event(), threading.Event()
 
     class Hangs(Counter):
         def wait(self) -> str:
             """Waits."""
             release.wait(5)
+            threading.Timer(0.05, done.set).start()
             return "late"
 
-    kinds = make_kinds(None, Hangs)
+    kinds = make_kinds([add], Hangs)
     played = Played(kinds, tool_timeout=1.0)
     assert json.loads(result(played.say(call("wait"))))["error"] == "wait was not done after 1 seconds"
+    # The call may still be at work in the environment, which therefore takes no other one; tools beside it are free.
+    problem = "wait is still at work, and nothing else can be called until it is done"
+    for other in (call("increment", step=1), call("wait")):
+        assert json.loads(result(played.say(other)))["error"] == problem
+    assert result(played.say(call("add", a=1, b=2))) == "3"
+    release.set()
+    assert done.wait(5)
     assert result(played.say(call("increment", step=1))) == "3"
     first = played.episode.environment
-    assert played.end("over<|im_end|>")["tool_failures"] == 1
+    assert played.end("over<|im_end|>")["tool_failures"] == 3
     assert kinds[None].acquire() is not first
-    release.set()
 
 
 def test_results_of_any_type_and_size_are_text():
@@ -196,6 +203,9 @@ class Talks:
     def reply(self, completion):
         self.heard.append(completion)
         return {"bye": None, "win": (None, 2.0), "good": ("go on", 1)}.get(completion, "hm")
+
+
+FIRST = Talks()
 
 
 def test_a_partner_hears_each_turn_once_also_the_one_after_which_no_token_is_left():
@@ -267,6 +277,38 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
     release.set()
 
 
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda release: 1 / 0, "environment_factory raised ZeroDivisionError: division by zero"),
+        (lambda release: release.wait(5), r"environment_factory was not done after environment_timeout \(0.5 seconds"),
+        (lambda release: FIRST, "environment_factory returned the same object twice, which two episodes would share"),
+        (lambda release: Counter(), "environment_factory returned a Counter after a Talks; name a factory for each"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_in_the_run_stops_it_by_name(made, problem):
+    release = threading.Event()
+    makes = iter([lambda release: FIRST, made])
+    kinds = make_kinds(None, lambda: next(makes)(release))
+    assert kinds[None].acquire() is FIRST
+    with pytest.raises(EnvironmentFailure, match=f"environment 'Talks', prompt 5, before the first turn: {problem}"):
+        Played(kinds, environment_timeout=0.5)
+    release.set()
+
+
+def test_environments_are_made_beside_the_sampler():
+    threads = []
+
+    def factory():
+        threads.append(threading.current_thread().name)
+        return Talks()
+
+    kinds = make_kinds(None, factory)
+    kinds[None].acquire()
+    Played(kinds).end("bye<|im_end|>")
+    assert threads == ["MainThread", "environment"]
+
+
 def test_signals_are_looked_for_while_environments_are_awaited():
     release = threading.Event()
 
@@ -293,6 +335,12 @@ def test_an_empty_prompt_that_reset_does_not_write_is_refused():
     text = conversation(tiny_tokenizer(), messages=False)
     with pytest.raises(EnvironmentFailure, match="reset returned no text, and the row has no prompt"):
         Played(kinds, {"prompt": ""}, conversation=text)
+    # As a run without a dataset has it, with a chat template.
+    blank = [{"role": "user", "content": ""}]
+    with pytest.raises(EnvironmentFailure, match="reset returned no text, and the row has no prompt"):
+        Played(kinds, {"prompt": blank})
+    # Tools may be all that there is to say.
+    Played(make_kinds([add], Talks), {"prompt": blank}).end("bye<|im_end|>")
 
 
 def test_a_prompt_that_reset_makes_too_long_is_named():

@@ -1,3 +1,5 @@
+from functools import cached_property
+
 import pytest
 
 from alpaca_ppo.environments.kinds import EnvironmentKind, make_kinds
@@ -87,11 +89,39 @@ def test_instances_are_made_once_and_used_again():
         return made[-1]
 
     kind = EnvironmentKind("counter", factory)
-    first, second = kind.acquire(), kind.acquire()
-    assert made == [first, second]
-    kind.release(second)
+    first = kind.acquire()
+    assert made == [first]
+    assert kind.acquire() is None
+    kind.add(second := factory())
+    with pytest.raises(ValueError, match="returned the same object twice"):
+        kind.add(second)
+    kind.release(second, reusable=True)
+    kind.release(first, reusable=False)
     assert kind.acquire() is second
-    assert len(made) == 2
+    assert kind.acquire() is None
+
+
+def test_properties_that_need_a_reset_are_left_alone():
+    class Board(Counter):
+        @property
+        def doubled(self):
+            return 2 * self.count
+
+        @cached_property
+        def name(self):
+            return str(self.count)
+
+    assert [tool.name for tool in make_kinds(None, Board)[None].tools] == ["increment"]
+
+
+def test_a_factory_that_raises_is_named():
+    def factory():
+        raise OSError("no server")
+
+    with pytest.raises(
+        ValueError, match=r"environment_factory 'shop' \(factory\) raised OSError: no server; it is called"
+    ):
+        make_kinds(None, {"shop": factory})
 
 
 def test_reset_gets_the_columns_that_it_names_and_a_seed_that_it_names():

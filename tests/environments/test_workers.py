@@ -101,6 +101,37 @@ def test_a_call_that_is_too_slow_is_left_behind_and_its_late_result_is_dropped(w
     assert all_of(workers)[0].value == "after"
 
 
+def test_a_call_that_was_too_slow_says_when_it_is_over(workers):
+    release = threading.Event()
+
+    async def async_hang():
+        await asyncio.sleep(60)
+
+    workers.start(0, Call(release.wait, {"timeout": 5}, timeout=0.01))
+    workers.start(1, Call(async_hang, timeout=0.01))
+    ended = all_of(workers)
+    # One that waits is cancelled.
+    assert ended[1].error.over.wait(5)
+    assert not ended[0].error.over.is_set()
+    release.set()
+    assert ended[0].error.over.wait(5)
+
+
+async def blocks(release):
+    release.wait(10)
+
+
+def test_an_async_function_that_blocks_is_named_and_later_ones_go_on(workers, monkeypatch):
+    monkeypatch.setattr("alpaca_ppo.environments.workers._SIGN_OF_LIFE", 0.1)
+    release = threading.Event()
+    workers.start(0, Call(blocks, {"release": release}, timeout=0.05))
+    assert type(all_of(workers)[0].error) is CallTimeout
+    with pytest.warns(UserWarning, match=r"^blocks \(.*test_workers.py, line \d+\) is async, but works without await"):
+        workers.start(0, Call(slow, {"value": 5}, timeout=5))
+    assert all_of(workers)[0].value == 5
+    release.set()
+
+
 def test_waiting_for_nothing_returns_and_abandoned_calls_are_named(workers):
     assert workers.finished(60) == []
     release = threading.Event()

@@ -126,7 +126,7 @@ def until(page, condition, *, seconds=60):
 
 
 def change_view(page, name):
-    """Clicks on a view and waits until it is shown: the browser tells a page of its new address some time after the click."""
+    """Clicks on a view and waits until it is shown: a page hears of its new address some time after the click."""
     page.click(f"[data-view={name}]")
     page.wait_for_selector(f"[data-view={name}][aria-current=page]")
 
