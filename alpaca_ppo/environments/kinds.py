@@ -225,9 +225,10 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
+        problem = str(error).rstrip("!.")
         answers = " If it answers turns, name its parameter completion." if _name(function) == "reply" else ""
         raise ValueError(
-            f"{owner} cannot be shown to the policy as a tool: {error}. Give it type hints and a docstring with a "
+            f"{owner} cannot be shown to the policy as a tool: {problem}. Give it type hints and a docstring with a "
             f"line for each argument under Args:, or begin its name with an underscore if it is no tool.{answers}"
         ) from error
     return schema
