@@ -26,7 +26,7 @@ class SFTArguments:
         default=None,
         metadata={"help": "Further arguments of the chat template, such as {enable_thinking: false}, as YAML or JSON."},
     )
-    completion_column: str = field(default="completion", metadata={"help": "Column of the text to learn."})
+    completion_column: str = field(default="completion", metadata={"help": "Column of the text or the turns to learn."})
     max_length: int = field(
         default=1024, metadata={"help": "Tokens of prompt and completion; longer rows are dropped."}
     )

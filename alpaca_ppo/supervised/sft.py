@@ -24,10 +24,12 @@ IGNORED = -100
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
     """Rows of `input_ids`, `labels` (prompt tokens ignored, the end learned) and `length`, none above `max_length`.
 
-    A completion ends with the eos, or, if the prompts are messages, with what ends a turn in the chat template.
+    A completion ends with the eos, or, if the prompts are messages, with what ends a turn in the chat template. One of
+    several turns is a list of parts with `role` and `text`, as tables of rollouts have it under `turns`; all text is
+    tokenized as it is, and that of other roles than `policy` is not learned.
 
     Raises:
-        ValueError: when the completion column is missing, a completion is not text, or no row fits.
+        ValueError: when the completion column is missing, a completion is neither text nor turns, or no row fits.
     """
     column = arguments.completion_column
     if column not in dataset.column_names:
@@ -42,15 +44,32 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
     examples = []
     for item in prompts:
         prompt, completion = item["input_ids"], item["row"][column]
-        if not isinstance(completion, str):
-            raise ValueError(f"the completion {completion!r} is a {type(completion).__name__}; it must be text")
-        answer = tokenizer(completion, add_special_tokens=False)["input_ids"] + [end]
-        labels = [IGNORED] * len(prompt) + answer
+        ids, labels = [*prompt], [IGNORED] * len(prompt)
+        for learned, text in _parts(completion):
+            part = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += part
+            labels += part if learned else [IGNORED] * len(part)
+        if ids[-1] != end or len(ids) == len(prompt):
+            ids, labels = [*ids, end], [*labels, end]
         if len(labels) <= arguments.max_length:
-            examples.append({"input_ids": prompt + answer, "labels": labels, "length": len(labels)})
+            examples.append({"input_ids": ids, "labels": labels, "length": len(labels)})
     if not examples:
         raise ValueError(f"no example fits into max_length ({arguments.max_length}) tokens; raise it")
     return Dataset.from_list(examples)
+
+
+def _parts(completion: Any) -> list[tuple[bool, str]]:
+    """The texts of a completion, each with whether it is learned."""
+    if isinstance(completion, str):
+        return [(True, completion)]
+    turns = completion if isinstance(completion, list) else []
+    whole = all(isinstance(turn, dict) and {"role", "text"} <= set(turn) for turn in turns)
+    if not turns or not whole or turns[-1]["role"] != "policy":
+        raise ValueError(
+            f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or a list of "
+            'turns such as {"role": "policy", "text": "..."}, of which the last is the policy\'s'
+        )
+    return [(turn["role"] == "policy", turn["text"]) for turn in turns]
 
 
 def train_sft(argv: Sequence[str] | None = None) -> None:

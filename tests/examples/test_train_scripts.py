@@ -63,6 +63,29 @@ def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
     }
 
 
+def test_of_several_turns_those_of_the_policy_are_learned():
+    tokenizer = tiny_tokenizer()
+    turns = [
+        {"role": role, "text": words(tokenizer, *ids)}
+        for role, ids in (("policy", [12, 13]), ("environment", [20, 21]), ("tool", [22]), ("policy", [14]))
+    ]
+    end = tokenizer.eos_token_id
+    closed = [*turns[:3], {"role": "policy", "text": words(tokenizer, 14, end)}]
+    rows = [{"prompt": words(tokenizer, 10), "turns": given} for given in (turns, closed)]
+    # What ends with the end of a turn already, as what was sampled does, gets no second one.
+    for example in sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(completion_column="turns")):
+        assert example["input_ids"] == [10, 12, 13, 20, 21, 22, 14, end]
+        assert example["labels"] == [-100, 12, 13, -100, -100, -100, 14, end]
+
+
+@pytest.mark.parametrize("turns", [[], [{"role": "policy"}], [{"role": "environment", "text": "x"}]])
+def test_turns_that_cannot_be_learned_are_named(turns):
+    tokenizer = tiny_tokenizer()
+    rows = Dataset.from_list([{"prompt": words(tokenizer, 10), "completion": turns}])
+    with pytest.raises(ValueError, match=r"the completion \[.* is a list; it must be text, or a list of turns"):
+        sft.tokenize(rows, tokenizer, sft_arguments())
+
+
 def test_a_completion_of_a_conversation_ends_as_a_turn_of_the_chat_template_does():
     tokenizer = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
     rows = [{"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "completion": words(tokenizer, 12)}]
