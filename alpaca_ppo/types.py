@@ -87,11 +87,13 @@ class Rollouts(TypedDict, total=False):
     overlong_penalties: NotRequired[Tensor]
     """(B,) float32, at most 0: the part of the rewards that punishes length; with `overlong_buffer_len`."""
     num_turns: NotRequired[Tensor]
-    """(B,) int64, turns of the policy; with environments or tools, as the next four."""
+    """(B,) int64, turns of the policy; with environments or tools, as the next five."""
     environment_seconds: NotRequired[Tensor]
     """(B,) float32, seconds that calls of the environment and of tools took."""
     environment_tokens: NotRequired[Tensor]
     """(B,) int64, tokens between the policy's first and last one that the policy did not choose."""
+    tool_tokens: NotRequired[Tensor]
+    """(B, R) bool, True = a token of a tool's result, within a hole of `response_mask`."""
     tool_calls: NotRequired[Tensor]
     """(B,) int64, tool calls in the response, failed ones included."""
     tool_failures: NotRequired[Tensor]

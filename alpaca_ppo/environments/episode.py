@@ -77,6 +77,8 @@ class Episode:
     """Of the whole episode."""
     tool_calls: int = 0
     tool_failures: int = 0
+    tool_spans: list[slice] = field(default_factory=list)
+    """Columns of the response that the results of tools were written to."""
     seconds: float = 0.0
     """That calls of the environment and of tools took."""
     over: bool = False
@@ -165,6 +167,8 @@ class Episode:
             schemas=self.schemas,
         )
         self.num_read = len(turn.response) + len(ids)
+        if calls:
+            self.tool_spans.append(slice(len(turn.response), self.num_read))
         return ids
 
     def end(self, response: list[int], response_mask: list[bool], *, complete: bool) -> Steps[None]:

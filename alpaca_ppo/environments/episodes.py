@@ -215,8 +215,8 @@ class Episodes:
 
     def statistics(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the samples get in addition, (rows,) each: `num_turns`, `environment_tokens`, `tool_calls`,
-        `tool_failures` and `environment_seconds`; and `stopped`, which is True for an episode that its environment
-        ended, and False for one that `max_turns` did.
+        `tool_failures` and `environment_seconds`; `tool_tokens` (rows, R); and `stopped`, which is True for an episode
+        that its environment ended, and False for one that `max_turns` did.
         """
         mask = samples["response_mask"]
         written = mask.size(1) - mask.flip(1).int().argmax(dim=1)
@@ -229,6 +229,7 @@ class Episodes:
         return {
             **{name: torch.tensor(count) for name, count in counts.items()},
             "environment_tokens": written - mask.sum(dim=1),
+            "tool_tokens": _tool_tokens(self.of_rows, mask),
             "environment_seconds": torch.tensor([episode.seconds for episode in self.of_rows]),
             "stopped": (samples["stopped"] | over) & ~cut,
         }
@@ -257,6 +258,14 @@ class Episodes:
     def _end(self, row: int) -> None:
         self._ending.remove(row)
         self.on_ended(row)
+
+
+def _tool_tokens(episodes: Sequence[Episode], mask: Tensor) -> Tensor:
+    written = torch.zeros_like(mask)
+    for row, episode in enumerate(episodes):
+        for span in episode.tool_spans:
+            written[row, span] = True
+    return written
 
 
 def episode_rows(

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -137,7 +139,7 @@ def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any
         "stopped": bool(rollouts["stopped"][i]),
         "length": int(mask.sum()),
     }
-    return row | _turns(written, mask.tolist(), processing_class)
+    return row | _turns(written, rollouts, i, processing_class)
 
 
 def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
@@ -156,17 +158,17 @@ def _num_written(mask: Tensor) -> int:
     return int(chosen[-1]) + 1 if len(chosen) else 0
 
 
-def _turns(written: Sequence[int], mask: Sequence[bool], processing_class: Any) -> dict[str, Any]:
+def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class: Any) -> dict[str, Any]:
     """`turns`, who wrote which text of the response, if it was not the policy alone."""
-    parts: list[tuple[bool, list[int]]] = []
-    for token, chosen in zip(written, mask, strict=False):
-        if not parts or parts[-1][0] != chosen:
-            parts.append((chosen, []))
-        parts[-1][1].append(token)
-    if all(chosen for chosen, _ in parts):
+    roles = ["policy" if chosen else "environment" for chosen in rollouts["response_mask"][i, : len(written)].tolist()]
+    if "tool_tokens" in rollouts:
+        for t in rollouts["tool_tokens"][i, : len(written)].nonzero().flatten().tolist():
+            roles[t] = "tool"
+    if set(roles) <= {"policy"}:
         return {}
-    texts = [(chosen, processing_class.decode(tokens)) for chosen, tokens in parts]
-    return {"turns": [{"role": "policy" if chosen else "environment", "text": text} for chosen, text in texts]}
+    parts = groupby(zip(roles, written, strict=True), key=itemgetter(0))
+    texts = [(role, processing_class.decode([token for _, token in part])) for role, part in parts]
+    return {"turns": [{"role": role, "text": text} for role, text in texts]}
 
 
 def _number(value: Tensor) -> float:

@@ -75,6 +75,7 @@ class Played:
         assert ended == [0]
         statistics = self.episodes.statistics(samples)
         self._block.__exit__(None, None, None)
+        self.tool_tokens = statistics.pop("tool_tokens")[0].tolist()
         return {name: value.item() for name, value in statistics.items() if name != "environment_seconds"}
 
 
@@ -94,6 +95,8 @@ def test_tools_are_called_and_answered_and_the_reward_is_that_of_the_environment
         "num_turns": 3, "tool_calls": 3, "tool_failures": 0, "stopped": True,
         "environment_tokens": played.mask.count(False),
     }  # fmt: skip
+    # All that the policy did not choose, but not the padding behind the response.
+    assert played.tool_tokens == [not chosen for chosen in played.mask] + [False]
     assert played.episode.reward == 6.0
     assert played.episode.rewards_of("Counter") == 6.0
     assert played.episode.rewards_of("Another") is None
