@@ -100,7 +100,8 @@ def shallow(config: Any, layers: int | None) -> Any:
         return config
     text = config.get_text_config()
     if hasattr(text, "layer_types") and text.layer_types:
-        text.layer_types = text.layer_types[:layers]
+        # A model of fewer layers has too few types.
+        text.layer_types = (text.layer_types * layers)[:layers]
     text.num_hidden_layers = layers
     return config
 
@@ -259,6 +260,20 @@ def _copied(model: nn.Module, args: PPOConfig, *, trained: bool) -> float:
 def extrapolate(one: Measurements, two: Measurements, depths: dict[str, int]) -> Measurements:
     """Measurements at full depth from those with one and with two layers, if all layers are like the second."""
     return {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
+
+
+def extrapolate_peaks(measured: Sequence[Measurements], depths: dict[str, int]) -> Measurements:
+    """Measurements at full depth from those with one, two and three layers, if all layers are like the third.
+
+    The first layer is unlike the others in what lives beside it: transformers keeps the embeddings to the end of a
+    pass, and they are what the first layer reads.
+    """
+    one, two, three = measured
+    later = {name: depth - 1 for name, depth in depths.items()}
+    return {
+        name: one[name] if not later[name.split("/")[0]] else size
+        for name, size in extrapolate(two, three, later).items()
+    }
 
 
 def layers_are_alike(models: Models, args: PPOConfig) -> bool:

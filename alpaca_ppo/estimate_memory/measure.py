@@ -1,7 +1,7 @@
 """Runs the passes of a PPO step over fake tensors and measures each one's peak memory, for any architecture.
 
-With one and with two decoder layers, if memory is linear in their number, else with all. Responses are assumed to have
-full length. Models whose passes depend on the values of tensors are not supported.
+With one to three decoder layers, if memory is linear in their number from the second on, else with all. Responses are
+assumed to have full length. Models whose passes depend on the values of tensors are not supported.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from alpaca_ppo.estimate_memory.fake_models import (
     Measurements,
     Models,
     build,
-    extrapolate,
+    extrapolate_peaks,
     grouped_mm_of_any_dtype,
     layers_are_alike,
     make_fake,
@@ -103,8 +103,9 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
 def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool) -> tuple[Measurements, Measurements]:
     """Measurements with one decoder layer (with all, if an adapter selects layers by number), and with all layers."""
     if not models.names_layers and layers_are_alike(models, args):
-        one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
-        found, layer = extrapolate(one, two, models.depths(args)), two["policy/weights"] - one["policy/weights"]
+        one, two, three = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2, 3))
+        found = extrapolate_peaks((one, two, three), models.depths(args))
+        layer = two["policy/weights"] - one["policy/weights"]
         return one, found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
     found = _measure(models, args, sizes, None, half=half)
     # Layers differ, and a single one may be most of the weights.

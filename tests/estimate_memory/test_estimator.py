@@ -492,6 +492,17 @@ def test_other_depths_are_linear_in_those_measured(arch):
     assert with_depth[1]["policy/train.saved"] > with_depth[0]["policy/train.saved"]
 
 
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_measurements_of_few_layers_are_those_of_all(monkeypatch, layers):
+    models, args = Models(tiny_config("qwen2", num_hidden_layers=layers)), settings()
+    assert models.policy.layer_types is not None
+    extrapolated = measure(models, args, sizes_of(args, 1))
+    monkeypatch.setattr("alpaca_ppo.estimate_memory.measure.layers_are_alike", lambda *given: False)
+    whole = measure(models, args, sizes_of(args, 1))
+    names = whole.keys() - {"policy/layer", "policy/outside"}
+    assert {name: extrapolated[name] for name in names} == pytest.approx({name: whole[name] for name in names})
+
+
 def measurements_of_ones(**changed: float) -> dict[str, float]:
     parts = {
         f"{name}/{kind}.{part}": 0.0
