@@ -51,16 +51,17 @@ def courses():
     return Problem(responses, mask, by_token.sum(dim=1)), by_token
 
 
-def test_an_update_follows_the_gradient_of_the_games_value(tmp_path):
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_an_update_follows_the_gradient_of_the_games_value(tmp_path, kl_coef):
     problem, by_token = courses()
-    trainer = enumerable_trainer(tmp_path)
+    trainer = enumerable_trainer(tmp_path, kl_coef=kl_coef)
     rollouts = enumerated_rollouts(trainer, problem)
     rollouts["rewards"] = by_token
     rollouts = add_advantages(trainer, rollouts)
     weights = probabilities(trainer.actor_critic.policy.model, problem)
     assert_close(weights.sum(), torch.ones((), dtype=torch.float64))
     climbed = -expected_loss_gradient(trainer, rollouts, weights)
-    assert relative_error(climbed, objective_gradient(trainer, problem)) < 1e-5
+    assert relative_error(climbed, objective_gradient(trainer, problem, kl_coef=kl_coef)) < 1e-5
 
 
 @pytest.mark.parametrize(("turn_gamma", "turn_lam"), [(None, None), (0.5, None), (0.5, 0.25)])

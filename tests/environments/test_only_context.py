@@ -1,0 +1,150 @@
+"""Tokens of the environment are context and nothing else: they are no part of a loss, KL, reward, return, whitening,
+statistic or count. Whatever is known of such a token is NaN here, which no sum survives; what counts tokens is compared
+with the chosen ones alone.
+"""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alpaca_ppo import PPOTrainer
+from tests.environments.test_games import GAME, Partner
+from tests.tiny_runs import metric_lines, tiny_trainer, weights
+
+EVERYTHING = {
+    "ppo_epochs": 2,
+    "entropy_coef": 0.01,
+    "use_kl_loss": True,
+    "whiten_rewards": True,
+    "turn_gamma": 0.9,
+    "turn_lam": 0.8,
+}
+
+WITHOUT_CRITIC = {"turn_gamma": None, "turn_lam": None, "whiten_rewards": False}
+
+
+def poison(tensors, mask):
+    """NaN in the columns of `tensors` that the policy did not choose."""
+    for value in tensors.values():
+        if value.shape == mask.shape and value.is_floating_point():
+            value[~mask] = torch.nan
+
+
+class Recording(PPOTrainer):
+    """Keeps what each step samples, and what it learns from."""
+
+    def set_up_run(self, callbacks):
+        super().set_up_run(callbacks)
+        self.sampled, self.learned, self.denominators = [], [], []
+
+    def rollout(self, prompt_batches):
+        self.sampled.append(self.sample(prompt_batches))
+        return dict(self.sampled[-1])
+
+    def sample(self, prompt_batches):
+        return super().rollout(prompt_batches)
+
+    def step_with_rollouts(self, rollouts):
+        self.learned.append(rollouts)
+        self.denominators.clear()
+        return super().step_with_rollouts(rollouts)
+
+    def compute_loss(self, batch):
+        self.denominators.append(float(batch["denominator"]))
+        return super().compute_loss(batch)
+
+
+def poisoned(sampled):
+    """A trainer that samples what another one did, and knows nothing of tokens that the policy did not choose."""
+
+    class Poisoned(Recording):
+        def sample(self, prompt_batches):
+            rollouts = {name: value.clone() for name, value in sampled[self.state.global_step].items()}
+            # Rewards are 0 there, whoever returns them (`hook_checks.check_scores`).
+            poison({name: value for name, value in rollouts.items() if name != "rewards"}, rollouts["response_mask"])
+            return rollouts
+
+        def step_with_rollouts(self, rollouts):
+            learned = {name: rollouts[name].clone() for name in ("advantages", "returns")}
+            poison(learned, rollouts["response_mask"])
+            return super().step_with_rollouts({**rollouts, **learned})
+
+    return Poisoned
+
+
+def trained(folder, trainer_class, **overrides):
+    trainer = tiny_trainer(
+        folder,
+        trainer_class=trainer_class,
+        trainer_arguments={"environment_factory": Partner, "reward_funcs": None},
+        **{**GAME, **EVERYTHING, **overrides},
+    )
+    trainer.train()
+    return trainer
+
+
+VARIANTS = {
+    "gae": {},
+    "grpo": {**WITHOUT_CRITIC, "adv_estimator": "grpo", "num_return_sequences": 2},
+    "reinforce++": {**WITHOUT_CRITIC, "adv_estimator": "reinforce_plus_plus"},
+    "iqn": {"critic": "iqn", "num_quantiles": 4},
+    "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+    "correct": {"old_policy": "correct", "loss_agg_mode": "seq-mean-token-sum"},
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_what_stands_in_a_hole_changes_neither_weights_nor_metrics(tmp_path, overrides):
+    clean = trained(tmp_path / "clean", Recording, **overrides)
+    other = trained(tmp_path / "poisoned", poisoned(clean.sampled), **overrides)
+    mask = clean.learned[0]["response_mask"]
+    assert not mask[:, :4].all() and other.learned[0]["logprobs"][~mask].isnan().all()
+    assert metric_lines(tmp_path / "poisoned") == metric_lines(tmp_path / "clean")
+    for name, value in weights(other).items():
+        assert torch.equal(value, weights(clean)[name]), name
+
+
+def whitened(values, *, keep_mean=False):
+    """Of chosen tokens alone."""
+    mean = values.mean()
+    return (values - mean) / values.std() + (mean if keep_mean else 0.0)
+
+
+def test_rewards_returns_whitening_and_counts_are_of_chosen_tokens(tmp_path):
+    trainer = trained(
+        tmp_path, Recording, step_batch_size=10, gamma=0.99, kl_coef=5.0, kl_estimator="k3", entropy_logging_steps=1
+    )
+    # Of the second step: before the first update there is no KL.
+    rollouts, line = trainer.learned[1], metric_lines(tmp_path)[1]
+    mask = rollouts["response_mask"]
+    chosen = {
+        name: value[mask].double()
+        for name, value in rollouts.items()
+        if value.shape == mask.shape and value.is_floating_point()
+    }
+    assert line["objective/response_length"] == pytest.approx(len(chosen["kl"]) / 10)
+    assert line["tokens/sampled"] == len(chosen["kl"])
+    assert line["objective/kl_avg_seq"] > 1e-6
+    assert line["objective/kl_avg_seq"] == pytest.approx(float(chosen["kl"].mean()))
+    assert line["objective/entropies"] == pytest.approx(float(chosen["entropies"].mean()), rel=1e-5)
+    assert line["ppo/returns/mean"] == pytest.approx(float(chosen["returns"].mean()), rel=1e-5)
+    assert line["ppo/val/var"] == pytest.approx(float(chosen["values"].var(unbiased=False)), rel=1e-4)
+    assert set(trainer.denominators) == {len(chosen["kl"])}
+    # Each row's chosen tokens one after the other: what was between two turns is only seen in the rates across it.
+    rewards = iter(whitened(chosen["shaped_rewards"], keep_mean=True).tolist())
+    advantages, returns = [], []
+    for row in range(10):
+        columns = mask[row].nonzero().flatten().tolist()
+        values = [*rollouts["values"][row, columns].tolist(), 0.0]
+        given, carried, found = [next(rewards) for _ in columns], 0.0, []
+        for t in reversed(range(len(columns))):
+            border = t + 1 < len(columns) and columns[t + 1] > columns[t] + 1
+            gamma, lam = (0.9, 0.8) if border else (0.99, 0.95)
+            carried = given[t] + gamma * values[t + 1] - values[t] + gamma * lam * carried
+            found.insert(0, carried)
+        advantages += found
+        returns += [advantage + value for advantage, value in zip(found, values, strict=False)]
+    assert_close(chosen["returns"], torch.tensor(returns, dtype=torch.float64), rtol=0, atol=1e-4)
+    expected = whitened(torch.tensor(advantages, dtype=torch.float64))
+    assert_close(chosen["advantages"], expected, rtol=0, atol=1e-4)
+    assert not any(rollouts[name][~mask].any() for name in ("kl", "shaped_rewards", "advantages", "returns", "rewards"))
