@@ -13,7 +13,8 @@ RESERVE_GIB = 1.0
 
 @dataclass(frozen=True)
 class EstimateArguments(ScriptArguments):
-    """`ScriptArguments`, of which only the models are used, and the devices to estimate for.
+    """`ScriptArguments`, of which the models are used, and whether there are environments or tools; and the devices to
+    estimate for.
 
     Raises:
         ValueError: for a missing model, or a value out of range.

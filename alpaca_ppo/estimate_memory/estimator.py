@@ -61,6 +61,7 @@ class MemoryEstimator:
             rewards=tuple(rewards),
             reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
         )
+        self._replies = bool(script.environments or script.tools)
         self.sharding = sharding_of(script.num_processes, script.zero_stage, args, policy)
         self._measured: dict[str, Measurements] = {}
 
@@ -83,7 +84,7 @@ class MemoryEstimator:
         key = repr((args, settings.lora, settings.sharding.processes, zero and args.bf16))
         if key not in self._measured:
             lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
-            sizes = sizes_of(args, settings.sharding.processes)
+            sizes = sizes_of(args, settings.sharding.processes, replies=self._replies)
             models = replace(self._models, lora=lora, starts_from_adapter=self.starts_from_adapter)
             self._measured[key] = measure(models, args, sizes, zero=zero)
         return self._measured[key]

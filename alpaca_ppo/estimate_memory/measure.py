@@ -37,10 +37,13 @@ from alpaca_ppo.estimate_memory.fake_models import (
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.functional.packing import PackedRows, position_ids
 from alpaca_ppo.generation.kv_cache import GROWTH, decode_cache
+from alpaca_ppo.generation.slot_cache import SlotCache
+from alpaca_ppo.generation.slot_extend import NewTokens, extend
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Policy
 from alpaca_ppo.models.half_weights import HalfPrecisionCopies
+from alpaca_ppo.models.packed_attention import install_attention, is_installed, uninstall_attention
 from alpaca_ppo.models.policy import response_states
 from alpaca_ppo.models.side_network import layer_states
 from alpaca_ppo.registry import GENERATION_BACKENDS
@@ -70,6 +73,8 @@ class Sizes:
     """Tokens per response."""
     privileged: int = 0
     """Tokens before each prompt that only the critic reads."""
+    replies: bool = False
+    """Whether something may answer the policy in the middle of a response."""
 
     @property
     def longest_row(self) -> int:
@@ -257,6 +262,7 @@ class _Passes:
             states = (layers[0].keys, layers[0].values)
             found["policy/kv_column"] = float(sum(s[:, :, 0].numel() * s.element_size() for s in states))
             del states, layer
+            found["policy/replies"] = self._read_replies(model) if sizes.replies else 0.0
             self._begin()
             logits = _next_logits(model, cache, rows, 1, sizes.query + sizes.response + 1)
             found["policy/decode"] = self._peak()
@@ -266,6 +272,21 @@ class _Passes:
             found["policy/choose"] = self._peak()
         model.train()
         return found
+
+    def _read_replies(self, model: PreTrainedModel) -> float:
+        """Peak above the sampler's cache while all rows read a reply, each as long as a response allows: after a turn
+        of one token, with room for another. 0 if the model cannot be sampled over several turns.
+        """
+        sizes, had_it = self._sizes, is_installed(model)
+        if not install_attention(model):
+            return 0.0
+        cache, tokens = SlotCache(sizes.rows, sizes.query + sizes.response), [0] * (sizes.response - 1)
+        self._begin()
+        extend(model, cache, [NewTokens(slot, sizes.query, tokens) for slot in range(sizes.rows)])
+        if not had_it:
+            uninstall_attention(model)
+        # What is left is the cache.
+        return self._peak() - float(self._live.live - self._base)
 
     @torch.no_grad()
     def _score(self, model: Any) -> float:

@@ -37,8 +37,11 @@ class PhaseMemory:
         return float(sum(getattr(self, cause) for cause in CAUSES))
 
 
-def sizes_of(args: PPOConfig, processes: int) -> Sizes:
+def sizes_of(args: PPOConfig, processes: int, *, replies: bool = False) -> Sizes:
     """Batch sizes and lengths of one process's passes, if every row has full length.
+
+    With `replies`, something may answer the policy in the middle of a response; then all rows read replies that fill
+    their responses at the same time, because no option bounds a reply.
 
     Whether a model's rows can be without padding is not known without its weights; it is assumed if the option allows
     it, which changes these sizes by less than a row.
@@ -54,6 +57,8 @@ def sizes_of(args: PPOConfig, processes: int) -> Sizes:
         query=args.query_len,
         response=args.response_len,
         privileged=args.longest_row - args.query_len - args.response_len,
+        # A response of one column has no room for a reply.
+        replies=replies and args.response_len > 1 and GENERATION_BACKENDS.trait(args.generation_backend, "takes_turns"),
     )
 
 
@@ -166,6 +171,7 @@ class _Step:
         cached = replace(held, phase="sampling", kv_cache=measured["policy/kv_cache"])
         step = max(measured["policy/decode"], measured["policy/kv_layer"])
         yield replace(cached, activations=step + unpacked)
+        yield replace(cached, activations=measured["policy/replies"] + unpacked)
         yield replace(cached, logits=measured["policy/choose"])
 
     def _score(self) -> Iterator[PhaseMemory]:

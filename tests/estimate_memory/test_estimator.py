@@ -523,6 +523,7 @@ def measurements_of_ones(**changed: float) -> dict[str, float]:
         "prefill",
         "prompt_cache",
         "decode",
+        "replies",
         "choose",
         "score",
         "kv_cache",
