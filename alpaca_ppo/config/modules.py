@@ -1,12 +1,14 @@
-"""Loads Python modules that a user names by file or by dotted name: `import_modules`, and reward functions."""
+"""Loads Python modules that a user names by file or by dotted name, and functions in them."""
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class NoSuchModule(ValueError):
@@ -37,6 +39,33 @@ def load_module(name: str) -> ModuleType:
         NoSuchModule: when there is no such file or module. An error inside the module is raised unchanged.
     """
     return _load_file(Path(name).resolve()) if name.endswith(".py") else _import_by_name(name)
+
+
+def load_function(spec: str, *, what: str) -> Callable[..., Any]:
+    """The function that `spec` names: "package.module:function" or "path/to/file.py:function"; a class is one, too.
+
+    Relative paths and modules are looked up as in `load_module`.
+
+    Args:
+        spec: see above.
+        what: what it is called in errors, such as "reward function".
+
+    Raises:
+        ValueError: if `spec` has another form, or the module, file or function does not exist. An exception raised
+            inside the module is passed on unchanged.
+    """
+    target, _, name = spec.rpartition(":")
+    if not target or not name.isidentifier():
+        raise ValueError(f"{what} {spec!r} must be 'module:function' or 'path/to/file.py:function'")
+    try:
+        module = load_module(target)
+    except NoSuchModule as error:
+        raise ValueError(f"{what} {spec!r}: {error}") from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(f"{what} {spec!r}: {target} has no function {name!r}, only {found}")
+    return function
 
 
 def _load_file(path: Path) -> ModuleType:

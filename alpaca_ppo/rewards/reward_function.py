@@ -1,5 +1,4 @@
-"""User-supplied reward functions: finding them by name, calling them, again if they raise, and tracing an exception to
-its row.
+"""User-supplied reward functions: calling them, again if they raise, and tracing an exception to its row.
 
 Async functions of one batch run concurrently. The returned scores are checked in `score_checks`.
 """
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from alpaca_ppo.config.modules import NoSuchModule, load_module
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 from alpaca_ppo.rewards.score_checks import score_list
 
@@ -238,30 +236,6 @@ def _kind_hint(error: BaseException, batch: RewardBatch) -> str:
     elif isinstance(error, TypeError | AttributeError) and re.search(r"'(list|dict)'", str(error)):
         return "; completions are messages here, because the prompts are: the text is completion[0]['content']"
     return ""
-
-
-def load_reward_function(spec: str, *, what: str = "reward function") -> Callable[..., Any]:
-    """Returns the function that `spec` names: "package.module:function" or "path/to/file.py:function"; in errors it is
-    called `what`.
-
-    Relative paths and modules are looked up as in `config.modules.load_module`.
-
-    Raises:
-        ValueError: if `spec` has another form, or the module, file or function does not exist. An exception raised
-            inside the module is passed on unchanged.
-    """
-    target, _, name = spec.rpartition(":")
-    if not target or not name.isidentifier():
-        raise ValueError(f"{what} {spec!r} must be 'module:function' or 'path/to/file.py:function'")
-    try:
-        module = load_module(target)
-    except NoSuchModule as error:
-        raise ValueError(f"{what} {spec!r}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"{what} {spec!r}: {target} has no function {name!r}, only {found}")
-    return function
 
 
 def _name_of(function: Any) -> str:

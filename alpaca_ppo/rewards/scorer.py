@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.rewards.batch import RESERVED_COLUMNS, Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.early_calls import CalledFunctions, EarlyCalls
 from alpaca_ppo.rewards.logged_metrics import LoggedMetrics
@@ -23,7 +24,6 @@ from alpaca_ppo.rewards.reward_function import (
     FunctionReward,
     FunctionScores,
     call_functions,
-    load_reward_function,
 )
 from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward, model_name
 from alpaca_ppo.rewards.score_checks import RowScore, check_row, check_total, score_list
@@ -344,7 +344,7 @@ def _resolve_function(source: Any) -> FunctionReward | PreTrainedModel | str:
     if isinstance(source, str):
         _, colon, name = source.rpartition(":")
         is_function = colon and name.isidentifier() and not Path(source).is_dir()
-        return FunctionReward(load_reward_function(source)) if is_function else source
+        return FunctionReward(load_function(source, what="reward function")) if is_function else source
     if isinstance(source, torch.nn.Module):
         if getattr(source, "config", None) is None:
             raise ValueError(

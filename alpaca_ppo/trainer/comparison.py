@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.config.evaluation_checks import is_url
+from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.evaluation.chat_judge import ChatJudge
@@ -20,7 +21,7 @@ from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.summary import ResponseRecord
 from alpaca_ppo.evaluation.win_rates import compare
 from alpaca_ppo.ppo.rollouts import sample_responses
-from alpaca_ppo.rewards import RewardScorer, load_reward_function
+from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.rewards.scoring import response_texts
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.types import Rollouts
@@ -58,7 +59,7 @@ class Contest:
                 retries=args.eval_judge_retries,
                 stop=lambda: self.trainer.progress.is_current and bool(self.trainer.preemption.requested),
             )
-        return FunctionJudge(load_reward_function(args.eval_judge), name=args.eval_judge)
+        return FunctionJudge(load_function(args.eval_judge, what="eval_judge"), name=args.eval_judge)
 
     def judge(
         self, eval_set: str, prompts: PromptDataset, records: Sequence[ResponseRecord], rollouts: Rollouts

@@ -6,6 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import ScriptArguments
 from alpaca_ppo.distributed.engine import Engine
@@ -23,7 +24,7 @@ from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.registry import GENERATION_BACKENDS
-from alpaca_ppo.rewards import FunctionReward, RewardScorer, load_reward_function
+from alpaca_ppo.rewards import FunctionReward, RewardScorer
 
 Kinds = Mapping[str | None, EnvironmentKind]
 
@@ -71,7 +72,7 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
     specs = [spec.rpartition("=") for spec in script_args.environments or ()]
     factory: Any = None
     if len(specs) == 1 and not specs[0][0]:
-        factory = load_reward_function(specs[0][2], what="environment")
+        factory = load_function(specs[0][2], what="environment")
     elif specs:
         names = [name for name, _, _ in specs]
         if not all(names) or len(set(names)) < len(names):
@@ -79,12 +80,12 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
                 f"environments is {script_args.environments}; give each of several a name of its own: "
                 "name=module:class. The dataset's column environment chooses among the names"
             )
-        factory = {name: load_reward_function(spec, what="environment") for name, _, spec in specs}
+        factory = {name: load_function(spec, what="environment") for name, _, spec in specs}
     parser = script_args.tool_call_parser
     return {
         "environment_factory": factory,
-        "tools": [load_reward_function(spec, what="tool") for spec in script_args.tools or ()] or None,
-        "tool_call_parser": None if parser is None else load_reward_function(parser, what="tool_call_parser"),
+        "tools": [load_function(spec, what="tool") for spec in script_args.tools or ()] or None,
+        "tool_call_parser": None if parser is None else load_function(parser, what="tool_call_parser"),
     }
 
 

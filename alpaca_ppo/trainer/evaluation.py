@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.collectives import on_main_process
 from alpaca_ppo.evaluation.settings import make_settings
@@ -17,7 +18,7 @@ from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.rollouts import RolloutPasses
-from alpaca_ppo.rewards import FunctionReward, RewardScorer, load_reward_function
+from alpaca_ppo.rewards import FunctionReward, RewardScorer
 from alpaca_ppo.rewards.batch import RewardError, make_reward_batch
 from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
@@ -47,7 +48,7 @@ class Evaluator:
         self.settings = make_settings(trainer.args, sources=sources, metrics=metric_scorer.names)
         spec = trainer.args.eval_answer_func
         self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, metric_scorer, self.settings)
-        self._answers = None if spec is None else FunctionReward(load_reward_function(spec))
+        self._answers = None if spec is None else FunctionReward(load_function(spec, what="eval_answer_func"))
         self.answers: list[dict[str, Any]] = []
         """Set, prompt, response and scores of the last evaluation; `evaluation.opponents` reads the first three."""
         metric_scorer.interruptible_call = lambda: self._interruptible()

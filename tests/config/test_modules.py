@@ -1,10 +1,12 @@
 """Modules that a user names by file or by dotted name."""
 
+import re
 import sys
+import time
 
 import pytest
 
-from alpaca_ppo.config.modules import NoSuchModule, import_modules, load_module
+from alpaca_ppo.config.modules import NoSuchModule, import_modules, load_function, load_module
 
 
 @pytest.fixture
@@ -14,6 +16,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "neighbour.py").write_text("name = 'beside'\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package/inner.py").write_text("name = 'inner'\n")
+    (tmp_path / "this.py").write_text("limit = 3\ndef mine(): ...\nclass Game: ...\ndef _own(): ...\n")
     (tmp_path / "needs.py").write_text("import no_such_dependency\n")
     (tmp_path / "fails.py").write_text("raise ValueError('taken')\n")
     monkeypatch.chdir(tmp_path)
@@ -69,3 +72,33 @@ def test_import_modules_names_the_entry_that_fails_and_its_error(project):
         import_modules(["fails.py"])
     with pytest.raises(ValueError, match="import_modules holds 'needs', .* ModuleNotFoundError: No module named"):
         import_modules(["needs"])
+
+
+def test_a_function_or_class_is_found_in_the_current_folder_before_installed_modules(project):
+    assert load_function("this:mine", what="tool") is sys.modules["this"].mine
+    assert load_function("this:Game", what="environment").__name__ == "Game"
+    assert load_function(f"{project}/this.py:mine", what="tool").__name__ == "mine"
+    assert load_function("time:sleep", what="tool") is time.sleep
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("package.inner", "must be 'module:function' or 'path/to/file.py:function'"),
+        (":mine", "must be 'module:function'"),
+        ("this:", "must be 'module:function'"),
+        ("package.outer:mine", ": there is no module 'package.outer' in .* use the file's path instead"),
+        ("missing.py:mine", ": the file .*missing.py does not exist"),
+        ("this:yours", r": this has no function 'yours', only \['mine'\]"),
+        ("this.py:limit", r": this.py has no function 'limit', only \['mine'\]"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(project, spec, message):
+    with pytest.raises(ValueError, match=f"^tool '{re.escape(spec)}' ?{message}"):
+        load_function(spec, what="tool")
+
+
+@pytest.mark.parametrize("spec", ["needs:mine", "needs.py:mine"])
+def test_an_error_inside_the_module_of_a_function_is_raised_unchanged(project, spec):
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        load_function(spec, what="tool")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RewardError, load_reward_function
+from alpaca_ppo.config.modules import load_function
+from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RewardError
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.reward_function import call_functions
 from examples.rewards import judge
@@ -127,7 +128,7 @@ def test_strange_usage_counts_nothing(tmp_path):
 def test_the_command_line_reads_the_environment(tmp_path, monkeypatch):
     judge._from_environment.cache_clear()
     monkeypatch.delenv("JUDGE_URL", raising=False)
-    function = load_reward_function("examples.rewards.judge:judged")
+    function = load_function("examples.rewards.judge:judged", what="reward function")
     with pytest.raises(RewardError, match="the environment variable JUDGE_URL is not set"):
         scored(function)
     with RawServer(grades) as server:

@@ -1,11 +1,10 @@
 import asyncio
 import functools
 import sys
-import time
 
 import pytest
 
-from alpaca_ppo.rewards import FunctionReward, RewardError, build_reward, load_reward_function
+from alpaca_ppo.rewards import FunctionReward, RewardError, build_reward
 from alpaca_ppo.rewards.logged_metrics import LoggedMetrics, merged
 
 PROMPTS = ["Count.", "Sing.", "Où ?"]
@@ -187,8 +186,6 @@ def project(tmp_path, monkeypatch):
         "def good(completions):\n    STATE.append(1)\n    return [BONUS] * len(completions)\n"
         "def calls(completions):\n    return [float(len(STATE))] * len(completions)\n"
     )
-    (tmp_path / "this.py").write_text("def mine(completions):\n    return [1.0] * len(completions)\n")
-    (tmp_path / "broken_judge.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)
     before = dict(sys.modules), list(sys.path)
     yield tmp_path
@@ -201,10 +198,6 @@ def test_a_function_is_found_by_module_in_the_working_directory(project):
     assert score("judging_package.judge:best").by_source["best"].tolist() == [1.0] * 3
 
 
-def test_the_working_directory_comes_before_installed_modules(project):
-    assert load_reward_function("this:mine")(["a"]) == [1.0]
-
-
 def test_a_function_is_found_by_file_and_the_file_is_loaded_once(project):
     import json
 
@@ -215,35 +208,6 @@ def test_a_function_is_found_by_file_and_the_file_is_loaded_once(project):
         "calls": [1.0] * 3,
     }
     assert sys.modules["json"] is json
-
-
-def test_a_function_is_found_by_an_installed_module():
-    assert load_reward_function("time:sleep") is time.sleep
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("judging_package.judge", "must be 'module:function' or 'path/to/file.py:function'"),
-        (":best", "must be 'module:function'"),
-        ("judging_package.judge:", "must be 'module:function'"),
-        ("judging_package.jury:best", "no module 'judging_package.jury' in .* use the file's path instead"),
-        ("no_such_package.judge:best", "no module 'no_such_package'"),
-        ("judging_package.judge:worst", r"has no function 'worst', only \['best'\]"),
-        ("loose/json.py:number", r"has no function 'number', only \['good', 'calls'\]"),
-        ("loose/missing.py:best", "the file .*missing.py does not exist"),
-    ],
-)
-def test_a_bad_name_is_refused_with_what_is_missing(project, spec, message):
-    with pytest.raises(ValueError, match=message):
-        load_reward_function(spec)
-
-
-@pytest.mark.parametrize("spec", ["broken_judge:best", "broken_judge.py:best"])
-def test_an_exception_inside_the_module_is_passed_on_unchanged(project, spec):
-    for _ in range(2):
-        with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-            load_reward_function(spec)
 
 
 def test_a_function_reward_can_be_renamed():
