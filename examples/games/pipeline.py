@@ -4,11 +4,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from examples import train_sft
@@ -26,21 +27,17 @@ DEMONSTRATIONS, PROMPTS, HELD_OUT = "demonstrations.jsonl", "prompts.jsonl", "he
 Row = dict[str, Any]
 
 
-def _arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class GamesArguments:
     """The sizes of the experiment; with the defaults, the model of a game and a run take a few minutes on one core."""
 
-    root: str = _arg("outputs/games", "Folder for all stages.")
-    data_seed: int = _arg(0, "Seed of everything before the runs.")
-    demonstrations: int = _arg(20000, "Demonstrations of a game.")
-    held_out: int = _arg(512, "Games of an evaluation, at least 64.")
-    hidden_size: int = _arg(64, "Width of the models.")
-    num_layers: int = _arg(2, "Layers of the models.")
-    episodes: int | None = _arg(None, "Games that a run plays, instead of the preset's number.")
+    root: str = argument("outputs/games", "Folder for all stages.")
+    data_seed: int = argument(0, "Seed of everything before the runs.")
+    demonstrations: int = argument(20000, "Demonstrations of a game.")
+    held_out: int = argument(512, "Games of an evaluation, at least 64.")
+    hidden_size: int = argument(64, "Width of the models.")
+    num_layers: int = argument(2, "Layers of the models.")
+    episodes: int | None = argument(None, "Games that a run plays, instead of the preset's number.")
 
 
 @dataclass(frozen=True)

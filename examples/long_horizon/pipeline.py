@@ -5,13 +5,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import read_yaml
 from examples import train_sft
 from examples.long_horizon.base import write_base
@@ -33,22 +34,18 @@ from examples.mini_farm.stages import run_stage
 DEMONSTRATIONS, PROMPTS, HELD_OUT = "demonstrations.jsonl", "prompts.jsonl", "held_out.jsonl"
 
 
-def _arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class HorizonArguments:
     """The sizes of the experiment; with the defaults, pretraining and a run take a few minutes each on one core."""
 
-    root: str = _arg("outputs/long_horizon", "Folder for all stages.")
-    data_seed: int = _arg(0, "Seed of everything before PPO.")
-    demonstrations: int = _arg(28800, "Texts of the teacher.")
-    held_out: int = _arg(256, "Prompts that no run is trained on.")
-    hidden_size: int = _arg(64, "Width of the model.")
-    num_layers: int = _arg(2, "Layers of the model.")
-    ppo_preset: str = _arg(str(PRESETS / "long_horizon.yaml"), "YAML for train_ppo.py.")
-    episodes: int | None = _arg(None, "Responses that a run samples, instead of the preset's number.")
+    root: str = argument("outputs/long_horizon", "Folder for all stages.")
+    data_seed: int = argument(0, "Seed of everything before PPO.")
+    demonstrations: int = argument(28800, "Texts of the teacher.")
+    held_out: int = argument(256, "Prompts that no run is trained on.")
+    hidden_size: int = argument(64, "Width of the model.")
+    num_layers: int = argument(2, "Layers of the model.")
+    ppo_preset: str = argument(str(PRESETS / "long_horizon.yaml"), "YAML for train_ppo.py.")
+    episodes: int | None = argument(None, "Responses that a run samples, instead of the preset's number.")
 
 
 class Experiment:

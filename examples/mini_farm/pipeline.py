@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoTokenizer
 
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.fields import argument
 from examples import train_reward_model, train_sft
 from examples.mini_farm import evaluation, preferences
 from examples.mini_farm.base import write_base
@@ -30,29 +31,25 @@ KEEP_NOTHING = {"save_strategy": "no", "disable_tqdm": "true"}
 GOLD = "examples.mini_farm.annotators:gold"
 
 
-def _arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class LabArguments:
     """The sizes of the laboratory; with the defaults, all stages take about five minutes on two CPU cores."""
 
-    root: str = _arg("outputs/quickstart", "Folder for all stages.")
-    data_seed: int = _arg(0, "Seed of everything before PPO.")
-    sft_rows: int = _arg(8000, "Demonstrations.")
-    preference_rows: int = _arg(3000, "Instructions whose answers are compared.")
-    held_out_pairs: int = _arg(500, "Comparisons that are held out to measure the reward model.")
-    unlabeled_rows: int = _arg(4000, "Instructions for PPO.")
-    val_rows: int = _arg(512, "Held-out instructions.")
-    vocab_size: int = _arg(1024, "Tokens of the tokenizer, at most.")
-    hidden_size: int = _arg(160, "Width of the model.")
-    num_layers: int = _arg(3, "Layers of the model.")
-    sft_epochs: float = _arg(2.5, "Passes over the demonstrations.")
-    reward_epochs: float = _arg(2.0, "Passes over the pairs.")
-    best_of: int = _arg(16, "Samples of best-of-n.")
-    ppo_preset: str = _arg(str(PRESETS / "mini_farm.yaml"), "YAML for train_ppo.py.")
-    ppo_episodes: int | None = _arg(None, "Prompts of a PPO run, instead of the preset's number.")
+    root: str = argument("outputs/quickstart", "Folder for all stages.")
+    data_seed: int = argument(0, "Seed of everything before PPO.")
+    sft_rows: int = argument(8000, "Demonstrations.")
+    preference_rows: int = argument(3000, "Instructions whose answers are compared.")
+    held_out_pairs: int = argument(500, "Comparisons that are held out to measure the reward model.")
+    unlabeled_rows: int = argument(4000, "Instructions for PPO.")
+    val_rows: int = argument(512, "Held-out instructions.")
+    vocab_size: int = argument(1024, "Tokens of the tokenizer, at most.")
+    hidden_size: int = argument(160, "Width of the model.")
+    num_layers: int = argument(3, "Layers of the model.")
+    sft_epochs: float = argument(2.5, "Passes over the demonstrations.")
+    reward_epochs: float = argument(2.0, "Passes over the pairs.")
+    best_of: int = argument(16, "Samples of best-of-n.")
+    ppo_preset: str = argument(str(PRESETS / "mini_farm.yaml"), "YAML for train_ppo.py.")
+    ppo_episodes: int | None = argument(None, "Prompts of a PPO run, instead of the preset's number.")
 
 
 class Lab:
