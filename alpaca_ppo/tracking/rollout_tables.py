@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.types import Rollouts
 
 TOKEN_COLUMNS = (
@@ -53,9 +54,8 @@ def rollout_rows(
 
 def token_entries(rollouts: Rollouts, processing_class: Any, i: int) -> list[dict[str, Any]]:
     """Returns the entries of `tokens` of row `i` (`rollout_rows`)."""
-    mask, responses = rollouts["response_mask"][i], rollouts["responses"][i]
+    mask, ids = rollouts["response_mask"][i], _written_ids(rollouts, i)
     names = [name for name in TOKEN_COLUMNS if name in rollouts]
-    ids = responses[: _num_written(mask)].tolist()
     entries = []
     for t, text in enumerate(_token_texts(ids, processing_class)):
         entry: dict[str, Any] = {"id": ids[t], "text": text}
@@ -128,8 +128,7 @@ def rounded(value: float) -> float:
 
 def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any]:
     prompt = rollouts["queries"][i][rollouts["query_attn_masks"][i].bool()].tolist()
-    mask = rollouts["response_mask"][i]
-    written = rollouts["responses"][i][: _num_written(mask)].tolist()
+    written = _written_ids(rollouts, i)
     row = {
         "prompt_id": int(rollouts["prompt_ids"][i]),
         "sample_id": int(rollouts["sample_ids"][i]),
@@ -137,7 +136,7 @@ def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any
         "response": processing_class.decode(written),
         "score": _number(rollouts["scores"][i]),
         "stopped": bool(rollouts["stopped"][i]),
-        "length": int(mask.sum()),
+        "length": int(rollouts["response_mask"][i].sum()),
     }
     return row | _turns(written, rollouts, i, processing_class)
 
@@ -152,10 +151,11 @@ def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
     return texts
 
 
-def _num_written(mask: Tensor) -> int:
-    """The number of columns up to the last token that the policy chose."""
-    chosen = mask.nonzero().squeeze(1)
-    return int(chosen[-1]) + 1 if len(chosen) else 0
+def _written_ids(rollouts: Rollouts, i: int) -> list[int]:
+    """The tokens of response `i` up to the last one that the policy chose."""
+    length = int(response_lengths(rollouts["response_mask"][i : i + 1]))
+    ids: list[int] = rollouts["responses"][i, :length].tolist()
+    return ids
 
 
 def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class: Any) -> dict[str, Any]:
