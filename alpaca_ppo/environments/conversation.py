@@ -1,11 +1,14 @@
 """How a conversation is written in tokens: prompts with tools, and what is appended between two turns of the policy.
 
 The tokens that the policy sampled stay as they were sampled. What follows them is rendered by the chat template around
-placeholders, so a template must write earlier messages the same whatever comes after them; `check` finds out.
+placeholders, so a template must write earlier messages the same whatever comes after them, and each message the same
+wherever it stands; `check` finds out with a conversation that grows.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from alpaca_ppo.data.prompts import tokenize_prompts
@@ -14,7 +17,24 @@ Message = dict[str, Any]
 
 # No environment says the second, which is looked for in what the template writes.
 _QUESTION, _ANSWER = "first question", "earlier answer 8d1f6c03"
-_THOUGHT = f"<think>\nearlier thought\n</think>\n\n{_ANSWER}"
+_THOUGHT = "earlier thought"
+_TURNS, _LONGEST = 16, 4000
+"""Of the conversation that `check` writes: turns of the policy, and about the most characters of a message."""
+_MANY = 1000
+"""Calls: more than a turn has."""
+_OTHER_TOKENS = "The policy would be trained on other tokens than the template writes when it is used"
+
+
+@dataclass(frozen=True)
+class _Written:
+    """How the template writes a turn of the policy with the text `_ANSWER`, and what follows it."""
+
+    text: str
+    """From the end of the prompt to the policy's next turn."""
+    closing: str
+    """The end of a turn."""
+    suffix: str
+    """From there to the policy's next turn."""
 
 
 class Conversation:
@@ -81,23 +101,25 @@ class Conversation:
             replies: messages; of plain text, one whose content is appended as it is.
             stopped_by_token: whether the turn's last token is one that ends a turn; otherwise the template's own end of
                 a turn is written first.
-            tool_calls: those of the turn, as a message has them. The template gets the first one, without arguments:
-                it may refuse what the policy has written, and nothing of it is appended.
+            tool_calls: those of the turn, as a message has them. The template gets them without arguments: it may
+                refuse what the policy has written, and nothing of it is appended.
             schemas: of the tools.
         """
         if not self.messages:
             return self._ids("".join(message["content"] for message in replies))
-        closing, suffix = self._suffix(_ANSWER, replies, tool_calls, schemas)
-        ids = self._ids(closing)
-        if stopped_by_token:
-            # The sampled token stands for the template's.
-            ends = [i for i, token in enumerate(ids) if token in self._stop or token in self._special]
-            ids = ids[ends[0] + 1 :] if ends else []
-        following = self._ids(suffix)
-        if stopped_by_token and not ids and following and following[0] in self._stop:
-            # A turn ends with the token that begins the next message.
-            following = following[1:]
-        return ids + following
+        written = self._written(self._thought(0) + _ANSWER, replies, tool_calls, schemas)
+        if not stopped_by_token:
+            return self._ids(written.closing + written.suffix)
+        # The sampled token stands for the template's.
+        if any(self._ends(token) for token in self._ids(written.closing)):
+            ids = self._ids(written.closing + written.suffix)
+            return ids[next(i for i, token in enumerate(ids) if self._ends(token)) + 1 :]
+        ids = self._ids(written.suffix)
+        # A turn may end with the token that begins the next message.
+        return ids[1:] if not written.closing and ids and ids[0] in self._stop else ids
+
+    def _ends(self, token: int) -> bool:
+        return token in self._stop or token in self._special
 
     def check(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool) -> None:
         """Checks that the chat template writes a conversation as it grows, at the start of a run.
@@ -107,8 +129,8 @@ class Conversation:
             replies: whether a conversation partner answers, as the user.
 
         Raises:
-            ValueError: when there is no chat template, it cannot write the messages, or later messages change earlier
-                ones.
+            ValueError: when there is no chat template, it cannot write the messages, or what `reply_ids` appends is
+                not what the template writes: later messages change earlier ones, or are written in another way.
         """
         if not self.messages:
             if schemas:
@@ -119,56 +141,111 @@ class Conversation:
                     "that are no tools with an underscore"
                 )
             return
-        # Where the template itself writes an empty thought before each turn, the policy writes none.
-        for answer in (_ANSWER,) if "</think>" in self.prompt_end else (_ANSWER, _THOUGHT):
-            if replies:
-                self._suffix(answer, [{"role": "user", "content": "second question"}], (), schemas)
-            for schema in schemas[:1]:
-                name = schema["function"]["name"]
-                call = tool_call_entry(name, {}, 0)
-                self._suffix(answer, [tool_message(name, "result", 0)], [call], schemas)
         if schemas and self._render([_user()], schemas) == self._render([_user()], ()):
             raise ValueError(
                 f"{self._owner()} writes nothing about tools, so the policy could not know them; use a tokenizer whose "
                 "chat template does, or tokenizer.chat_template of your own"
             )
+        self._check_growth(schemas, replies=replies)
 
-    def _suffix(
+    def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool) -> None:
+        """Checks a conversation message by message: what each turn appends is what `reply_ids` appends."""
+        messages, written = [_user()], self._render([_user()], schemas, add_generation_prompt=True)
+        for turn in range(_TURNS):
+            thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
+            first = self._written(thought + _ANSWER, answers, calls, schemas)
+            if self._allow_rewriting:
+                continue
+            if thought and _ANSWER in first.text and _THOUGHT not in first.text:
+                raise self._rewriting("it leaves out what the policy thinks between <think> and </think>")
+            if len(self._ids(first.closing)) > 1 and not first.text.endswith(first.closing + first.suffix):
+                raise ValueError(
+                    f"{self._owner()} ends a turn with tool calls in another way than one without, after which it "
+                    f"writes {first.closing!r}. {_OTHER_TOKENS}. Set tokenizer.chat_template to one that ends both "
+                    "alike, or let turns with calls end as others do with allow_history_rewriting: true"
+                )
+            answer = _words("answer", turn)
+            message = _assistant(thought + answer, self._named(calls))
+            messages += [message, *answers]
+            longer = self._render(messages, schemas, add_generation_prompt=True)
+            if not longer.startswith(written):
+                raise self._rewriting(_difference(messages, written, longer))
+            expected = written + first.text.replace(_ANSWER, answer)
+            if longer != expected:
+                raise ValueError(
+                    f"{self._owner()} writes messages that come later, or are long, in another way than the first ones"
+                    f": {_difference(messages, expected, longer)}. {_OTHER_TOKENS}. Set tokenizer.chat_template to one "
+                    "that writes a message the same wherever it stands, or train on what it writes first with "
+                    "allow_history_rewriting: true"
+                )
+            written = longer
+
+    def _thought(self, turn: int) -> str:
+        """What precedes the text of a turn in `_check_growth`: every other one has a thought. Where the template's
+        prompt itself ends with a thought, the policy writes none; where it begins one, the policy ends it.
+        """
+        if "</think>" in self.prompt_end:
+            return ""
+        if "<think>" in self.prompt_end:
+            return f"{_THOUGHT}\n</think>\n\n"
+        return f"<think>\n{_THOUGHT}\n</think>\n\n" if turn % 2 else ""
+
+    def _written(
         self,
         answer: str,
         replies: Sequence[Message],
         tool_calls: Sequence[Mapping[str, Any]],
         schemas: Sequence[Mapping[str, Any]],
-    ) -> tuple[str, str]:
-        """How the template closes an answer, and what it writes after that up to the policy's next turn."""
-        plain: Message = {"role": "assistant", "content": answer}
-        named = [tool_call_entry(call["function"]["name"], {}, 0) for call in tool_calls[:1]]
-        called = {**plain, "tool_calls": named} if named else plain
+    ) -> _Written:
+        """How the template writes a first turn, which says `answer`, and the replies to it."""
+        plain, called = _assistant(answer), _assistant(answer, self._named(tool_calls))
         start = self._render([_user()], schemas, add_generation_prompt=True)
-        before = self._render([_user(), plain], schemas)
-        earlier = self._render([_user(), called], schemas)
         after = self._render([_user(), called, *replies], schemas, add_generation_prompt=True)
-        if not after.startswith(earlier):
-            # Some templates write one at the end of the text.
-            end_of_text = self.tokenizer.eos_token or ""
-            before, earlier = before.removesuffix(end_of_text), earlier.removesuffix(end_of_text)
-        if not self._allow_rewriting and not (before.startswith(start) and after.startswith(earlier)):
-            raise ValueError(
-                f"{self._owner()} changes an earlier turn when later messages follow it, so the policy would be "
-                "trained on other tokens than the template writes when it is used. Set tokenizer.chat_template to one "
-                "that writes every message as it was (many remove earlier reasoning by a rule that can be deleted), or "
-                "train on the tokens as they were sampled with allow_history_rewriting: true"
-            )
-        closing, called_tail, tail = (text.rpartition(_ANSWER)[2] for text in (before, earlier, after))
-        if _ANSWER in before and after.startswith(earlier):
-            # With a call, a template may leave the text of the turn out.
-            return closing, after[len(earlier) :]
-        if not all(_ANSWER in text for text in (before, earlier, after)) or not tail.startswith(called_tail):
-            raise ValueError(
-                f"{self._owner()} does not write earlier answers, or writes their end in another way when messages "
-                "follow; set tokenizer.chat_template to one that only appends"
-            )
-        return closing, tail[len(called_tail) :]
+        if not self._allow_rewriting and not after.startswith(start):
+            raise self._rewriting(_difference([_user(), called, *replies], start, after))
+        before, earlier = (self._render([_user(), message], schemas) for message in (plain, called))
+        # Some templates write an EOS at the end of the text.
+        for end in ("", self.tokenizer.eos_token or ""):
+            closed, rest = before.removesuffix(end), earlier.removesuffix(end)
+            if not after.startswith(rest):
+                # Or more than they write later before the text of the last message.
+                rest = after.rpartition(_ANSWER)[0] + rest[rest.rfind(_ANSWER) :] if _ANSWER in rest else rest
+            closing = closed.rpartition(_ANSWER)[2]
+            if _ANSWER in closed and after.startswith(rest):
+                return _Written(after.removeprefix(start), closing, after[len(rest) :])
+        raise ValueError(
+            f"{self._owner()} does not write earlier answers, or writes their end in another way when messages follow; "
+            "set tokenizer.chat_template to one that only appends"
+        )
+
+    def _named(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The calls as the template gets them: their names, in the form that it takes."""
+        number, arguments = self._call_form
+        return [
+            {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls[:number]
+        ]
+
+    @cached_property
+    def _call_form(self) -> tuple[int, Any]:
+        """How many calls at most the template takes in a message, and what as empty arguments."""
+        forms: list[tuple[int, Any]] = [(_MANY, {}), (_MANY, "{}"), (1, {}), (1, "{}")]
+        for number, arguments in forms:
+            calls = [tool_call_entry("name", {}, i) for i in range(min(number, 2))]
+            for call in calls:
+                call["function"]["arguments"] = arguments
+            try:
+                self._render([_user(), _assistant(_ANSWER, calls)], ())
+            except ValueError:
+                continue
+            return number, arguments
+        return forms[0]
+
+    def _rewriting(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self._owner()} changes an earlier turn when later messages follow it: {what}. {_OTHER_TOKENS}. Set "
+            "tokenizer.chat_template to one that writes every message as it was (many remove earlier reasoning by a "
+            "rule that can be deleted), or train on the tokens as they were sampled with allow_history_rewriting: true"
+        )
 
     def _render(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
@@ -200,6 +277,48 @@ class Conversation:
 
 def _user() -> Message:
     return {"role": "user", "content": _QUESTION}
+
+
+def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:
+    message: Message = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": list(calls)} if calls else message
+
+
+def _replies(
+    turn: int, schemas: Sequence[Mapping[str, Any]], *, replies: bool
+) -> tuple[list[dict[str, Any]], list[Message]]:
+    """The calls of a turn in `_check_growth`, and what follows it: up to three results, or the words of a user."""
+    if not schemas or (replies and turn % 3 == 1):
+        return [], [{"role": "user", "content": _words("reply", turn)}]
+    calls, results = [], []
+    for i in range(1 + turn % 3):
+        name, number = schemas[i % len(schemas)]["function"]["name"], 3 * turn + i
+        calls.append(tool_call_entry(name, {}, number))
+        results.append(tool_message(name, _words("result", number, of_turn=turn), number))
+    return calls, results
+
+
+def _words(name: str, number: int, of_turn: int | None = None) -> str:
+    """Text that ends like no other; the longer, the later the turn."""
+    size = min(_LONGEST, 16 * 2 ** (number if of_turn is None else of_turn))
+    return "words " * (size // 6) + f"of {name} {number:02d}"
+
+
+def _difference(messages: Sequence[Message], expected: str, found: str) -> str:
+    """Says in which message two renderings of `messages` begin to differ; the first may lack the last messages."""
+    at = len(commonprefix([expected, found]))
+    ends = [
+        (expected.find(text) + len(text), i)
+        for i, message in enumerate(messages)
+        if (text := message["content"].rpartition("\n")[2]) in expected
+    ]
+    last = ends[-1][1] if ends else -1
+    number = next((i for end, i in ends if end > at), min(last + 1, len(messages) - 1))
+    here = slice(max(0, at - 20), at + 40)
+    return (
+        f"message {number + 1} ({messages[number]['role']}) of {len(messages)} has {found[here]!r}, not "
+        f"{expected[here]!r}"
+    )
 
 
 def tool_call_entry(name: str, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -70,6 +70,75 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_name_unless_that_i
     assert chat.reply_ids(reply, stopped_by_token=True) == conversation().reply_ids(reply, stopped_by_token=True)
 
 
+NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "schemas", "message"),
+    [
+        # An old long message is shortened.
+        (
+            WITH_TOOLS.replace("{{ m.content }}", "{{ m.content if loop.revindex < 6 else m.content[:1000] }}"),
+            [],
+            r"changes an earlier turn .*: message 14 \(assistant\) of 19 has .* words of answer",
+        ),
+        # Only the last messages are written.
+        (
+            WITH_TOOLS.replace("in messages %}", "in messages[-12:] %}"),
+            [],
+            r"changes an earlier turn .*: message 1 \(user\) of 13 has '.*answer 00.*', not '.*first question",
+        ),
+        # The results of earlier turns are left out.
+        (
+            WITH_TOOLS.replace(
+                "{{ m.content }}", "{{ m.content if m.role != 'tool' or loop.revindex < 4 else 'omitted' }}"
+            ),
+            SCHEMAS,
+            r"changes an earlier turn .*: message 3 \(tool\) of 6 has .*omitted.*, not .*words of result 00",
+        ),
+        # The text around a message depends on its position, or on its length.
+        (
+            NUMBERED,
+            SCHEMAS,
+            r"writes messages that come later.*: message 4 \(assistant\) of 6 has '.*\(4\) .*, not '.*\(2\) ",
+        ),
+        (
+            WITH_TOOLS.replace("{{ m.content }}", "{{ '[long] ' if m.content|length > 1000 }}{{ m.content }}"),
+            [],
+            r"are long, in another way .*: message 14 \(assistant\) of 15 has '.*\[long\] words",
+        ),
+    ],
+    ids=["length", "window", "old results", "position", "length at once"],
+)
+def test_what_a_template_does_only_in_a_long_conversation_is_found(template, schemas, message):
+    chat = conversation(chat_bytes(template))
+    with pytest.raises(ValueError, match=message) as raised:
+        chat.check(schemas, replies=not schemas)
+    assert "allow_history_rewriting: true" in str(raised.value)
+    conversation(chat_bytes(template), allow_rewriting=True).check(schemas, replies=not schemas)
+
+
+def test_a_template_that_ends_turns_with_calls_in_another_way_is_refused():
+    end = "{% if m.tool_calls %}<|im_end|>\n\n{% else %}<|im_end|>\n{% endif %}{% endfor %}{% if add"
+    chat = conversation(chat_bytes(WITH_TOOLS.replace("<|im_end|>\n{% endfor %}{% if add", end)))
+    chat.check([], replies=True)
+    with pytest.raises(ValueError, match=r"ends a turn with tool calls in another way .* writes '<\|im_end\|>\\n'"):
+        chat.check(SCHEMAS, replies=True)
+    # It is no matter if it is only the token that the policy ends its turn with.
+    end = end.replace("\n\n", "").replace("<|im_end|>\n", "<|im_start|>")
+    conversation(chat_bytes(WITH_TOOLS.replace("<|im_end|>\n{% endfor %}{% if add", end))).check(SCHEMAS, replies=True)
+
+
+def test_a_template_that_never_writes_thoughts_is_refused():
+    template = WITH_TOOLS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    with pytest.raises(ValueError, match="it leaves out what the policy thinks between <think> and </think>"):
+        conversation(chat_bytes(template)).check([], replies=True)
+    # It is no matter where the template's own prompt ends with a thought.
+    always = template.replace("assistant\n{% endif %}", "assistant\n</think>{% endif %}")
+    always = always.replace("{{ m.role }}\n", "{{ m.role }}\n{{ '</think>' if m.role == 'assistant' }}")
+    conversation(chat_bytes(always)).check([], replies=True)
+
+
 @pytest.mark.parametrize(
     ("template", "schemas", "message"),
     [
