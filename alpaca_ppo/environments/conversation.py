@@ -20,6 +20,8 @@ _QUESTION, _ANSWER = "first question", "earlier answer 8d1f6c03"
 _THOUGHT = "earlier thought"
 _TURNS, _LONGEST = 16, 4000
 """Of the conversation that `check` writes: turns of the policy, and about the most characters of a message."""
+_MARGIN = 32
+"""Tokens that are kept of a text in addition to those needed, because the last ones depend on where it is cut."""
 _MANY = 1000
 """Calls: more than a turn has."""
 _OTHER_TOKENS = "The policy would be trained on other tokens than the template writes when it is used"
@@ -94,6 +96,7 @@ class Conversation:
         stopped_by_token: bool,
         tool_calls: Sequence[Mapping[str, Any]] = (),
         schemas: Sequence[Mapping[str, Any]] = (),
+        columns: int | None = None,
     ) -> list[int]:
         """The token ids between a turn of the policy and its next one.
 
@@ -104,7 +107,11 @@ class Conversation:
             tool_calls: those of the turn, as a message has them. The template gets them without arguments: it may
                 refuse what the policy has written, and nothing of it is appended.
             schemas: of the tools.
+            columns: how many of the ids are used: of what a message says, little more than these is tokenized. None
+                tokenizes all.
         """
+        if columns is not None:
+            replies = [{**message, "content": self._beginning(message["content"], columns)} for message in replies]
         if not self.messages:
             return self._ids("".join(message["content"] for message in replies))
         written = self._written(self._thought(0) + _ANSWER, replies, tool_calls, schemas)
@@ -120,6 +127,21 @@ class Conversation:
 
     def _ends(self, token: int) -> bool:
         return token in self._stop or token in self._special
+
+    def _beginning(self, text: str, columns: int) -> str:
+        """As much of `text` as the first `columns` tokens of a message with it come from."""
+        said = text.lstrip()
+        kept = self._filling(said, columns + _MARGIN)
+        space = self._filling(text[: len(text) - len(said)], columns + _MARGIN)
+        # A template may strip white space, which must change nothing at either end of what is kept.
+        return space + kept + ("." if len(kept) < len(said) else "")
+
+    def _filling(self, text: str, tokens: int) -> str:
+        """The beginning of `text` that has at least so many tokens, if `text` has."""
+        size = 8 * tokens
+        while size < len(text) and len(self._ids(text[:size])) < tokens:
+            size *= 2
+        return text[:size]
 
     def check(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool) -> None:
         """Checks that the chat template writes a conversation as it grows, at the start of a run.

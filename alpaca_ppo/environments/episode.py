@@ -38,6 +38,8 @@ class EpisodeSettings:
     """What all episodes of a run have in common."""
 
     conversation: Conversation
+    response_len: int | None = None
+    """Columns of a response, beyond which answers are not written in tokens; None sets no limit."""
     max_turns: int | None = None
     """Turns of the policy after which an episode ends; None sets no limit."""
     tool_timeout: float | None = None
@@ -160,11 +162,13 @@ class Episode:
             self.cut = answers is not None
             return None
         replies, calls = answers
+        width = self.settings.response_len
         ids = self.settings.conversation.reply_ids(
             replies,
             stopped_by_token=turn.stopped and self.settings.conversation.ends_turn(turn.response[-1]),
             tool_calls=calls,
             schemas=self.schemas,
+            columns=None if width is None else width - len(turn.response),
         )
         self.num_read = len(turn.response) + len(ids)
         if calls:

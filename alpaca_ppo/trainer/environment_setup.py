@@ -178,6 +178,7 @@ def make_environments(
             given.kinds,
             EpisodeSettings(
                 conversation,
+                response_len=args.response_len,
                 max_turns=args.max_turns,
                 tool_timeout=args.tool_timeout,
                 environment_timeout=args.environment_timeout,
