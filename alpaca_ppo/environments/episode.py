@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind, Tool
 from alpaca_ppo.environments.tool_calls import (
+    ParserFailure,
     ToolCall,
     ToolCallParser,
     call_problem,
@@ -30,7 +31,8 @@ Steps = Generator[Call, Ended, T]
 
 
 class EnvironmentFailure(RuntimeError):
-    """A method of an environment raised an exception, was not done in time or returned what it must not."""
+    """A method of an environment or the tool_call_parser raised an exception, was not done in time or returned what it
+    must not."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,10 @@ class Episode:
         settings, tokenizer = self.settings, self.settings.conversation.tokenizer
         text = settings.conversation.turn_text(turn.response[turn.start :], keep_special=True)
         if settings.tool_call_parser is not None:
-            return find_parsed_calls(settings.tool_call_parser, text)
+            try:
+                return find_parsed_calls(settings.tool_call_parser, text)
+            except ParserFailure as failure:
+                raise self._failure(str(failure)) from failure
         if getattr(tokenizer, "response_template", None) is not None:
             return find_template_calls(tokenizer, text, settings.conversation.prompt_end, self.schemas)
         return find_json_calls(text)

@@ -65,19 +65,29 @@ def _checked(found: Any) -> ToolCall:
     return ToolCall(name, dict(arguments))
 
 
+class ParserFailure(Exception):
+    """A parser of the user raised an exception that is not about the policy's text, or returned what it must not."""
+
+
 def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
     """The calls that a parser of the user finds in `text`.
 
     Raises:
-        TypeError: for what is no list of mappings.
+        ParserFailure: for an exception other than ValueError, and for what is no list of mappings.
     """
     try:
         found = parser(text)
     except ValueError as error:
         return [ToolCall("", {}, str(error))]
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise TypeError(
-            f"tool_call_parser returned {found!r}; it must return a list of calls, each with 'name' and 'arguments'"
+    except Exception as error:
+        raise ParserFailure(
+            f"tool_call_parser raised {type(error).__name__}: {error}; correct it, or let it raise ValueError where "
+            "the policy wrote a malformed call"
+        ) from error
+    if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(c, Mapping) for c in found):
+        raise ParserFailure(
+            f"tool_call_parser returned {found!r:.300}; it must return a list of calls, each a mapping with 'name' and "
+            "'arguments', and an empty list where there are none"
         )
     return [_checked(call) for call in found]
 

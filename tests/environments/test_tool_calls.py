@@ -1,7 +1,11 @@
+import re
+
 import pytest
 
-from alpaca_ppo.environments.kinds import tool_schema
+from alpaca_ppo.environments.episode import EnvironmentFailure
+from alpaca_ppo.environments.kinds import make_kinds, tool_schema
 from alpaca_ppo.environments.tool_calls import (
+    ParserFailure,
     ToolCall,
     call_problem,
     find_json_calls,
@@ -9,6 +13,8 @@ from alpaca_ppo.environments.tool_calls import (
     find_template_calls,
 )
 from tests.environments.chat import chat_bytes
+from tests.environments.test_episodes import Played
+from tests.environments.test_kinds import add
 
 PREFIX = "<|im_start|>assistant\n"
 
@@ -52,8 +58,34 @@ def test_a_parser_of_ones_own():
 
     assert find_parsed_calls(parser, "f g") == [ToolCall("f", {}), ToolCall("g", {})]
     assert find_parsed_calls(parser, "f!") == [ToolCall("", {}, "no exclamation marks")]
-    with pytest.raises(TypeError, match="tool_call_parser returned 'f'; it must return a list of calls"):
-        find_parsed_calls(lambda text: text, "f")
+    assert find_parsed_calls(parser, "") == []
+
+
+def cannot_be_read(text):
+    return {}[text]
+
+
+@pytest.mark.parametrize(
+    ("parser", "problem"),
+    [
+        (lambda text: text, "tool_call_parser returned 'f'; it must return a list of calls"),
+        (lambda text: None, "tool_call_parser returned None; it must return a list of calls"),
+        (lambda text: {"name": text}, "tool_call_parser returned {'name': 'f'}; it must return a list"),
+        (
+            lambda text: [{"name": text}, text],
+            r"tool_call_parser returned \[{'name': 'f'}, 'f'\]; it must return a list",
+        ),
+        (cannot_be_read, "tool_call_parser raised KeyError: 'f'; correct it, or let it raise ValueError"),
+    ],
+)
+def test_a_parser_that_is_wrong_stops_the_run_by_name(parser, problem):
+    with pytest.raises(ParserFailure, match=problem):
+        find_parsed_calls(parser, "f")
+    played = Played(make_kinds([add], None), tool_call_parser=parser)
+    with pytest.raises(EnvironmentFailure) as stopped:
+        played.say("f<|im_end|>")
+    found = re.search(rf"^environment 'tools', prompt 5, turn 1: {problem}.*\n  row: .*'Count\.'", str(stopped.value))
+    assert found, str(stopped.value)
 
 
 def test_the_tokenizers_own_form_of_calls():
