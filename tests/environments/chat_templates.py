@@ -37,6 +37,8 @@ QWEN_3 = (
     _QWEN_3 + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 QWEN_3_THINKING = _QWEN_3 + "<think>\n{% endif %}"
+# Every answer has its thought, or an empty one.
+QWEN_3_FOR_TRAINING = QWEN_3.replace("loop.index0 > ns.last and (loop.last or thought)", "true")
 
 LLAMA_MARKS = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 _LLAMA_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"

@@ -39,6 +39,8 @@ FAMILIES = {
     "qwen 2.5": (of.QWEN_2_5, of.QWEN_MARKS, {}, None, None, None),
     "qwen 3": (of.QWEN_3, of.QWEN_MARKS, {}, FORGETS, None, FORGETS),
     "qwen 3, not thinking": (of.QWEN_3, of.QWEN_MARKS, NOT_THINKING, EMPTY_THOUGHT, EMPTY_THOUGHT, EMPTY_THOUGHT),
+    "qwen 3 for training": (of.QWEN_3_FOR_TRAINING, of.QWEN_MARKS, {}, None, None, None),
+    "qwen 3 for training, not thinking": (of.QWEN_3_FOR_TRAINING, of.QWEN_MARKS, NOT_THINKING, None, None, None),
     "qwen 3 thinking": (of.QWEN_3_THINKING, of.QWEN_MARKS, {}, EMPTY_THOUGHT, None, "changes an earlier turn"),
     "llama 3.1": (of.LLAMA_3_1, of.LLAMA_MARKS, {}, None, None, None),
     "mistral 3": (of.MISTRAL_3, of.MISTRAL_MARKS, {}, None, None, TOOLS_MOVE),
@@ -52,6 +54,9 @@ FAMILIES = {
     "smollm 3": (of.SMOLLM_3, of.QWEN_MARKS, {}, None, NOTHING, NOTHING),
     "smollm 3, not thinking": (of.SMOLLM_3, of.QWEN_MARKS, NOT_THINKING, None, NOTHING, NOTHING),
 }
+
+# What a policy of the family writes before an answer.
+BEFORE = {"mistral 3": " ", "qwen 3 for training": "<think>\n\n</think>\n\n"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,7 +79,7 @@ def test_turns_and_replies_are_the_tokens_that_the_template_writes(family):
     ids = partner.prompt_ids(messages, [])
     for turn in range(3):
         said = f"I am {turn}."
-        turn_of_policy = f"{' ' * (family == 'mistral 3')}{said}{marks[0]}"
+        turn_of_policy = f"{BEFORE.get(family, '')}{said}{marks[0]}"
         ids += tokenizer(turn_of_policy, add_special_tokens=False)["input_ids"]
         reply = {"role": "user", "content": f"And {turn}?"}
         ids += partner.reply_ids([reply], stopped_by_token=True)
