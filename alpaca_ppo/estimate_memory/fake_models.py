@@ -262,18 +262,17 @@ def extrapolate(one: Measurements, two: Measurements, depths: dict[str, int]) ->
     return {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
 
 
-def extrapolate_peaks(measured: Sequence[Measurements], depths: dict[str, int]) -> Measurements:
-    """Measurements at full depth from those with one, two and three layers, if all layers are like the third.
+def extrapolate_peaks(
+    one: Measurements, two: Measurements, three: Measurements, depths: dict[str, int]
+) -> Measurements:
+    """Measurements at full depth from those with one and two layers, and of passes without gradients with three.
 
-    The first layer is unlike the others in what lives beside it: transformers keeps the embeddings to the end of a
-    pass, and they are what the first layer reads.
+    Without gradients the first layer is unlike the others in what lives beside it: transformers keeps the embeddings
+    to the end of a pass, and they are what the first layer reads.
     """
-    one, two, three = measured
-    later = {name: depth - 1 for name, depth in depths.items()}
-    return {
-        name: one[name] if not later[name.split("/")[0]] else size
-        for name, size in extrapolate(two, three, later).items()
-    }
+    deeper = {name: size for name, size in two.items() if name in three and depths[name.split("/")[0]] > 1}
+    from_two = extrapolate(deeper, three, {name: depth - 1 for name, depth in depths.items()})
+    return extrapolate(one, two, depths) | from_two
 
 
 def layers_are_alike(models: Models, args: PPOConfig) -> bool:

@@ -1,7 +1,7 @@
 """Runs the passes of a PPO step over fake tensors and measures each one's peak memory, for any architecture.
 
-With one to three decoder layers, if memory is linear in their number from the second on, else with all. Responses are
-assumed to have full length. Models whose passes depend on the values of tensors are not supported.
+With one and two decoder layers, without gradients with three too, if memory is linear in their number, else with all.
+Responses are assumed to have full length. Models whose passes depend on the values of tensors are not supported.
 """
 
 import inspect
@@ -108,8 +108,10 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
 def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool) -> tuple[Measurements, Measurements]:
     """Measurements with one decoder layer (with all, if an adapter selects layers by number), and with all layers."""
     if not models.names_layers and layers_are_alike(models, args):
-        one, two, three = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2, 3))
-        found = extrapolate_peaks((one, two, three), models.depths(args))
+        one, two = (_measure(models, args, sizes, layers, half=half) for layers in (1, 2))
+        depths = models.depths(args)
+        three = _measure(models, args, sizes, 3, half=half, trains=False) if max(depths.values()) > 2 else {}
+        found = extrapolate_peaks(one, two, three, depths)
         layer = two["policy/weights"] - one["policy/weights"]
         return one, found | {"policy/layer": layer, "policy/outside": one["policy/weights"] - layer}
     found = _measure(models, args, sizes, None, half=half)
@@ -118,14 +120,16 @@ def _at_full_depth(models: Models, args: PPOConfig, sizes: Sizes, *, half: bool)
     return found if models.names_layers else _measure(models, args, sizes, 1, half=half), full
 
 
-def _measure(models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool) -> Measurements:
+def _measure(
+    models: Models, args: PPOConfig, sizes: Sizes, layers: int | None, *, half: bool, trains: bool = True
+) -> Measurements:
     run = build(models, args, layers=layers, half=half)
     args, mode = replace(args, bf16=args.bf16 and not half), FakeTensorMode(allow_non_fake_inputs=True)
     found = measure_weights(run, args)
     make_fake(run, mode)
     with grouped_mm_of_any_dtype(), mode, LiveBytes(_ANSWERS) as live:
         passes = _Passes(live, args, sizes)
-        return found | passes.of(run, with_reward_adapter=models.reward_lora is not None)
+        return found | passes.of(run, with_reward_adapter=models.reward_lora is not None, trains=trains)
 
 
 @contextmanager
@@ -195,8 +199,8 @@ class _Passes:
         self._base = 0
         self._copies: list[HalfPrecisionCopies] = []
 
-    def of(self, run: FakeRun, *, with_reward_adapter: bool) -> Measurements:
-        """Bytes above the weights, by pass and cause."""
+    def of(self, run: FakeRun, *, with_reward_adapter: bool, trains: bool) -> Measurements:
+        """Bytes above the weights, by pass and cause; unless `trains`, without the passes of the update."""
         modules = [run.actor_critic, *run.rewards, *([] if run.reference is None else [run.reference.policy])]
         self._live.track([[*module.parameters(), *module.buffers()] for module in modules])
         self._make_copies(run)
@@ -206,7 +210,7 @@ class _Passes:
         found["policy/score"] = self._score_with_adapter(run.actor_critic.policy) if with_reward_adapter else 0.0
         with one_sequence_per_row():
             found |= self._evaluate(run)
-            return found | self._train(run.actor_critic)
+            return found | (self._train(run.actor_critic) if trains else {})
 
     def _make_copies(self, run: FakeRun) -> None:
         """Makes the copies of weights that a run's passes read under autocast; their bytes are in `measure_weights`."""
