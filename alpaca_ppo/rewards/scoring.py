@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, response_lengths, sequence_scores
+from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, sequence_scores
 from alpaca_ppo.rewards.batch import RewardBatch, make_reward_batch
 from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.scorer import RewardScorer
@@ -25,10 +25,10 @@ class Penalties:
     """Replaces the reward of a response that did not stop: a per-token reward becomes zero everywhere except at the
     last chosen token, which gets the penalty. None keeps the reward."""
     overlong_buffer_len: int | None = None
-    """Columns before the last one over which a penalty grows that is added to the reward (of the last chosen token),
-    also to a `missing_stop`. The length of a response is the number of columns up to that token. None adds nothing."""
+    """Tokens before the longest response over which a penalty grows that is added to the reward (of the last chosen
+    token), also to a `missing_stop`. The length of a response is the number of chosen tokens. None adds nothing."""
     overlong_factor: float = 1.0
-    """That penalty for a response that fills all columns, in reward units."""
+    """That penalty for a response of as many tokens as there are columns, in reward units."""
 
 
 def score_responses(
@@ -75,7 +75,7 @@ def score_responses(
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
     if (buffer_len := penalties.overlong_buffer_len) is not None:
         scored["overlong_penalties"] = overlong_penalty(
-            response_lengths(mask), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
+            mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
         )
         scored["rewards"] = _add_to_sequence(rewards, scored["overlong_penalties"], mask)
     if scorer.policy.may_drop:
