@@ -15,6 +15,7 @@ from alpaca_ppo.data.collation import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.environments.workers import Ended, Workers
+from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
@@ -198,9 +199,8 @@ class Episodes:
 
     def finish(self, rows: Sequence[int], samples: Mapping[str, Tensor]) -> None:
         """Begins the end of the episodes `rows`, whose responses are complete in `samples`."""
-        for row in rows:
-            mask = samples["response_mask"][row].tolist()
-            length = len(mask) - mask[::-1].index(True)
+        chosen = samples["response_mask"][list(rows)]
+        for row, mask, length in zip(rows, chosen.tolist(), response_lengths(chosen).tolist(), strict=True):
             response, episode = samples["responses"][row, :length].tolist(), self.of_rows[row]
             complete = bool(samples["stopped"][row]) or length - episode.num_read == self._max_turn_tokens
             self._ending.add(row)
@@ -219,7 +219,6 @@ class Episodes:
         that its environment ended, and False for one that `max_turns` did.
         """
         mask = samples["response_mask"]
-        written = mask.size(1) - mask.flip(1).int().argmax(dim=1)
         counts = {
             "num_turns": [episode.num_turns for episode in self.of_rows],
             "tool_calls": [episode.tool_calls for episode in self.of_rows],
@@ -228,7 +227,7 @@ class Episodes:
         cut, over = (torch.tensor([getattr(e, name) for e in self.of_rows]) for name in ("cut", "over"))
         return {
             **{name: torch.tensor(count) for name, count in counts.items()},
-            "environment_tokens": written - mask.sum(dim=1),
+            "environment_tokens": response_lengths(mask) - mask.sum(dim=1),
             "tool_tokens": _tool_tokens(self.of_rows, mask),
             "environment_seconds": torch.tensor([episode.seconds for episode in self.of_rows]),
             "stopped": (samples["stopped"] | over) & ~cut,
