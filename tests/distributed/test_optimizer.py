@@ -43,7 +43,7 @@ def test_fused_is_chosen_where_it_exists():
     assert tiny_config("unused").optim == FUSED
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-8), (torch.float64, 1e-15)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-8), (torch.float64, 1e-15)], ids=str)
 def test_fused_equals_the_loop(dtype, tolerance):
     model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate").to(dtype)
     with torch.no_grad():

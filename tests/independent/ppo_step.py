@@ -231,12 +231,11 @@ class IndependentPPO:
         return rows
 
     def _overlong(self, row: Row) -> float:
-        """What the length of a response, up to its last chosen token, takes from its reward."""
+        """What the number of tokens that the policy chose takes from a response's reward."""
         most, buffer = self.config["response_len"], self.config["overlong_buffer_len"]
         if buffer is None:
             return 0.0
-        length = max(place + 1 for place, chosen in enumerate(row.chosen) if chosen)
-        share: float = max(0, length - (most - buffer)) / buffer
+        share: float = max(0, sum(row.chosen) - (most - buffer)) / buffer
         return self.config["overlong_penalty_factor"] * share  # type: ignore[no-any-return]
 
     def _raw_score(self, by_source: list[float | list[float] | None]) -> float:
