@@ -59,7 +59,7 @@ class RewardServer:
                 return web.json_response({"error": f"the key is not that of {KEY_VARIABLE}"}, status=401)
             try:
                 arguments = read(await request.json())
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 return web.json_response({"error": f"a request of another form: {error!r}"}, status=400)
             try:
                 async with self._lock:
@@ -85,30 +85,34 @@ class RewardServer:
 
 def plain(request: Any) -> dict[str, Any]:
     """The arguments of a `RewardScorer` in {"prompts", "completions", "completion_ids", "columns"}."""
-    columns = request.get("columns") or {}
-    count = len(request["prompts"])
-    for name, values in columns.items():
-        if not isinstance(values, list) or len(values) != count:
-            raise ValueError(f"the column {name!r} is no list of {count} values, one for each prompt")
+    columns, prompts = request.get("columns") or {}, _list(request["prompts"], "prompts")
+    count = len(prompts)
+    columns = {name: _list(values, name, count) for name, values in columns.items()}
     return {
-        "prompts": request["prompts"],
-        "completions": request["completions"],
-        "completion_ids": request.get("completion_ids") or [[] for _ in range(count)],
+        "prompts": prompts,
+        "completions": _list(request["completions"], "completions", count),
+        "completion_ids": _list(request.get("completion_ids") or [[] for _ in prompts], "completion_ids", count),
         "rows": [{name: values[row] for name, values in columns.items()} for row in range(count)],
     }
 
 
 def openrlhf(request: Any) -> dict[str, Any]:
     """The same in {"query", "prompts", "labels"}; a function gets the labels as the column `labels`."""
-    queries = request["query"]
-    prompts = request.get("prompts") or [""] * len(queries)
-    labels = request.get("labels") or [""] * len(queries)
+    queries = _list(request["query"], "query")
+    prompts = _list(request.get("prompts") or [""] * len(queries), "prompts", len(queries))
+    labels = _list(request.get("labels") or [""] * len(queries), "labels", len(queries))
     return {
         "prompts": prompts,
         "completions": [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)],
         "completion_ids": [[] for _ in queries],
         "rows": [{"labels": label} for label in labels],
     }
+
+
+def _list(value: Any, name: str, count: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or count not in (None, len(value)):
+        raise ValueError(f"{name} is no list" if count is None else f"{name} is no list of {count} values")
+    return value
 
 
 async def serve(server: RewardServer, host: str, port: int) -> None:

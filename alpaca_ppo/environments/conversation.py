@@ -16,9 +16,9 @@ from alpaca_ppo.data.prompts import tokenize_prompts
 Message = dict[str, Any]
 
 # No environment says the second, which is looked for in what the template writes.
-_QUESTION, _ANSWER = "first question", "earlier answer 8d1f6c03"
+_QUESTION, _ANSWER = "First question", "Earlier answer 8D1f6c03"
 _THOUGHT = "earlier thought"
-_TURNS, _LONGEST = 16, 4000
+_TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
 """Of the conversation that `check` writes: turns of the policy, and about the most characters of a message."""
 _MARGIN = 32
 """Tokens that are kept of a text in addition to those needed, because the last ones depend on where it is cut."""
@@ -143,12 +143,13 @@ class Conversation:
             size *= 2
         return text[:size]
 
-    def check(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool) -> None:
+    def check(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, max_turns: int | None = None) -> None:
         """Checks that the chat template writes a conversation as it grows, at the start of a run.
 
         Args:
             schemas: of the tools; without any, `replies` is True.
             replies: whether a conversation partner answers, as the user.
+            max_turns: of the policy. Of longer conversations than some tens of turns the beginning is tried.
 
         Raises:
             ValueError: when there is no chat template, it cannot write the messages, or what `reply_ids` appends is
@@ -168,12 +169,13 @@ class Conversation:
                 f"{self._owner()} writes nothing about tools, so the policy could not know them; use a tokenizer whose "
                 "chat template does, or tokenizer.chat_template of your own"
             )
-        self._check_growth(schemas, replies=replies)
+        turns = min(max(_TURNS, max_turns or 0), _MOST_TURNS)
+        self._check_growth(schemas, replies=replies, turns=turns)
 
-    def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool) -> None:
+    def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, turns: int) -> None:
         """Checks a conversation message by message: what each turn appends is what `reply_ids` appends."""
         messages, written = [_user()], self._render([_user()], schemas, add_generation_prompt=True)
-        for turn in range(_TURNS):
+        for turn in range(turns):
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, answers, calls, schemas)
             if self._allow_rewriting:
@@ -323,7 +325,7 @@ def _replies(
 def _words(name: str, number: int, of_turn: int | None = None) -> str:
     """Text that ends like no other; the longer, the later the turn."""
     size = min(_LONGEST, 16 * 2 ** (number if of_turn is None else of_turn))
-    return "words " * (size // 6) + f"of {name} {number:02d}"
+    return "More & 2 " * (size // 9) + f"of {name} {number:02d}"
 
 
 def _difference(messages: Sequence[Message], expected: str, found: str) -> str:

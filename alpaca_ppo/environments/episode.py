@@ -6,12 +6,14 @@ these calls in `workers`.
 
 import json
 from collections.abc import Callable, Generator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, TypeVar
 
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind, Tool
+from alpaca_ppo.environments.texts import encodable, error_text, shown
 from alpaca_ppo.environments.tool_calls import (
     ParserFailure,
     ToolCall,
@@ -139,8 +141,8 @@ class Episode:
         arguments = self.kind.reset_arguments(columns, seed)
         observation = yield from self._own(self.environment.reset, arguments, "reset")
         if observation is not None and not isinstance(observation, str):
-            raise self._failure(f"reset returned {_shown(observation)}; it must return text or None")
-        self.prompt = _with_observation(self.row["prompt"], observation and _encodable(observation))
+            raise self._failure(f"reset returned {shown(observation)}; it must return text or None")
+        self.prompt = _with_observation(self.row["prompt"], observation and encodable(observation))
         if not self.prompt or self._says_nothing():
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
 
@@ -235,16 +237,19 @@ class Episode:
         text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if text is not None and not isinstance(text, str):
             raise self._failure(
-                f"reply returned {_shown(answer)}; it must return text, None to end the episode, or a pair of one of "
+                f"reply returned {shown(answer)}; it must return text, None to end the episode, or a pair of one of "
                 "these and a number"
             )
-        return text and _encodable(text), None if reward is None else self._number(reward, "reply")
+        return text and encodable(text), None if reward is None else self._number(reward, "reply")
 
     def _number(self, value: Any, method: str) -> float:
         try:
-            return float(value)
-        except (TypeError, ValueError) as error:
-            raise self._failure(f"{method} returned {_shown(value)} as a reward; it must be a number") from error
+            if not isinstance(value, str | bytes):
+                return float(value)
+        # A number of the user's own type may raise anything.
+        except Exception as error:
+            raise self._failure(f"{method} returned {shown(value)} as a reward ({error_text(error)})") from error
+        raise self._failure(f"{method} returned {shown(value)} as a reward; it must be a number")
 
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
         settings, tokenizer = self.settings, self.settings.conversation.tokenizer
@@ -276,19 +281,17 @@ class Episode:
             self.tool_failures += 1
             return _error(problem)
         timeout = self.settings.tool_timeout
-        ended = yield Call(function, dict(call.arguments), timeout)
+        # A tool may keep and change what it is given.
+        ended = yield Call(function, deepcopy(dict(call.arguments)), timeout, finish=_text)
         error = ended.error
         if error is None:
-            try:
-                return _encodable(str(ended.value))
-            except Exception as raised:
-                error = raised
+            return str(ended.value)
         self.tool_failures += 1
         if isinstance(error, CallTimeout):
             if own:
                 self.reusable, self.late = False, (call.name, error.over)
             return _error(f"{call.name} was not done after {timeout:g} seconds")
-        return _error(f"{type(error).__name__}: {error}")
+        return _error(error_text(error))
 
     def _function(self, tool: Tool) -> Callable[..., Any]:
         function: Callable[..., Any] = tool.function or getattr(self.environment, tool.name)
@@ -304,12 +307,12 @@ class Episode:
                 f"{name} was not done after environment_timeout ({self.settings.environment_timeout:g} seconds); make "
                 "it faster, or raise environment_timeout"
             )
-        raise self._failure(f"{name} raised {type(ended.error).__name__}: {ended.error}") from ended.error
+        raise self._failure(f"{name} raised {error_text(ended.error)}") from ended.error
 
     def _failure(self, problem: str) -> EnvironmentFailure:
         turn = f"turn {self.num_turns}" if self.num_turns else "before the first turn"
         return EnvironmentFailure(
-            f"environment {self.kind.name!r}, prompt {self.number}, {turn}: {problem}\n  row: {_shown(self.row)}"
+            f"environment {self.kind.name!r}, prompt {self.number}, {turn}: {problem}\n  row: {shown(self.row)}"
         )
 
 
@@ -322,15 +325,9 @@ def _with_observation(prompt: Any, observation: str | None) -> Any:
     return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
 
+def _text(value: Any) -> str:
+    return encodable(str(value))
+
+
 def _error(problem: str) -> str:
-    return _encodable(json.dumps({"error": problem}, ensure_ascii=False))
-
-
-def _encodable(text: str) -> str:
-    """`text` with a question mark for each half of a surrogate pair, which neither tokenizers nor files take."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:300]} ... ({len(text)} characters)"
+    return encodable(json.dumps({"error": problem}, ensure_ascii=False))

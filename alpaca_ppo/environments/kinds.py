@@ -15,6 +15,8 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
+from alpaca_ppo.environments.texts import error_text
+
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment; usually its class."""
 
@@ -64,7 +66,7 @@ class EnvironmentKind:
         except Exception as error:
             named = f" {self.name!r}" if self.name else ""
             raise ValueError(
-                f"environment_factory{named} ({_name(self.factory)}) raised {type(error).__name__}: {error}; it is "
+                f"environment_factory{named} ({_name(self.factory)}) raised {error_text(error)}; it is "
                 "called once before the run, to see what its environments can do"
             ) from error
         self.environment_class = type(instance)
@@ -224,8 +226,10 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     """
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
-        problem = str(error).rstrip("!.")
+    # Evaluating type hints may raise anything.
+    except Exception as error:
+        known = isinstance(error, DocstringParsingException | TypeHintParsingException)
+        problem = (str(error) if known else error_text(error)).rstrip("!.")
         answers = " If it answers turns, name its parameter completion." if _name(function) == "reply" else ""
         raise ValueError(
             f"{owner} cannot be shown to the policy as a tool: {problem}. Give it type hints and a docstring with a "
@@ -245,7 +249,7 @@ def _methods(instance: Any) -> dict[str, Callable[..., Any]]:
     """The public methods of `instance`. Properties are left alone: before `reset` they may not have a value."""
     names = [name for name in dir(instance) if not name.startswith("_")]
     computed = (property, cached_property)
-    names = [name for name in names if not isinstance(inspect.getattr_static(instance, name), computed)]
+    names = [name for name in names if not isinstance(inspect.getattr_static(instance, name, None), computed)]
     members = {name: getattr(instance, name, None) for name in names}
     return {name: member for name, member in members.items() if inspect.ismethod(member)}
 

@@ -2,11 +2,15 @@
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alpaca_ppo.environments.texts import encodable, error_text, shown
+
+_DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -52,7 +56,7 @@ def _checked(found: Any) -> ToolCall:
     """A call from a mapping with `name` and `arguments`, which may be JSON text."""
     if not isinstance(found, Mapping) or not isinstance(name := found.get("name"), str):
         return ToolCall("", {}, "the tool call has no name; it must be an object with 'name' and 'arguments'")
-    arguments = found.get("arguments", {})
+    name, arguments = encodable(name), found.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -62,7 +66,23 @@ def _checked(found: Any) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, Mapping):
         return ToolCall(name, {}, f"the arguments of {name} must be an object with a value for each argument")
+    if problem := _value_problem(arguments):
+        return ToolCall(name, {}, f"the arguments of {name} are not valid JSON: {problem}")
     return ToolCall(name, dict(arguments))
+
+
+def _value_problem(value: Any, depth: int = 0) -> str:
+    """Why `value` is no JSON value, as far as reward functions, servers and tables can take it; empty if it is one."""
+    if depth > _DEEPEST:
+        return f"they are nested more than {_DEEPEST} deep"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no number"
+    if isinstance(value, Mapping):
+        keys = [f"{shown(key)} is no text for a key" for key in value if not isinstance(key, str)]
+        return keys[0] if keys else _value_problem(list(value.values()), depth)
+    if isinstance(value, list | tuple):
+        return next((problem for entry in value if (problem := _value_problem(entry, depth + 1))), "")
+    return "" if value is None or isinstance(value, str | int | float) else f"{shown(value)} is no JSON value"
 
 
 class ParserFailure(Exception):
@@ -73,20 +93,21 @@ def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
     """The calls that a parser of the user finds in `text`.
 
     Raises:
-        ParserFailure: for an exception other than ValueError, and for what is no list of mappings.
+        ParserFailure: for an exception other than ValueError and RecursionError, and for what is no list of mappings.
     """
     try:
         found = parser(text)
-    except ValueError as error:
+    # The second of text that nests too deeply.
+    except (ValueError, RecursionError) as error:
         return [ToolCall("", {}, str(error))]
     except Exception as error:
         raise ParserFailure(
-            f"tool_call_parser raised {type(error).__name__}: {error}; correct it, or let it raise ValueError where "
+            f"tool_call_parser raised {error_text(error)}; correct it, or let it raise ValueError where "
             "the policy wrote a malformed call"
         ) from error
     if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(c, Mapping) for c in found):
         raise ParserFailure(
-            f"tool_call_parser returned {found!r:.300}; it must return a list of calls, each a mapping with 'name' and "
+            f"tool_call_parser returned {shown(found)}; it must return a list of calls, each a mapping with 'name' and "
             "'arguments', and an empty list where there are none"
         )
     return [_checked(call) for call in found]
@@ -106,7 +127,7 @@ def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequenc
         return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
     # The parser raises whatever its pattern or the JSON in it raises.
     except Exception as error:
-        return [ToolCall("", {}, f"the tool call cannot be read: {type(error).__name__}: {error}")]
+        return [ToolCall("", {}, f"the tool call cannot be read: {error_text(error)}")]
 
 
 def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[str, Any]) -> str:

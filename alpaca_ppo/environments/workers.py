@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
+from alpaca_ppo.environments.texts import error_text
 from alpaca_ppo.rewards.reward_function import same_device
 
 
@@ -28,6 +29,8 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
     """Seconds; None waits without end."""
+    finish: Callable[[Any], Any] = lambda value: value
+    """Part of the call: makes of what the function returns what the call returns."""
 
 
 class CallTimeout(Exception):
@@ -162,7 +165,7 @@ class Workers:
             if running.thread is not None:
                 self._idle.append(running.thread)
             if error is not None and not isinstance(error, Exception):
-                error = RuntimeError(f"the call raised {type(error).__name__}: {error}")
+                error = RuntimeError(f"the call raised {error_text(error)}")
             ended.append(Ended(row, value, error, time.monotonic() - running.began))
             timeout = 0.0
 
@@ -242,6 +245,7 @@ class _Thread:
                 # A partial, or an object whose __call__ is async.
                 if inspect.isawaitable(value):
                     value = asyncio.run_coroutine_threadsafe(_awaited(value), loop).result()
+                value = call.finish(value)
             except BaseException as raised:
                 value, error = None, raised
             report(value, error)
@@ -256,7 +260,7 @@ async def _outcome(call: Call, report: Report) -> None:
     value: Any = None
     error: BaseException | None = None
     try:
-        value = await call.function(**call.arguments)
+        value = call.finish(await call.function(**call.arguments))
     except asyncio.CancelledError:
         error = RuntimeError("the call was cancelled")
     except BaseException as raised:

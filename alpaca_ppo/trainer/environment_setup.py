@@ -111,7 +111,7 @@ def _with_blank_prompts(dataset: Any, given: GivenEnvironments, processing_class
             raise ValueError(
                 "train_dataset is None; pass the prompts, or an environment_factory whose reset returns them"
             )
-        if None not in kinds:
+        if len(kinds) > 1:
             raise ValueError(
                 f"environment_factory names {list(kinds)}, but train_dataset is None, so nothing says which prompt is "
                 "whose; pass a dataset with a column environment"
@@ -121,7 +121,9 @@ def _with_blank_prompts(dataset: Any, given: GivenEnvironments, processing_class
                 "train_dataset is None, so that the environment makes the prompts, but max_steps is null; set "
                 "max_steps to the length of the run"
             )
-        return Dataset.from_list([{args.prompt_column: blank}] * args.rollout_batch_size)
+        (name,) = kinds
+        routed = {} if name is None else {"environment": name}
+        return Dataset.from_list([{args.prompt_column: blank, **routed}] * args.rollout_batch_size)
     columns = getattr(dataset, "column_names", [])
     has_prompt = args.prompt_template or args.prompt_column in columns or "instruction" in columns
     if not kinds or not isinstance(dataset, Dataset) or has_prompt:
@@ -173,7 +175,8 @@ def make_environments(
         )
         for kind in given.kinds.values():
             if kind.answers:
-                conversation.check([tool.schema for tool in kind.tools], replies=kind.has_reply)
+                schemas = [tool.schema for tool in kind.tools]
+                conversation.check(schemas, replies=kind.has_reply, max_turns=args.max_turns)
         environments = Environments(
             given.kinds,
             EpisodeSettings(

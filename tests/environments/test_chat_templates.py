@@ -27,8 +27,8 @@ def chat(template, marks, keywords):
 
 
 FORGETS = r"changes an earlier turn .*: it leaves out what the policy thinks between <think> and </think>"
-EMPTY_THOUGHT = r"message 2 \(assistant\) of 3 has '.*assistant\\nearlier answer.*, not '.*assistant\\n<think>\\n"
-TOOLS_MOVE = r"message 1 \(user\) of 3 has '<bos>\[INST\] first.*, not '<bos>\[AVAILABLE_TOOLS\]"
+EMPTY_THOUGHT = r"message 2 \(assistant\) of 3 has '.*assistant\\nEarlier answer.*, not '.*assistant\\n<think>\\n"
+TOOLS_MOVE = r"message 1 \(user\) of 3 has '<bos>\[INST\] First.*, not '<bos>\[AVAILABLE_TOOLS\]"
 FIRST_CALL = r"way than the first ones: message 4 \(assistant\) of 6 has .*\\n<\|call\|>add"
 FIRST_RESULT = (
     r"way than the first ones: message 7 \(tool\) of 9 has .*<eos>\\n<\|output\|>.*, not .*<\|outputs_begin\|>"

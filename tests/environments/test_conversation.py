@@ -80,13 +80,18 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ m.content if loop.revindex < 6 else m.content[:1000] }}"),
             [],
-            r"changes an earlier turn .*: message 14 \(assistant\) of 19 has .* words of answer",
+            r"changes an earlier turn .*: message 14 \(assistant\) of 19 has .* 2 of answer",
         ),
         # Only the last messages are written.
         (
             WITH_TOOLS.replace("in messages %}", "in messages[-12:] %}"),
             [],
-            r"changes an earlier turn .*: message 1 \(user\) of 13 has '.*answer 00.*', not '.*first question",
+            r"changes an earlier turn .*: message 1 \(user\) of 13 has '.*answer 00.*', not '.*First question",
+        ),
+        (
+            WITH_TOOLS.replace("in messages %}", "in messages[-40:] %}"),
+            [],
+            r"changes an earlier turn .*: message 1 \(user\) of 41 has",
         ),
         # The results of earlier turns are left out.
         (
@@ -94,7 +99,7 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
                 "{{ m.content }}", "{{ m.content if m.role != 'tool' or loop.revindex < 4 else 'omitted' }}"
             ),
             SCHEMAS,
-            r"changes an earlier turn .*: message 3 \(tool\) of 6 has .*omitted.*, not .*words of result 00",
+            r"changes an earlier turn .*: message 3 \(tool\) of 6 has .*omitted.*, not .*2 of result 00",
         ),
         # The text around a message depends on its position, or on its length.
         (
@@ -105,10 +110,10 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ '[long] ' if m.content|length > 1000 }}{{ m.content }}"),
             [],
-            r"are long, in another way .*: message 14 \(assistant\) of 15 has '.*\[long\] words",
+            r"are long, in another way .*: message 14 \(assistant\) of 15 has '.*\[long\] More",
         ),
     ],
-    ids=["length", "window", "old results", "position", "length at once"],
+    ids=["length", "window", "wide window", "old results", "position", "length at once"],
 )
 def test_what_a_template_does_only_in_a_long_conversation_is_found(template, schemas, message):
     chat = conversation(chat_bytes(template))
@@ -145,6 +150,7 @@ def test_a_template_that_never_writes_thoughts_is_refused():
         (CHATML, SCHEMAS, "writes nothing about tools"),
         (WITH_TOOLS.replace("{% for m", "{{ raise_exception('no') if tools }}{% for m"), SCHEMAS, "cannot write a"),
         (WITH_TOOLS.replace("{{ m.content }}", "said"), [], "does not write earlier answers"),
+        (WITH_TOOLS.replace("{{ m.content }}", "{{ m.content|lower }}"), [], "does not write earlier answers"),
         (WITH_TOOLS + "{% if loop_end is not defined %}{% endif %}", [], None),
     ],
 )

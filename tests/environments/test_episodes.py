@@ -248,7 +248,8 @@ def test_max_turns_is_no_end_of_its_own(last, stopped):
         ("reset", 3, r"before the first turn: reset returned 3; it must return text or None"),
         ("reply", 3, "turn 1: reply returned 3; it must return text, None to end the episode, or a pair"),
         ("reply", ("x", "much"), "turn 1: reply returned 'much' as a reward; it must be a number"),
-        ("get_reward", "much", "turn 1: get_reward returned 'much' as a reward"),
+        ("reply", ("x", 10**400), r"turn 1: reply returned 10{299} ... .* as a reward .OverflowError: int too large"),
+        ("get_reward", "1.5", "turn 1: get_reward returned '1.5' as a reward; it must be a number"),
     ],
 )
 def test_what_an_environment_must_not_return_is_named(method, value, message):
@@ -396,6 +397,67 @@ def test_a_turn_that_was_cut_off_is_the_last_of_the_messages():
     assert [(m["role"], m["content"]) for m in played.episode.completion] == [
         ("assistant", "a"), ("user", "hm"), ("assistant", "unfinish"),
     ]  # fmt: skip
+
+
+class Silence(Exception):
+    def __str__(self):
+        raise OSError
+
+
+class Written:
+    """A result that is written out in a way of its own."""
+
+    def __init__(self, write):
+        self.write = write
+
+    def __str__(self):
+        return self.write()
+
+
+def leave():
+    raise SystemExit(0)
+
+
+def test_writing_out_a_result_is_part_of_the_call():
+    release = threading.Event()
+    ways = {"slow": lambda: str(release.wait(5)), "leaves": leave, "whole": lambda: "text"}
+
+    def get(way: str) -> object:
+        """Gets something.
+
+        Args:
+            way: how
+        """
+        if way == "raises":
+            raise Silence
+        return Written(ways[way])
+
+    played = Played(make_kinds([get], Counter), tool_timeout=1.0)
+    assert result(played.say(call("get", way="whole"))) == "text"
+    for way, problem in (
+        ("slow", "get was not done after 1 seconds"),
+        ("leaves", "RuntimeError: the call raised SystemExit: 0"),
+        ("raises", "Silence"),
+    ):
+        assert json.loads(result(played.say(call("get", way=way))))["error"] == problem
+    release.set()
+    played.end("over<|im_end|>")
+
+
+def test_a_tool_may_change_what_it_is_given():
+    def extend(values: list[int]) -> int:
+        """Extends.
+
+        Args:
+            values: some
+        """
+        values.append(99)
+        return len(values)
+
+    played = Played(make_kinds([extend], Counter))
+    assert result(played.say(call("extend", values=[1]))) == "2"
+    assert played.episode.completion[0]["tool_calls"][0]["function"]["arguments"] == {"values": [1]}
+    played.end("over<|im_end|>")
 
 
 def test_a_result_without_text_is_a_failed_call():

@@ -114,6 +114,26 @@ def test_properties_that_need_a_reset_are_left_alone():
     assert [tool.name for tool in make_kinds(None, Board)[None].tools] == ["increment"]
 
 
+def test_hints_that_cannot_be_read_and_names_without_a_member():
+    def look(at: "Missing") -> str:  # noqa: F821
+        """Looks.
+
+        Args:
+            at: something
+        """
+
+    with pytest.raises(
+        ValueError, match="the tool look cannot be shown to the policy as a tool: NameError: name 'Miss"
+    ):
+        make_kinds([look], None)
+
+    class Delegates(Counter):
+        def __dir__(self):
+            return [*super().__dir__(), "ghost"]
+
+    assert [tool.name for tool in make_kinds(None, Delegates)[None].tools] == ["increment"]
+
+
 def test_a_factory_that_raises_is_named():
     def factory():
         raise OSError("no server")

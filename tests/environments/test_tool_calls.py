@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -59,6 +60,36 @@ def test_a_parser_of_ones_own():
     assert find_parsed_calls(parser, "f g") == [ToolCall("f", {}), ToolCall("g", {})]
     assert find_parsed_calls(parser, "f!") == [ToolCall("", {}, "no exclamation marks")]
     assert find_parsed_calls(parser, "") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ('{"a": 1e999}', "inf is no number"),
+        ('"{\\"a\\": [NaN]}"', "nan is no number"),
+        (f'{{"a": {"[" * 70}{"]" * 70}}}', "they are nested more than 64 deep"),
+    ],
+)
+def test_arguments_that_json_cannot_hold_are_malformed(arguments, problem):
+    (call,) = find_json_calls(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    assert call == ToolCall("f", {}, f"the arguments of f are not valid JSON: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [(1j, "1j is no JSON value"), ({"b": {1: 2}}, "1 is no text for a key"), ([{3}], "{3} is no JSON value")],
+)
+def test_a_parser_may_find_what_json_cannot_hold(value, problem):
+    (call,) = find_parsed_calls(lambda text: [{"name": "f", "arguments": {"a": value}}], "")
+    assert call.problem == f"the arguments of f are not valid JSON: {problem}"
+    deep = "[" * 100_000
+    (call,) = find_parsed_calls(lambda text: [json.loads(deep)], "")
+    assert "recursion" in call.problem
+
+
+def test_names_are_text_that_a_tokenizer_reads():
+    (call,) = find_json_calls('<tool_call>{"name": "a\\ud800", "arguments": {"b": [1, null]}}</tool_call>')
+    assert (call.name, call.arguments) == ("a?", {"b": [1, None]})
 
 
 def cannot_be_read(text):

@@ -1,8 +1,11 @@
 """The reference reward server, started as a program, with a function and with a reward model, in both forms."""
 
+import json
 import re
 import signal
 import subprocess
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -71,6 +74,27 @@ def test_a_function_answers_both_forms(start, tmp_path, monkeypatch):
         scored(plain, batch_of("fail"))
     with pytest.raises(RewardError, match="HTTP status 400.*KeyError"):
         scored(RemoteReward(f"{address}/get_reward"), batch_of("7"))
+    # What no run of this package sends.
+    for path, request, message in (
+        ("get_reward", {"query": "abc"}, "query is no list"),
+        ("get_reward", {"query": ["a"], "labels": []}, None),
+        ("get_reward", {"query": ["a"], "labels": ["b", "c"]}, "labels is no list of 1 values"),
+        (
+            "score",
+            {"prompts": ["a"], "completions": ["b"], "columns": {"answer": "c"}},
+            "answer is no list of 1 values",
+        ),
+        ("score", "[" * 50_000, "RecursionError"),
+    ):
+        body = request if isinstance(request, str) else json.dumps(request)
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
+        asked = urllib.request.Request(f"{address}/{path}", body.encode(), headers)
+        if message is None:
+            assert "rewards" in json.load(urllib.request.urlopen(asked, timeout=30))
+            continue
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=30)
+        assert refused.value.code == 400 and message in json.load(refused.value)["error"]
     monkeypatch.setenv("REWARD_API_KEY", "another")
     with pytest.raises(RewardError, match="HTTP status 401.*the key is not that of REWARD_API_KEY"):
         scored(plain, batch_of("7"))
