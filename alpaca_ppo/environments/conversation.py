@@ -12,6 +12,7 @@ from os.path import commonprefix
 from typing import Any
 
 from alpaca_ppo.data.prompts import tokenize_prompts
+from alpaca_ppo.environments.texts import error_text
 
 Message = dict[str, Any]
 
@@ -287,7 +288,7 @@ class Conversation:
         except Exception as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
-                f"{self._owner()} cannot write a conversation with the roles {roles}: {type(error).__name__}: {error}; "
+                f"{self._owner()} cannot write a conversation with the roles {roles}: {error_text(error)}; "
                 "use another tokenizer, or tokenizer.chat_template of your own"
             ) from error
         return text

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from alpaca_ppo.data.collation import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
-from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
+from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
+from alpaca_ppo.environments.texts import shown
 from alpaca_ppo.environments.workers import Ended, Workers
 from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.generation.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ class Environments:
     @property
     def answer(self) -> bool:
         """Whether a response can have more than one turn."""
-        return any(kind.answers for kind in self.kinds.values())
+        return can_answer(self.kinds)
 
     @property
     def reward_per_token(self) -> bool:
@@ -306,7 +307,7 @@ def _with_prompts(
         if len(ids) > query_len:
             raise ValueError(
                 f"the prompt of environment {episode.kind.name!r} has {len(ids)} tokens after reset, more than "
-                f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {str(episode.row)[:300]}"
+                f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {shown(episode.row)}"
             )
     alike = all(written[i] == written[i - i % n] for i in range(len(written)))
     step = n if alike else 1

@@ -185,6 +185,11 @@ def make_kinds(
     return {name: _kind(name, factory, own) for name, factory in environment_factory.items()}
 
 
+def can_answer(kinds: Mapping[str | None, EnvironmentKind]) -> bool:
+    """Whether a response can have more than one turn."""
+    return any(kind.answers for kind in kinds.values())
+
+
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
     """The names of the classes whose episodes have rewards of their own; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))

@@ -17,6 +17,7 @@ from alpaca_ppo.environments.kinds import (
     EnvironmentFactory,
     EnvironmentKind,
     NoEnvironment,
+    can_answer,
     make_kinds,
     rewarding_classes,
 )
@@ -57,7 +58,7 @@ class GivenEnvironments:
     @property
     def answer(self) -> bool:
         """Whether a response can have more than one turn."""
-        return any(kind.answers for kind in self.kinds.values())
+        return can_answer(self.kinds)
 
 
 NO_ENVIRONMENTS = GivenEnvironments()
