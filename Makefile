@@ -41,11 +41,11 @@ memory-table: $(INSTALLED)
 # Against TRL, which gets .venv-trl, and against the bare model compute; BENCH="--quick" takes two minutes.
 BENCH ?=
 bench: $(INSTALLED)
-	$(BIN)/python -m tests.benchmarks.step $(BENCH)
+	$(BIN)/python -m tests.tools.benchmarks.step $(BENCH)
 
 # Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
 torture: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.torture
 
 # Ten minutes of mutated input that no test run has seen; FUZZ="--minutes 60 --seed 1" for others.
 FUZZ ?=
@@ -59,7 +59,7 @@ same-run: $(INSTALLED_FOR_TESTS)
 # What a change that claims to move no number is held to; BASE is the commit to compare the working tree with.
 BASE ?= a7dd063
 same-numbers: $(INSTALLED_FOR_TESTS)
-	$(BIN)/python -m tests.same_numbers $(BASE)
+	$(BIN)/python -m tests.tools.same_numbers $(BASE)
 
 test: check
 	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)

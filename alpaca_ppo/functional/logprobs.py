@@ -4,7 +4,7 @@ Softmax arithmetic is float32 for half-precision inputs. `torch.nn.functional.li
 2.13, is not used: it has no entropies, no temperature and no transform of the logits, it returns bfloat16
 log-probabilities for bfloat16 inputs (0.1 nats off), and it is not clearly faster or smaller. Forward and backward pass
 of 4,096 tokens, vocabulary 131,072, hidden size 64, chunks of 256, float32, two CPU cores
-(tests/benchmarks/chunked_logprobs.py):
+(tests/tools/benchmarks/chunked_logprobs.py):
 
     log-probabilities alone: plain 8,106 MiB, 48 s; chunked here 170 MiB, 22 s; linear_cross_entropy 132 MiB, 18 s
     with entropies: plain 12,258 MiB, 85 s; chunked here 259 MiB, 20 s

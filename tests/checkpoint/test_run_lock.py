@@ -18,7 +18,7 @@ from alpaca_ppo.distributed import collectives
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.launching import ENVIRONMENT, ROOT
 from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 HOLD = """
 import sys

@@ -28,7 +28,7 @@ from tests.integration.run_killed import at_the
 from tests.leftovers import work_folder
 from tests.registered import temporary_choices
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 RUN = {
     "total_episodes": 30,

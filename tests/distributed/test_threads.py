@@ -18,7 +18,7 @@ import alpaca_ppo.distributed.threads as module
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.threads import limit_threads
 from tests.tiny_runs import tiny_config
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 

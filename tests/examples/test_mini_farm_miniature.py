@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from examples.mini_farm import compare, lora, overopt, quickstart, results
 from examples.mini_farm.splits import prompt_of, read_rows
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MINIATURE = (

@@ -13,7 +13,7 @@ from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RemoteReward, Rewa
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.reward_function import call_functions
 from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
-from tests.warm_python import ROOT, warm_python
+from tests.tools.warm_python import ROOT, warm_python
 
 pytestmark = pytest.mark.usefixtures("deadline")
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import prompts
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_CONFIGS = ROOT / "examples/accelerate_configs"

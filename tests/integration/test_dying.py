@@ -13,8 +13,8 @@ import pytest
 from alpaca_ppo.checkpoint.run_lock import lock_folder, unlock_folder
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
 from tests.integration.launching import ENVIRONMENT, ROOT, command, survivors
-from tests.torture import LAUNCHER, Victim, check_outcome, check_promises, outcome
-from tests.warm_python import warm_python
+from tests.tools.torture import LAUNCHER, Victim, check_outcome, check_promises, outcome
+from tests.tools.warm_python import warm_python
 
 SCRIPT = Path(__file__).with_name("run_killed.py")
 SOON = 60

@@ -17,7 +17,7 @@ from nbclient.exceptions import CellExecutionError
 from examples.mini_farm.splits import read_rows
 from tests.integration.launching import ROOT
 from tests.tiny_runs import metric_lines
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 NOTEBOOKS = ROOT / "examples/notebooks"
 MAKE = """

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from alpaca_ppo.ppo.minibatches import plan_micro_batches
 from examples import same_run
 from examples.same_run import Difference, compare, launch, write_run
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 SMALL, MIDDLE, LARGE = same_run.MICRO_BATCHES
 PART = [("ddp", "full", SMALL), ("zero2", "lora", MIDDLE), ("zero3", "full", LARGE)]

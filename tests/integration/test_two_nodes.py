@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from tests.integration.launching import ENVIRONMENT, ROOT, start, survivors, write_run
 from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
 from tests.tiny_runs import metric_lines
-from tests.warm_python import warm_python
+from tests.tools.warm_python import warm_python
 
 CONFIGS = "examples/accelerate_configs"
 # What one machine is started with, and two: two_nodes.yaml is ddp.yaml for two machines.

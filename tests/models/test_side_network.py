@@ -13,8 +13,8 @@ from alpaca_ppo.functional.packing import PackedRows, Span
 from alpaca_ppo.models import SideNetwork, build_actor_critic
 from alpaca_ppo.models.packing_probe import padding_reason
 from alpaca_ppo.models.side_network import decoder_layers
-from tests.benchmarks.flops import flop_counter
 from tests.tiny_models import tiny_causal_lm
+from tests.tools.benchmarks.flops import flop_counter
 
 # Prompts of 5, 2, 1 and 5 tokens, the last like the first; responses of 4, 6, 6 and 1 tokens, one with a hole.
 QUERIES = torch.tensor([[4, 5, 6, 7, 8], [0, 0, 0, 9, 10], [0, 0, 0, 0, 11], [4, 5, 6, 7, 8]])

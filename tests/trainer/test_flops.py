@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from tests.benchmarks import workloads
-from tests.benchmarks.bare_steps import BareSteps, policy_loss
-from tests.benchmarks.flops import Backbone, count_stages, flop_counter, needed_flops
-from tests.benchmarks.own_steps import make_trainer
+from tests.tools.benchmarks import workloads
+from tests.tools.benchmarks.bare_steps import BareSteps, policy_loss
+from tests.tools.benchmarks.flops import Backbone, count_stages, flop_counter, needed_flops
+from tests.tools.benchmarks.own_steps import make_trainer
 
 SMALL = {"hidden_size": 96, "head_size": 32, "num_hidden_layers": 2, "vocab_size": 1024}
 MOST = 1.02

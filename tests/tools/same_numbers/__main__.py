@@ -1,5 +1,5 @@
 """Makes about sixty small trainings at one commit and in the working tree, and compares metrics, tables and weights to
-the last bit: `make same-numbers BASE=<commit>`, or `python -m tests.same_numbers --help`.
+the last bit: `make same-numbers BASE=<commit>`, or `python -m tests.tools.same_numbers --help`.
 
 A change that claims to move no number is held to it. Both sides get the same inputs and the same runner, the working
 tree's; of the two trees only the package differs. Ends with 1 where anything differs, or a run fails.
@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.same_numbers.compare import Comparison, compare_runs
-from tests.same_numbers.settings import RUNS
+from tests.tools.same_numbers.compare import Comparison, compare_runs
+from tests.tools.same_numbers.settings import RUNS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = "alpaca_ppo"
 SIDES = ("base", "tree")
 # The same threads and hashes on both sides; no GPU, which DeepSpeed would take; no network.
@@ -134,7 +134,7 @@ def report(comparisons: dict[str, Comparison]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compares, prints the report, and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.same_numbers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.same_numbers", description=__doc__)
     parser.add_argument("base", nargs="?", default="HEAD", help="commit to compare the working tree with")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(RUNS), help="these runs instead of all")
     parser.add_argument("--list", action="store_true", help="print the runs and their settings")

@@ -1,7 +1,7 @@
 """The speed of a PPO step against TRL and against the bare model compute: `make bench`, a quarter of an hour on two
 idle cores; writes its tables into docs/performance.md.
 
-    python -m tests.benchmarks.step --quick      # two minutes: small sizes, nothing is written
+    python -m tests.tools.benchmarks.step --quick      # two minutes: small sizes, nothing is written
 
 The programs take turns, step by step: TRL's PPOTrainer in an environment of its own, the bare passes (with either of
 two activations), and this package. Ratios of steps of the same round are the result, because a shared machine changes
@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from examples import trl_environment
-from tests.benchmarks import report, workloads
-from tests.benchmarks.programs import ROOT, started, take_turns
-from tests.benchmarks.report import BARE, BARE_TORCH_GELU, OWN, TRL, Comparison, Growth, Machine
+from tests.tools.benchmarks import report, workloads
+from tests.tools.benchmarks.programs import ROOT, started, take_turns
+from tests.tools.benchmarks.report import BARE, BARE_TORCH_GELU, OWN, TRL, Comparison, Growth, Machine
 
 PAGE = ROOT / "docs/performance.md"
 QUICK = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}

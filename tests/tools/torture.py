@@ -1,5 +1,5 @@
 """Kills real runs at every kind of moment and starts them again, until what they leave is compared with a run that was
-left alone: `make torture`, or `python -m tests.torture --help`.
+left alone: `make torture`, or `python -m tests.tools.torture --help`.
 
 Two parts. `sweep` kills one process before its 1st, 2nd, 3rd ... access to the disk, so that none is left out; a
 process that has imported everything is forked for each attempt. `random` kills one rank, all ranks or the launcher
@@ -26,7 +26,7 @@ from tests.integration.launching import ENVIRONMENT, command
 from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines
 
-SCRIPT = Path(__file__).parent / "integration/run_killed.py"
+SCRIPT = Path(__file__).parents[1] / "integration/run_killed.py"
 LAUNCHER = -1
 """Stands for the launcher among the ranks to kill."""
 INTERRUPTED = "SIGTERM@update:15"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.same_numbers import __main__ as driver
-from tests.same_numbers import compare, runs
-from tests.same_numbers.compare import compare_runs
-from tests.same_numbers.settings import RUNS, Run
+from tests.tools.same_numbers import __main__ as driver
+from tests.tools.same_numbers import compare, runs
+from tests.tools.same_numbers.compare import compare_runs
+from tests.tools.same_numbers.settings import RUNS, Run
 
 NAN = float("nan")
 WEIGHTS = {"head.weight": torch.tensor([[1.0, 0.0], [NAN, -3.5]]), "half": torch.ones(3, dtype=torch.bfloat16)}
@@ -247,6 +247,6 @@ def test_a_tree_that_lacks_the_new_name_of_a_field_gets_the_old_one(tmp_path, mo
 
 
 def test_a_package_from_another_tree_is_refused(tmp_path):
-    runs.check_tree(Path(__file__).resolve().parents[1])
+    runs.check_tree(Path(__file__).resolve().parents[2])
     with pytest.raises(RuntimeError, match="alpaca_ppo.* was imported from .*PYTHONPATH must begin there"):
         runs.check_tree(tmp_path)

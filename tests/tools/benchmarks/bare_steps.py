@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.benchmarks import workloads
-from tests.benchmarks.worker import Finished, StepMeter, given_workload, versions
-from tests.benchmarks.workloads import Workload
+from tests.tools.benchmarks import workloads
+from tests.tools.benchmarks.worker import Finished, StepMeter, given_workload, versions
+from tests.tools.benchmarks.workloads import Workload
 
 Stage = Callable[[str], AbstractContextManager[None]]
 

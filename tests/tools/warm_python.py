@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     "accelerate.commands.launch",
     "torch.distributed.run",
@@ -38,7 +38,7 @@ PRELOADED = (
     "setuptools",
     "deepspeed.module_inject.auto_ep_layer",
     "transformers.models.llama.modeling_llama",
-    "tests.torture",
+    "tests.tools.torture",
     "tests.integration.run_tiny",
 )
 SERVER_ENVIRONMENT = {
@@ -82,7 +82,7 @@ def warm_python() -> str:
     executable.write_text(_CLIENT.format(python=sys.executable, address=str(address)))
     executable.chmod(0o700)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm_python", str(executable), str(address)],
+        [sys.executable, "-m", "tests.tools.warm_python", str(executable), str(address)],
         cwd=ROOT,
         env={**os.environ, **SERVER_ENVIRONMENT},
         stdin=subprocess.PIPE,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.flops import flop_counter
-from tests.benchmarks.workloads import Workload
+from tests.tools.benchmarks.flops import flop_counter
+from tests.tools.benchmarks.workloads import Workload
 
 
 class Finished(Exception):

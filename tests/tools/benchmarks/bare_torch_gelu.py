@@ -4,8 +4,8 @@ transformers' `gelu_new` is a chain of eight.
 
 from dataclasses import replace
 
-from tests.benchmarks.bare_steps import answer_steps
-from tests.benchmarks.worker import given_workload
+from tests.tools.benchmarks.bare_steps import answer_steps
+from tests.tools.benchmarks.worker import given_workload
 
 if __name__ == "__main__":
     answer_steps(replace(given_workload(), activation="gelu_pytorch_tanh"))

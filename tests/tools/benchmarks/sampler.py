@@ -1,4 +1,4 @@
-"""How fast the sampler is, in ratios of one run: `python -m tests.benchmarks.sampler`, two minutes on an idle core.
+"""How fast the sampler is, in ratios of one run: `python -m tests.tools.benchmarks.sampler` (two minutes, idle core).
 
 Not a test: it prints, and asserts nothing, because times on a shared machine are no claim that a build should fail on.
 """

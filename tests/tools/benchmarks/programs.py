@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import alpaca_ppo
-from tests.benchmarks.workloads import Workload
+from tests.tools.benchmarks.workloads import Workload
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WARM_UP = 5
 """Steps before those that are measured. By then a run with `old_policy: auto` has compared sampler and trainer twice
 since its policy left the reference, and no longer computes the old log-probs itself."""
@@ -42,7 +42,7 @@ class Step:
 
 
 class Program:
-    """A process that makes steps of a workload: `tests.benchmarks.<module>`, run by `python`."""
+    """A process that makes steps of a workload: `tests.tools.benchmarks.<module>`, run by `python`."""
 
     def __init__(self, module: str, python: str, workload: Workload, threads: int) -> None:
         environment = {
@@ -56,7 +56,7 @@ class Program:
         }
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [python, "-m", f"tests.benchmarks.{module}", json.dumps(asdict(workload))],
+            [python, "-m", f"tests.tools.benchmarks.{module}", json.dumps(asdict(workload))],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -9,9 +9,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
-from tests.benchmarks import workloads
-from tests.benchmarks.worker import Finished, StepMeter, given_workload, versions
-from tests.benchmarks.workloads import Workload
+from tests.tools.benchmarks import workloads
+from tests.tools.benchmarks.worker import Finished, StepMeter, given_workload, versions
+from tests.tools.benchmarks.workloads import Workload
 
 MANY_STEPS = 1000
 

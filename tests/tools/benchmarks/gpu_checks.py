@@ -9,8 +9,8 @@ from accelerate.state import AcceleratorState
 
 from alpaca_ppo.ppo.metrics import Timers
 from examples.gpu_speed import Peak, build, step_bytes
-from tests.benchmarks.flops import flop_counter
-from tests.benchmarks.gpu import Update, decoding_table, measured_update
+from tests.tools.benchmarks.flops import flop_counter
+from tests.tools.benchmarks.gpu import Update, decoding_table, measured_update
 
 CPU = torch.device("cpu")
 # A machine that can do what one step needs only in years.

@@ -1,4 +1,4 @@
-"""The part of docs/performance.md that needs a GPU: `python -m tests.benchmarks.gpu`, half an hour on one.
+"""The part of docs/performance.md that needs a GPU: `python -m tests.tools.benchmarks.gpu`, half an hour on one.
 
 Decoding in each way of `examples.gpu_speed` at several numbers of rows; the update's FLOPs a second, as a share of the
 device's peak in bfloat16 (those that its tokens need, so recomputed activations and padding lower it); and the memory
@@ -23,10 +23,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from alpaca_ppo import PPOConfig, PPOTrainer
 from examples.gpu_speed import WAYS, Peak, build, decoding_speed, peak_of
 from examples.memory_cells import adapter, tokenizer
-from tests.benchmarks.flops import needed_flops
-from tests.benchmarks.programs import ROOT
-from tests.benchmarks.report import write_between_markers
-from tests.benchmarks.step import PAGE
+from tests.tools.benchmarks.flops import needed_flops
+from tests.tools.benchmarks.programs import ROOT
+from tests.tools.benchmarks.report import write_between_markers
+from tests.tools.benchmarks.step import PAGE
 
 BEGIN = "<!-- the benchmark writes this where it finds a GPU -->"
 ROWS = (64, 256, 512)

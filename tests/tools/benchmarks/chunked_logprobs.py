@@ -1,6 +1,6 @@
 """Peak memory, time and gradients of ways to get log-probabilities from hidden states, forward and backward.
 
-    python -m tests.benchmarks.chunked_logprobs [--tokens 4096] [--vocab 131072] [--hidden 64] [--chunk-size 256]
+    python -m tests.tools.benchmarks.chunked_logprobs [--tokens 4096] [--vocab 131072] [--hidden 64] [--chunk-size 256]
 
 Each way runs in a process of its own, so that its peak is its own: the process's peak resident memory less that
 before the forward pass. Ends with status 1 where the chunked form's peak is above a quarter of the plain one's, or
@@ -81,7 +81,7 @@ def measure(name, tokens, vocab, hidden_size, chunk_size, dtype="float32"):
         path = Path(folder) / "gradients.pt"
         arguments = [name, str(path), *map(str, (tokens, vocab, hidden_size, chunk_size)), dtype]
         command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--child", *arguments]
-        root = Path(__file__).resolve().parents[2]
+        root = Path(__file__).resolve().parents[3]
         output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout
         return json.loads(output.splitlines()[-1]), torch.load(path, weights_only=True)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.programs import Step
-from tests.benchmarks.workloads import Workload
+from tests.tools.benchmarks.programs import Step
+from tests.tools.benchmarks.workloads import Workload
 
 OWN, BARE, BARE_TORCH_GELU, TRL = "own_steps", "bare_steps", "bare_torch_gelu", "trl_steps"
 NAMES = {TRL: "TRL", BARE: "bare compute", BARE_TORCH_GELU: "the same with torch's gelu", OWN: "alpaca_ppo"}

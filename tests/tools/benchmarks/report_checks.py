@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.benchmarks import workloads
-from tests.benchmarks.programs import WARM_UP, Step, take_turns
-from tests.benchmarks.report import (
+from tests.tools.benchmarks import workloads
+from tests.tools.benchmarks.programs import WARM_UP, Step, take_turns
+from tests.tools.benchmarks.report import (
     BARE,
     BARE_TORCH_GELU,
     BEGIN,
