@@ -60,7 +60,7 @@ def score_responses(
         scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
         None. With a penalty for length also overlong_penalties (B,) float32, at most 0, which the rewards include. If
         the scorer's policy drops rows, also dropped (B,) int64: 0 for a row to keep, k > 0 for one to leave out, whose
-        error is `scorer.failures[k - 1]`.
+        error is `scorer.failures[k - 1]`; and scored (B,) bool, False for these rows.
 
     Raises:
         RewardError: as `RewardScorer`.
@@ -83,6 +83,7 @@ def score_responses(
         last = len(scorer.failures)
         scored["dropped"] = torch.zeros(len(rows), dtype=torch.int64)
         scored["dropped"][dropped] = torch.arange(last - len(dropped), last) + 1
+        scored["scored"] = scored["dropped"] == 0
     return scored
 
 
