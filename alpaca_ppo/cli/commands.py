@@ -17,14 +17,12 @@ COMMANDS = {
     "reward": "train a reward model on preference pairs",
     "train": "train a policy with PPO",
     "evaluate": "measure a policy on prompts",
-    "sample": "talk to a trained policy beside its reference",
+    "sample": "answer prompts with a trained policy and its reference",
     "report": "write one HTML file about one run or several",
     "export": "write any checkpoint of a run as a folder for from_pretrained",
     "estimate-memory": "estimate the memory of a run without loading weights",
     "presets": "list the presets, or show one",
     "migrate": "translate the configuration of TRL or verl",
-    "env": "show versions and hardware, for a bug report",
-    "completion": "print a completion script for bash or zsh",
 }
 """Each subcommand with its summary. Its module has the same name, with _ for -."""
 

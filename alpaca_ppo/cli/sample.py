@@ -1,19 +1,23 @@
-"""`alpaca-ppo sample`: answers of a trained policy beside its reference's, typed at a prompt or from a file."""
+"""`alpaca-ppo sample`: answers of a trained policy beside its reference's, to one prompt or to those of a file.
+
+Prompts are prepared as in training; transformers samples the answers. For a dialogue, its `transformers chat` reads a
+run's final/policy.
+"""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from alpaca_ppo.cli.evaluate import model_folder
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.model_names import check_model_name
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
 
-_DESCRIPTION = (
-    "Shows what a policy answers, beside its reference. Without --prompt and --prompts it reads prompts from the "
-    "terminal; /new starts a new conversation and /quit ends."
-)
+_LONGEST_PROMPT = 1_000_000
+"""Tokens; the model's own limit shows when it is exceeded."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,148 +27,116 @@ def main(argv: Sequence[str]) -> int:
         ValueError: for a run without final models, a model or a file that cannot be loaded, or a number out of range.
     """
     given = _parser().parse_args(argv)
-    if given.max_new_tokens is not None and given.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {given.max_new_tokens}; it must be at least 1")
-    if given.temperature is not None and given.temperature < 0:
-        raise ValueError(f"temperature is {given.temperature}; it must be at least 0, which takes the likeliest token")
-    policy, run = resolve_policy(given.model)
+    policy, record = model_folder(given.model), Path(given.model) / "run.yaml"
+    run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
+    template = given.prompt_template or run.get("prompt_template")
+    temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
+    max_new_tokens = run.get("response_len", 256) if given.max_new_tokens is None else given.max_new_tokens
     check_model_name("--reference", None if given.reference == "none" else given.reference)
     reference = given.reference or _reference_of(run)
-    template = given.prompt_template or run.get("prompt_template")
     # They import torch, for which `--help` need not wait.
-    from alpaca_ppo.cli.chat import (
-        Conversation,
-        Sampling,
-        load_speakers,
-        make_prompts,
-        template_columns,
-        what_to_type,
-    )
-    from alpaca_ppo.data import load_prompt_dataset
+    import torch
+    from datasets import Dataset
+
+    from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+    from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptTemplate
+    from alpaca_ppo.generation import resolve_stop_tokens, resolve_turn_end
     from alpaca_ppo.models.loading import load_processing_class
 
     tokenizer = load_processing_class(policy, trust_remote_code=given.trust_remote_code, field="model")
-    temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
-    how = Sampling(given.max_new_tokens or run.get("response_len", 256), temperature, given.seed)
-    chat = template is None and not given.plain and tokenizer.chat_template is not None
-    if given.prompt is not None and template is not None:
-        template_columns(given.prompt, template)
-    prompts = None
     if given.prompts is not None:
         dataset = load_prompt_dataset(given.prompts, split=None, config_name=None)
-        dataset, of_chat = dataset.select(range(min(given.num_prompts, len(dataset)))), run.get("chat_template_kwargs")
-        column = given.prompt_column or run.get("prompt_column", "prompt")
-        prompts = make_prompts(dataset, tokenizer, template, column=column, chat_template_kwargs=of_chat)
-    speakers = load_speakers(policy, reference, trust_remote_code=given.trust_remote_code)
-    if prompts is not None:
-        _answer_all(prompts, speakers, tokenizer, how)
-        return 0
-    conversation = Conversation(tokenizer, template, chat=chat, chat_template_kwargs=run.get("chat_template_kwargs"))
-    if given.prompt is None and template is not None:
-        print(what_to_type(template))
-    typed = iter([given.prompt]) if given.prompt is not None else _typed(conversation.messages.clear)
-    for number, text in enumerate(typed):
-        try:
-            prompt = conversation.prompt(text)
-        except ValueError as error:
-            if given.prompt is not None:
-                raise
-            # What was typed can be typed again.
-            print(error)
-            continue
-        answers = [speaker.answer(prompt, tokenizer, how, chat=chat, number=number) for speaker in speakers]
-        for speaker, answer in zip(speakers, answers, strict=True):
-            print(f"{speaker.name}: {answer}", flush=True)
-        conversation.note(answers[0].text)
+        dataset = dataset.select(range(min(given.num_prompts, len(dataset))))
+    elif template is not None:
+        columns = (PROMPT_TEMPLATES.get(template) or PromptTemplate(template)).columns
+        if len(columns) != 1:
+            raise ValueError(f"prompt_template {template!r} has {len(columns)} columns {columns}; give --prompts FILE")
+        dataset = Dataset.from_list([{columns[0]: given.prompt}])
+    else:
+        messages = [{"role": "user", "content": given.prompt}]
+        dataset = Dataset.from_list([{"prompt": messages if tokenizer.chat_template else given.prompt}])
+    prompts = prepare_prompts(
+        dataset,
+        tokenizer,
+        query_len=_LONGEST_PROMPT,
+        prompt_column="prompt" if given.prompts is None else given.prompt_column or run.get("prompt_column", "prompt"),
+        prompt_template=template,
+        chat_template_kwargs=run.get("chat_template_kwargs"),
+    )
+    end = resolve_turn_end(tokenizer) if prompts.are_messages else None
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    how: Any = {"max_new_tokens": max_new_tokens, **(sampling if temperature else {"do_sample": False})}
+    models = _load(policy, reference, given.trust_remote_code)
+    for number in range(len(prompts)):
+        ids, text = prompts[number]["input_ids"], prompts[number]["row"]["prompt"]
+        if given.prompts is not None:
+            # The text itself, because a tokenizer may not know all of its words; of messages, what the template made.
+            print(f"prompt {number + 1}: {text if isinstance(text, str) else tokenizer.decode(ids)}")
+        for name, (model, active) in models.items():
+            stop = list(resolve_stop_tokens(tokenizer, model.generation_config, () if end is None else (end,)))
+            torch.manual_seed(given.seed + number)
+            with active():
+                prompt = torch.tensor([ids], device=model.device)
+                tokens = model.generate(prompt, eos_token_id=stop, pad_token_id=stop[0], **how)[0, len(ids) :]
+            print(f"{name}: {tokenizer.decode(tokens, skip_special_tokens=True).strip() or '(empty)'}", flush=True)
     return 0
-
-
-def resolve_policy(name: str) -> tuple[str, dict[str, Any]]:
-    """The folder or hub id of the policy that `name` means, and the options of its run, empty if `name` is no run.
-
-    Raises:
-        ValueError: for a run, or a checkpoint of one, without models that `from_pretrained` loads.
-    """
-    folder = Path(name)
-    check_model_name("model", name)
-    if (folder / "state.json").is_file():
-        raise ValueError(
-            f"{name!r} is a checkpoint to resume from; alpaca-ppo export {name} --to FOLDER writes its models, and "
-            "FOLDER/policy can be sampled"
-        )
-    if not (folder / "run.yaml").is_file():
-        return name, {}
-    if not (folder / "final/policy").is_dir():
-        raise ValueError(
-            f"the run {name!r} has not ended, so final/policy is not there; alpaca-ppo export {name} --to FOLDER "
-            "writes the models of its newest checkpoint"
-        )
-    return str(folder / "final/policy"), read_yaml(str(folder / "run.yaml"))
 
 
 def _reference_of(run: dict[str, Any]) -> str | None:
     """The reference of a run: the model that it names, or the one that it started from; "none" if that was an object
-    of a Python program.
+    of a Python program; None = the base of an adapter, else none.
     """
-    in_memory = run.get(PROVENANCE, {}).get(IN_MEMORY, {})
-    started_from = "ref_model" if "ref_model" in in_memory else "model"
-    if started_from in in_memory and not run.get("use_peft"):
-        print(
-            f"The run was given its {started_from} in memory ({in_memory[started_from]}), so there is no reference "
-            "beside the policy; --reference MODEL names one."
-        )
-        return "none"
     named = run.get("reference")
     if named == "none" or run.get("use_peft"):
-        # An adapter's reference is its base, which the saved adapter names.
         return "none" if named == "none" else None
+    if {"ref_model", "model"} & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys():
+        print("The run's reference was an object of a Python program and is left out; --reference MODEL names one.")
+        return "none"
     return run.get("model_name_or_path") if named in (None, *REFERENCES) else str(named)
 
 
-def _typed(start_anew: Callable[[], Any]) -> Iterator[str]:
-    """What the user types, until the end of the input or /quit."""
-    while True:
-        try:
-            text = input("prompt> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if text == "/quit":
-            return
-        if text == "/new":
-            start_anew()
-        elif text:
-            yield text
+def _load(policy: str, reference: str | None, trust_remote_code: bool) -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """The models by name, each with what is entered while it answers."""
+    import torch
 
+    from alpaca_ppo.adapters import is_adapter, read_policy_adapter
+    from alpaca_ppo.models import load_causal_lm
 
-def _answer_all(prompts: Any, speakers: Any, tokenizer: Any, how: Any) -> None:
-    for number in range(len(prompts)):
-        prompt, text = prompts[number]["input_ids"], prompts[number]["row"]["prompt"]
-        # The text itself, because a tokenizer may not know all of its words; of messages, what the template made.
-        print(f"prompt {number + 1}: {text if isinstance(text, str) else tokenizer.decode(prompt)}")
-        for speaker in speakers:
-            answer = speaker.answer(prompt, tokenizer, how, chat=prompts.are_messages, number=number)
-            print(f"{speaker.name}: {answer}", flush=True)
-        print()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+    def load(name: str) -> Any:
+        model: Any = load_causal_lm(name, trust_remote_code=trust_remote_code, dtype=dtype)
+        return model.to(device).eval()
+
+    models: dict[str, tuple[Any, Callable[[], Any]]] = {}
+    if is_adapter(policy):
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(load(str(read_policy_adapter(policy).base_model_name_or_path)), policy)
+        models["policy"] = adapted.get_base_model(), nullcontext
+        if reference is None:
+            models["reference"] = adapted.get_base_model(), adapted.disable_adapter
+    else:
+        models["policy"] = load(policy), nullcontext
+    if reference not in (None, "none"):
+        models["reference"] = load(str(reference)), nullcontext
+    return models
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="alpaca-ppo sample", description=_DESCRIPTION, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="alpaca-ppo sample", description="Shows what a policy answers, beside its reference.", allow_abbrev=False
+    )
     parser.add_argument("model", help="a run's output_dir, or a model: a folder, an adapter's folder or a hub id")
-    parser.add_argument(
-        "--reference",
-        metavar="MODEL",
-        help="model to compare with, or none (default: the run's reference; of an adapter, its base)",
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt", metavar="TEXT", help="answer this prompt and end; a JSON object gives several columns of a template"
-    )
+    parser.add_argument("--reference", metavar="MODEL", help="to compare with, or none (default: the run's)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="answer this prompt")
     source.add_argument("--prompts", metavar="DATA", help="answer the prompts of a file, a folder or a hub dataset")
     parser.add_argument("--num_prompts", type=int, default=8, help="how many of --prompts (default: %(default)s)")
     parser.add_argument("--prompt_column", help="column of --prompts (default: the run's, or prompt)")
-    parser.add_argument("--prompt_template", help="named template or format string (default: the run's)")
-    parser.add_argument("--plain", action="store_true", help="send text as it is, without the chat template")
+    parser.add_argument(
+        "--prompt_template", help="named template or format string (default: the run's); '{text}' sends text as it is"
+    )
     parser.add_argument("--max_new_tokens", type=int, help="tokens of an answer (default: the run's, or 256)")
     parser.add_argument("--temperature", type=float, help="0 = the likeliest token (default: the run's, or 1)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -1,4 +1,4 @@
-"""`alpaca-ppo presets` and `alpaca-ppo env`, and what a wheel of the package holds."""
+"""`alpaca-ppo presets`, the commit of the package, and what a wheel of the package holds."""
 
 import configparser
 import fnmatch
@@ -6,13 +6,11 @@ import importlib
 import json
 import shutil
 import subprocess
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 
-from alpaca_ppo.cli import commands, completion, env
-from alpaca_ppo.cli.commands import main, main_of
+from alpaca_ppo.cli.commands import main
 from alpaca_ppo.config import git_state
 from alpaca_ppo.presets import preset_names, preset_path
 from tests.docs.markdown import ROOT
@@ -31,21 +29,8 @@ def test_presets_are_listed_with_their_origin_and_shown(capsys):
     assert "there is no preset 'dpao'; did you mean dapo? there are alpaca_farm" in capsys.readouterr().err
 
 
-def test_versions_and_devices_are_listed_without_keys(capsys, monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setattr(env.shutil, "which", lambda name: None)
-    assert main(["env"]) == 0
-    shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
-    assert shown["torch"] == version("torch") and shown["alpaca_ppo"] == version("alpaca_ppo")
-    assert shown["NCCL_DEBUG"] == "INFO" and "secret" not in str(shown)
-    assert shown["gpu"] == "none that nvidia-smi reports"
-    assert env._version("no_such_package") == "not installed"
-
-
-def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_recorded(tmp_path, monkeypatch, capsys):
+def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(git_state, "_ROOT", tmp_path)
-    monkeypatch.setattr(env, "_version", lambda package: "1")
     recorded = {"url": "https://host/alpaca_ppo", "vcs_info": {"vcs": "git", "commit_id": "c" * 40}}
     installed = SimpleNamespace(read_text=lambda name: json.dumps(recorded) if name == "direct_url.json" else None)
     monkeypatch.setattr(git_state.importlib.metadata, "distribution", lambda name: installed)
@@ -63,14 +48,13 @@ def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_record
     assert git_state.package_commit() == commit
     (tmp_path / "file").write_text("2")
     assert git_state.package_commit() == f"{commit}-dirty"
-    assert dict(env.report())["commit"] == f"{commit}-dirty"
     shutil.rmtree(tmp_path / ".git")
 
     def missing(name):
         raise git_state.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(git_state.importlib.metadata, "distribution", missing)
-    assert dict(env.report())["commit"] == "installed without its repository"
+    assert git_state.package_commit() is None
 
 
 def setup_cfg() -> configparser.ConfigParser:
@@ -101,32 +85,3 @@ def test_the_entry_point_is_the_dispatcher():
 @pytest.mark.parametrize("folder", ["accelerate_configs", "deepspeed_configs"])
 def test_the_examples_link_to_the_packages_launch_configurations(folder):
     assert (ROOT / "examples" / folder).resolve() == ROOT / "alpaca_ppo/cli" / folder
-
-
-def completions(script: str, *words: str) -> set[str]:
-    """What bash completes the last of `words` to, with the script sourced."""
-    line = " ".join(f"'{word}'" for word in words)
-    code = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _alpaca_ppo; echo "${{COMPREPLY[@]}}"'
-    return set(subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split())
-
-
-def test_bash_completes_subcommands_flags_and_names():
-    train = completion.flags(main_of("train"))
-    assert {"--num_processes", "--preset", "--adv_estimator", "--help"} <= set(train)
-    assert not {"--no_whiten_advantages", "--options"} & set(train)
-    script = completion.script({"train": train, "sample": completion.flags(main_of("sample")), "env": []})
-    assert completions(script, "alpaca-ppo", "s") == {"sample"}
-    assert completions(script, "alpaca-ppo", "train", "--adv") == {"--adv_estimator"}
-    assert completions(script, "alpaca-ppo", "sample", "m", "--prompt_c") == {"--prompt_column"}
-    assert completions(script, "alpaca-ppo", "train", "--preset", "va") == {"vapo"}
-    assert completions(script, "alpaca-ppo", "train", "--accelerate_config", "zero3") == {"zero3", "zero3_offload"}
-
-
-def test_zsh_gets_the_same_script_after_its_own_line(monkeypatch, capsys):
-    monkeypatch.setattr(completion, "flags", lambda command: ["--help"])
-    monkeypatch.setattr(commands, "main_of", lambda name: completion.main)
-    assert completion.main(["bash"]) == 0
-    bash = capsys.readouterr().out
-    assert completion.main(["zsh"]) == 0
-    assert capsys.readouterr().out == "autoload -U +X bashcompinit && bashcompinit\n" + bash
-    assert '        train) COMPREPLY=($(compgen -W "--help" -- "$current")) ;;' in bash.splitlines()

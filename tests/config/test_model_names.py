@@ -61,7 +61,10 @@ def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
     ("argv", "message"),
     [
         (["sample", "outputs/ppoo", "--prompt", "x"], "error: model is 'outputs/ppoo', but there is no such folder"),
-        (["sample", "outputs", "--reference", "outputs/sfft"], "error: --reference is 'outputs/sfft', but there is no"),
+        (
+            ["sample", "m", "--prompt", "x", "--reference", "outputs/sfft"],
+            "error: --reference is 'outputs/sfft', but there is no",
+        ),
         (["evaluate", "--model", "outputs/ppoo"], "error: model is 'outputs/ppoo', but there is no such folder"),
         (["export", "outputs/ppoo", "--to", "x"], "error: the checkpoint is 'outputs/ppoo', but there is no such"),
         (["report", "outputs/ppoo"], "error: the run is 'outputs/ppoo', but there is no such folder"),
