@@ -130,13 +130,6 @@ class RolloutOptions(EvaluationOptions):
         "A response for which every reward source returns None is left out of the step and counted, as with "
         "failed_rewards: drop; false ends the run there.",
     )
-    score_chunk_prompts: int | None = argument(
-        None,
-        "Prompts whose responses, all samples of each, are scored in one call; reward functions are then called in "
-        "another thread as soon as those are finished, while others are sampled. null = all prompts of the process at "
-        "once, after the sampling.",
-        at_least=1,
-    )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
     )

@@ -11,7 +11,7 @@ _PHASES = {
     "score": (
         "scoring",
         "reward functions or models that are slow or called one after another",
-        "set score_chunk_prompts, so that functions run during the sampling; make them async, or score whole batches",
+        "make functions async, or score whole batches",
     ),
     "rollout": (
         "sampling",

@@ -155,8 +155,6 @@ class Episodes:
         self.turns = turns if answer else None
         """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
         self._max_turn_tokens = max_turn_tokens
-        self.on_ended: Callable[[int], Any] = lambda row: None
-        """Called with each row whose episode has ended, its rewards included."""
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()
@@ -206,7 +204,7 @@ class Episodes:
             complete = bool(samples["stopped"][row]) or length - episode.num_read == self._max_turn_tokens
             self._ending.add(row)
             if self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
-                self._end(row)
+                self._ending.remove(row)
 
     def wait(self) -> None:
         """Waits until all episodes that `finish` was called for have ended."""
@@ -251,13 +249,9 @@ class Episodes:
             self.of_rows[row].seconds += ended.seconds
             done, value = self._advance(row, self._steps.pop(row), ended)
             if done and row in self._ending:
-                self._end(row)
+                self._ending.remove(row)
             elif done:
                 self._answers.append((row, value))
-
-    def _end(self, row: int) -> None:
-        self._ending.remove(row)
-        self.on_ended(row)
 
 
 def _tool_tokens(episodes: Sequence[Episode], mask: Tensor) -> Tensor:

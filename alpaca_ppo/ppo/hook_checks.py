@@ -117,12 +117,6 @@ def _check_rows(samples: Mapping[str, Tensor]) -> None:
         )
 
 
-def score_chunks(num_rows: int, samples_per_prompt: int, chunk_prompts: int | None) -> list[slice]:
-    """The rows of each call of `_score`: those of `chunk_prompts` prompts, or all of them."""
-    size = num_rows if chunk_prompts is None else chunk_prompts * samples_per_prompt
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-
-
 def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int) -> dict[str, Tensor]:
     """The checked result of `_score` for the C rows of `samples`; (C, R) rewards are zeroed outside `response_mask`.
 
@@ -149,28 +143,12 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     return {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])}
 
 
-def join_scores(
-    parts: Sequence[Mapping[str, Tensor]], response_mask: Tensor, *, per_token: bool = False
-) -> dict[str, Tensor]:
-    """The scores of all chunks as tensors of all rows. If some chunks have rewards per token and others per response,
-    or with `per_token`, a response's reward goes to its last chosen token.
-
-    Raises:
-        ValueError: if `_score` returned other keys for one chunk than for another.
-    """
-    keys: list[set[Any]] = [set(part) for part in parts]
-    if different := sorted(set.union(*keys) - set.intersection(*keys)):
-        raise ValueError(f"_score() returned {', '.join(different)} for some of its chunks only; return them for all")
-    rewards = [part["rewards"] for part in parts]
-    if per_token or any(part.dim() == 2 for part in rewards):
-        masks = response_mask.split([len(part) for part in rewards])
-        rewards = [part if part.dim() == 2 else _on_last(part, mask) for part, mask in zip(rewards, masks, strict=True)]
-    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "rewards"}
-    return {**joined, "rewards": torch.cat(rewards)}
-
-
-def _on_last(rewards: Tensor, mask: Tensor) -> Tensor:
-    return rewards.new_zeros(mask.shape).scatter(1, last_token_index(mask).unsqueeze(1), rewards.unsqueeze(1))
+def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Rewards (C, R): those of tokens as they are, that of a response (C,) on its last chosen token."""
+    if rewards.dim() == 2:
+        return rewards
+    last = last_token_index(response_mask).unsqueeze(1)
+    return rewards.new_zeros(response_mask.shape).scatter(1, last, rewards.unsqueeze(1))
 
 
 def check_rollouts(rollouts: Any) -> None:

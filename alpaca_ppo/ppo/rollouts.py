@@ -36,7 +36,6 @@ from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
-from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
@@ -364,29 +363,14 @@ class RolloutCollector:
         prompts: PromptBatch,
         sampling_params: SamplingParams,
         poll: RolloutPoll,
-        early: EarlyCalls | None = None,
         episodes: Episodes | None = None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision. Finished ones are passed to `early`, with
-        `episodes` once their episodes have ended.
-        """
-        finished = early.on_finished if early is not None else lambda rows, samples: None
-        kept: dict[str, Tensor] = {}
+        """`sample_responses` of the engine's policy, in the run's precision."""
 
-        def poll_and_check() -> None:
+        def poll_and_listen() -> None:
             before_token()
             if episodes is not None:
                 episodes.listen()
-            if early is not None:
-                early.check()
-
-        def end_episodes(rows: list[int], samples: dict[str, Tensor]) -> None:
-            assert episodes is not None
-            kept.update(samples)
-            episodes.finish(rows, samples)
-
-        if episodes is not None:
-            episodes.on_ended = lambda row: finished([row], kept)
 
         # A captured step reads its weights where they were, and keeps the sampler's cache.
         sampling_params = replace(
@@ -403,9 +387,9 @@ class RolloutCollector:
                 sampling_params,
                 per_device_batch_size=self.per_device_batch_size,
                 any_rank=any_rank,
-                before_token=poll_and_check,
+                before_token=poll_and_listen,
                 on_rows=poll.on_rows,
-                on_finished=finished if episodes is None else end_episodes,
+                on_finished=(lambda rows, samples: None) if episodes is None else episodes.finish,
                 turns=None if episodes is None else episodes.turns,
             )
         if episodes is None:

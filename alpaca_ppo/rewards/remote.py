@@ -28,7 +28,7 @@ KEY_VARIABLE = "REWARD_API_KEY"
 """The environment variable whose key is sent to every server, as a bearer token."""
 _CONCURRENT = 16
 """Requests under way at once in one event loop, as when the rows of a batch are asked about one by one."""
-_WHEN_SLOW = "; give it more time (reward_url_timeout), or fewer rows at once (score_chunk_prompts)"
+_WHEN_SLOW = "; give it more time (reward_url_timeout), or fewer rows at once (rollout_batch_size)"
 
 
 class RemoteServersFailed(Exception):

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.rewards.batch import RESERVED_COLUMNS, Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
-from alpaca_ppo.rewards.early_calls import CalledFunctions, EarlyCalls
 from alpaca_ppo.rewards.logged_metrics import LoggedMetrics
 from alpaca_ppo.rewards.reward_function import (
     OFFERED,
@@ -74,8 +73,7 @@ class RewardScorer:
         """Returns a context manager for the calls of Python functions. They may block for long (a request to a judge,
         say), so the trainer sets this to let a signal interrupt them."""
         self.on_source: Callable[[str], Any] = lambda name: None
-        """Called with a source's name before the source is, and with the names of all functions before what they return
-        is waited for, if they are called while responses are sampled."""
+        """Called with a source's name before the source is."""
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
@@ -123,28 +121,7 @@ class RewardScorer:
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            called = CalledFunctions(batch, call_functions(self.functions, batch, self.policy, self.on_source))
-        return self._scored(called)
-
-    @property
-    def functions(self) -> list[FunctionReward]:
-        """The sources that are Python functions."""
-        return [source for source in self.sources if isinstance(source, FunctionReward)]
-
-    def next_early(self, early_calls: EarlyCalls) -> RewardResult:
-        """Returns the scores of the next chunk of `early_calls`, as a call with its rows would.
-
-        Raises:
-            RewardError: as a call.
-        """
-        with self.interruptible_call():
-            self.on_source(", ".join(source.name for source in self.functions))
-            called = early_calls.next_result()
-        return self._scored(called)
-
-    def _scored(self, called: CalledFunctions) -> RewardResult:
-        """Runs the models, and checks and adds up the scores of all sources."""
-        batch, returned = called.batch, iter(called.scores)
+            returned = iter(call_functions(self.functions, batch, self.policy, self.on_source))
         results = [
             next(returned) if isinstance(source, FunctionReward) else FunctionScores(self._of_model(source, batch), {})
             for source in self.sources
@@ -153,6 +130,11 @@ class RewardScorer:
         self.failures += [failures[row] for row in sorted(failures)]
         by_source = {name: _row_totals(source_scores) for name, source_scores in zip(self.names, scores, strict=True)}
         return RewardResult(self._weighted_sum(scores, batch), by_source, failures)
+
+    @property
+    def functions(self) -> list[FunctionReward]:
+        """The sources that are Python functions."""
+        return [source for source in self.sources if isinstance(source, FunctionReward)]
 
     def _of_model(self, source: ModelReward, batch: RewardBatch) -> Any:
         self.on_source(source.name)

@@ -4,7 +4,7 @@ and for length.
 The KL penalty is not here; it is added when rewards are shaped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, sequence_scores
-from alpaca_ppo.rewards.batch import RewardBatch, make_reward_batch
-from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.scorer import RewardScorer
 
 
@@ -38,7 +36,6 @@ def score_responses(
     rows: list[dict[str, Any]],
     *,
     penalties: Penalties,
-    early: EarlyCalls | None = None,
 ) -> dict[str, Tensor]:
     """Returns `scores`, `rewards` and `scores_by_source` of B sampled responses, on the CPU.
 
@@ -52,8 +49,6 @@ def score_responses(
             bool, on the CPU; other keys are ignored.
         rows: the dataset row of each of the B responses, with its `prompt`.
         penalties: for a missing stop token and for length.
-        early: the calls of reward functions that have begun already, of whose chunks these rows are the next; None
-            calls the functions here.
 
     Returns:
         scores (B,) float32, summed over the sources, before the penalties; rewards (B,) float32, or (B, R) if a source
@@ -66,7 +61,7 @@ def score_responses(
         RewardError: as `RewardScorer`.
     """
     mask = samples["response_mask"]
-    result = scorer(**scorer_arguments(processing_class, samples, rows)) if early is None else scorer.next_early(early)
+    result = scorer(**scorer_arguments(processing_class, samples, rows))
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
     if penalties.missing_stop is not None:
@@ -85,24 +80,6 @@ def score_responses(
         scored["dropped"][dropped] = torch.arange(last - len(dropped), last) + 1
         scored["scored"] = scored["dropped"] == 0
     return scored
-
-
-def early_calls(
-    scorer: RewardScorer, processing_class: Any, rows: list[dict[str, Any]], chunks: Sequence[slice]
-) -> EarlyCalls:
-    """Returns the calls of the scorer's functions for chunks of B responses, each to be made once its own are finished.
-
-    Args:
-        scorer: the reward sources.
-        processing_class: the policy's tokenizer.
-        rows: the dataset row of each of the B responses.
-        chunks: the rows that `score_responses` is called with, one after another.
-    """
-
-    def make_batch(chunk: slice, samples: dict[str, Tensor]) -> RewardBatch:
-        return make_reward_batch(**scorer_arguments(processing_class, samples, rows[chunk]))
-
-    return EarlyCalls(scorer.functions, scorer.policy, chunks, make_batch)
 
 
 def response_texts(processing_class: Any, samples: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:

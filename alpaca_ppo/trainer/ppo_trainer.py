@@ -44,7 +44,6 @@ from alpaca_ppo.trainer.evaluation import Evaluator
 from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
 from alpaca_ppo.trainer.preflight import (
     DiskCheck,
-    check_class,
     check_config_class,
     check_output_dir,
 )
@@ -117,7 +116,6 @@ class PPOTrainer(RolloutTrainer):
         tool_call_parser: ToolCallParser | None = None,
     ) -> None:
         given = dict(locals())
-        check_class(type(self))
         args = check_config_class(args)
         check_output_dir(args)
         environments = GivenEnvironments(tools, environment_factory, tool_call_parser)

@@ -50,19 +50,6 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     check_manifest(folder)
 
 
-def check_class(trainer_class: type) -> None:
-    """Checks that a trainer's class sets nothing that only an option decides.
-
-    Raises:
-        ValueError: for the attribute `score_chunk_prompts`.
-    """
-    if hasattr(trainer_class, "score_chunk_prompts"):
-        raise ValueError(
-            f"{trainer_class.__name__} has the attribute score_chunk_prompts ({trainer_class.score_chunk_prompts!r}), "
-            "which nothing reads: it is an option; remove the attribute, and set score_chunk_prompts in PPOConfig"
-        )
-
-
 def check_config_class(args: Any) -> PPOConfig:
     """Returns `args`, a configuration of this package.
 

@@ -28,9 +28,8 @@ from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
 from alpaca_ppo.registry import GENERATION_BACKENDS
-from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.logged_metrics import merged
-from alpaca_ppo.rewards.scoring import early_calls, score_responses
+from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.trainer import measure_checks, setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.environment_setup import GivenEnvironments
@@ -70,7 +69,6 @@ class RolloutTrainer(BaseTrainer):
         """Also sets up what a rollout records and how it is interrupted."""
         super().set_up_run(callbacks)
         self.timers, self.rollout_poll, self.counts = self.new_timers(), RolloutPoll(), RolloutCounts()
-        self._early: EarlyCalls | None = None
         self._episodes: Episodes | None = None
         scorer, self.collector.metric_scorer.logged = self.collector.scorer, self.collector.scorer.logged
         for each in (scorer, self.collector.metric_scorer):
@@ -258,41 +256,19 @@ class RolloutTrainer(BaseTrainer):
 
     def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
-        n, sources, parts = sampling_params.num_return_sequences, self.collector.scorer.names, []
         rows = episode_rows(prompts, sampling_params, self._episodes)
         if self._episodes is not None:
             prompts, sampling_params = self._episodes.prompts, self._episodes.sampling_params
-        chunks = hook_checks.score_chunks(len(rows), n, self.args.score_chunk_prompts)
-        with self._calling_early(rows, chunks):
-            with self.timers.measure("rollout"):
-                samples = self._generate(prompts, sampling_params)
-            samples = hook_checks.complete_samples(samples, prompts, sampling_params)
-            self.rollout_poll()
-            with self.timers.measure("score"):
-                for chunk in chunks:
-                    part = {key: value[chunk] for key, value in samples.items()}
-                    scores = self._score(part, rows[chunk])
-                    parts.append(hook_checks.check_scores(scores, part, num_sources=len(sources)))
-        per_token = self.environments is not None and self.environments.reward_per_token
-        return samples | hook_checks.join_scores(parts, samples["response_mask"], per_token=per_token)
-
-    @contextmanager
-    def _calling_early(self, rows: list[dict[str, Any]], chunks: Sequence[slice]) -> Iterator[None]:
-        """Lets reward functions be called for finished chunks while `_generate` samples the others.
-
-        They are called in `_score` instead without `score_chunk_prompts`, where ranks run in lockstep, and where a
-        subclass samples or scores in another way.
-        """
-        hooks = (self._generate, self._score)
-        inherited = hooks == (MethodType(RolloutTrainer._generate, self), MethodType(RolloutTrainer._score, self))
-        if not inherited or self.args.score_chunk_prompts is None or self.updater.engine.synced_forwards:
-            yield
-            return
-        with early_calls(self.collector.scorer, self.processing_class, rows, chunks) as self._early:
-            try:
-                yield
-            finally:
-                self._early = None
+        with self.timers.measure("rollout"):
+            samples = self._generate(prompts, sampling_params)
+        samples = hook_checks.complete_samples(samples, prompts, sampling_params)
+        self.rollout_poll()
+        with self.timers.measure("score"):
+            scores = self._score(samples, rows)
+        scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
+        if self.environments is not None and self.environments.reward_per_token:
+            scored["rewards"] = hook_checks.per_token(scored["rewards"], samples["response_mask"])
+        return samples | scored
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
@@ -311,14 +287,10 @@ class RolloutTrainer(BaseTrainer):
             bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
             tensors with one entry per row, which are passed on to `_score` and the later hooks.
         """
-        return self.collector.sample(
-            self.updater.engine, prompts, sampling_params, self.rollout_poll, self._early, self._episodes
-        )
+        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll, self._episodes)
 
     def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Scores finished responses with the run's reward sources.
-
-        It may be called with a part of a rollout: `score_chunk_prompts` prompts at a time, each with all its samples.
 
         Args:
             samples: the checked samples of C responses: what `_generate` returned, with `queries`, `query_attn_masks`,
@@ -330,7 +302,7 @@ class RolloutTrainer(BaseTrainer):
             of the token; `scores_by_source` (C, sources).
         """
         scorer, penalties = self.collector.scorer, setup.make_penalties(self.args)
-        return score_responses(scorer, self.processing_class, samples, rows, penalties=penalties, early=self._early)
+        return score_responses(scorer, self.processing_class, samples, rows, penalties=penalties)
 
     def evaluate(self) -> dict[str, float]:
         """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference

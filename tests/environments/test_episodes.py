@@ -68,11 +68,8 @@ class Played:
             "response_mask": torch.tensor([mask + [False]]),
             "stopped": torch.tensor([stopped]),
         }
-        ended = []
-        self.episodes.on_ended = ended.append
         self.episodes.finish([0], samples)
         self.episodes.wait()
-        assert ended == [0]
         statistics = self.episodes.statistics(samples)
         self._block.__exit__(None, None, None)
         self.tool_tokens = statistics.pop("tool_tokens")[0].tolist()

@@ -35,7 +35,6 @@ NOT_COMPARED = {
     "mismatch_check_steps": "which steps compare sampler and trainer; tests/trainer/test_old_policy_auto.py",
     "reward_retries": "calls a failing source again; tests/rewards",
     "reward_retry_pause": "between those calls; tests/rewards",
-    "score_chunk_prompts": "when functions are called; tests/trainer/test_early_calls.py",
     "dynamic_sampling": "which prompts a step learns from; tests/trainer/test_dynamic_sampling.py",
     "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
     "curriculum": "which prompts a step learns from; tests/ppo/test_curriculum.py",

@@ -40,7 +40,7 @@ SPARING = ("rollout_batch_size=4", "mismatch_check_steps=5")
 RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
     # log-probs.
-    "rank_without_prompts": (*SPARING, "total_episodes=21", "score_chunk_prompts=2"),
+    "rank_without_prompts": (*SPARING, "total_episodes=21"),
     # 20 prompts at 7 a step leave ragged step batches, of which responses that did not stop are taken out.
     "ragged_batches": (
         *("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared", "mask_truncated=true"),
@@ -73,7 +73,6 @@ RUNS = {
     "dropping": (
         "flaky=true",
         "failed_rewards=drop",
-        "score_chunk_prompts=1",
         "rollout_batch_size=3",
         "num_return_sequences=2",
         "eval_prompts=5",
@@ -96,7 +95,7 @@ RUNS = {
     # Conversations of one to three turns, of which a rank has other numbers than the other.
     "talking": (
         *("talker=true", "response_len=12", "max_turn_tokens=3", "max_policy_tokens=8", "turn_gamma=0.9"),
-        *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3", "score_chunk_prompts=2"),
+        *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3"),
     ),
     "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),
     "compared_adapter": ("eval_prompts=3", *ADAPTER, "eval_opponent=reference"),

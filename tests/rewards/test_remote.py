@@ -3,7 +3,6 @@
 import gzip
 import random
 import sys
-import threading
 import time
 import traceback
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RemoteReward, RewardError
 from alpaca_ppo.rewards.batch import make_reward_batch
-from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.rewards.remote import _parts
 from alpaca_ppo.rewards.reward_function import call_functions
 from alpaca_ppo.rewards.wire_formats import openrlhf_scores, plain_scores
@@ -372,34 +370,3 @@ def test_any_bytes_are_an_error_of_the_server():
                 found.append("failed")
     assert len(found) == 100 and found.count("failed") > 20 and found.count(0.25) > 5
     assert all(score == "failed" or type(score) is float for score in found)
-
-
-def test_requests_for_finished_chunks_arrive_while_other_responses_are_sampled():
-    events, arrived, may_answer = [], threading.Semaphore(0), threading.Event()
-
-    def slow(request):
-        events.append(request.body["completions"])
-        arrived.release()
-        assert may_answer.wait(30)
-        return right(request)
-
-    chunks = [slice(0, 2), slice(2, 3)]
-
-    def make_batch(chunk, samples):
-        return make_reward_batch(
-            BATCH.prompts[chunk], BATCH.completions[chunk], BATCH.completion_ids[chunk], rows[chunk]
-        )
-
-    rows = [{}, {}, {}]
-    with RawServer(slow) as server:
-        source = FunctionReward(RemoteReward(server.url))
-        with EarlyCalls([source], FailurePolicy(), chunks, make_batch) as calls:
-            calls.on_finished([0, 1], {})
-            assert arrived.acquire(timeout=30)
-            events.append("row 2 is sampled")
-            calls.on_finished([2], {})
-            # The second request comes although the first is not answered.
-            assert arrived.acquire(timeout=30)
-            may_answer.set()
-            assert [calls.next_result().scores[0].scores for _ in chunks] == [[0.0, 1.0], [0.0]]
-    assert events == [["x", "y"], "row 2 is sampled", ["z"]]

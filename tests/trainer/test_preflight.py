@@ -8,7 +8,6 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.trainer import preflight
 from alpaca_ppo.trainer.preflight import check_start
@@ -49,14 +48,6 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     refused(tmp_path, "truncate_tokens holds id 64", arguments=named, truncate_tokens=[64])
     refused(tmp_path, "no rows", arguments={**named, "train_dataset": prompts().select([])})
     refused(tmp_path, "has no column 'text'", arguments=named, prompt_column="text")
-
-
-def test_a_class_that_sets_an_option_is_refused(tmp_path):
-    class Chunked(PPOTrainer):
-        score_chunk_prompts = 8
-
-    with pytest.raises(ValueError, match=r"Chunked has the attribute score_chunk_prompts \(8\), .*; remove .* PPOC"):
-        tiny_trainer(tmp_path, trainer_class=Chunked)
 
 
 @pytest.mark.usefixtures("no_model")

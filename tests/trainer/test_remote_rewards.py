@@ -1,12 +1,9 @@
 """Runs whose rewards come from an HTTP server: when it is asked, what the progress bar says, what is written down."""
 
-import threading
-
 import pytest
 import torch
 
 from alpaca_ppo import RemoteReward, ScriptArguments
-from alpaca_ppo.rewards.early_calls import EarlyCalls
 from alpaca_ppo.tracking.progress_bar import ProgressBar
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.from_arguments import reward_sources
@@ -21,38 +18,20 @@ def even(request):
     return response({"rewards": count_even(**request.body), "metrics": {"rows": len(request.body["prompts"])}})
 
 
-def test_a_run_with_a_server_is_that_with_the_function_and_asks_while_it_samples(tmp_path, monkeypatch):
+def test_a_run_with_a_server_is_that_with_the_function(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    events, details, arrived, report = [], [], threading.Event(), EarlyCalls.on_finished
-
-    def on_finished(self, rows, samples):
-        events.extend("response" for _ in rows)
-        report(self, rows, samples)
-        # The first prompt's response, which is a chunk, is among the first nine: tokens do not depend on timing.
-        if events.count("response") == 9:
-            assert arrived.wait(30)
-
-    def seen(request):
-        events.append("request")
-        arrived.set()
-
-    detail = ProgressBar.detail
-    monkeypatch.setattr(ProgressBar, "detail", lambda bar, text: (details.append(text), detail(bar, text))[1])
-    local = tiny_trainer(tmp_path / "local", total_episodes=10, score_chunk_prompts=1)
+    details, detail = [], ProgressBar.detail
+    local = tiny_trainer(tmp_path / "local", total_episodes=10)
     local.train()
-    details.clear()
-    monkeypatch.setattr(EarlyCalls, "on_finished", on_finished)
+    monkeypatch.setattr(ProgressBar, "detail", lambda bar, text: (details.append(text), detail(bar, text))[1])
     with RawServer(even) as server:
-        server.arrived = seen
         sources = {"reward_funcs": RemoteReward(server.url, name="served")}
-        remote = tiny_trainer(tmp_path / "remote", total_episodes=10, score_chunk_prompts=1, trainer_arguments=sources)
+        remote = tiny_trainer(tmp_path / "remote", total_episodes=10, trainer_arguments=sources)
         remote.train()
-    assert events.count("request") == events.count("response") == 10
-    assert "response" in events[events.index("request") :], "a request arrived before the last response was finished"
     expected = weights(local)
     assert all(torch.equal(value, expected[name]) for name, value in weights(remote).items())
     assert set(details) == {"served"}
-    assert metric_lines(tmp_path / "remote")[-1]["reward/rows"] == 1.0
+    assert metric_lines(tmp_path / "remote")[-1]["reward/rows"] == 10.0
 
 
 def arguments(**options):

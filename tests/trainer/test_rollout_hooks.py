@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, join_scores
+from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, per_token
 from tests.tiny_models import EOS, PAD
 from tests.tiny_runs import metric_lines, tiny_trainer
 
@@ -111,24 +111,18 @@ def test_a_sample_may_have_a_prompt_of_its_own_and_further_tensors_of_a_row(tmp_
     assert "turns" in rollouts
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 3])
-def test_scores_come_in_fixed_chunks_that_never_split_a_prompt_s_samples(chunk, tmp_path):
-    sizes = []
+def test_scores_come_in_one_call_that_keeps_a_prompt_s_samples_together(tmp_path):
+    calls = []
 
-    class Chunked(PPOTrainer):
+    class Seen(PPOTrainer):
         def _score(self, samples, rows):
-            sizes.append(samples["prompt_ids"].tolist())
+            calls.append(samples["prompt_ids"].tolist())
             assert [row["prompt"] for row in rows][::2] == [row["prompt"] for row in rows][1::2]
             return super()._score(samples, rows)
 
-    whole = tiny_trainer(tmp_path / "whole", num_return_sequences=2)
-    run = {"num_return_sequences": 2, "score_chunk_prompts": chunk}
-    trainer = tiny_trainer(tmp_path / "chunks", trainer_class=Chunked, **run)
-    rollouts = trainer.rollout(trainer.prompt_batches(0))
-    assert [len(ids) for ids in sizes] == {None: [20], 1: [2] * 10, 3: [6, 6, 6, 2]}[chunk]
-    assert all(ids[::2] == ids[1::2] for ids in sizes)
-    for key, value in whole.rollout(whole.prompt_batches(0)).items():
-        assert torch.equal(rollouts[key], value), key
+    trainer = tiny_trainer(tmp_path, trainer_class=Seen, num_return_sequences=2)
+    trainer.rollout(trainer.prompt_batches(0))
+    assert [len(ids) for ids in calls] == [20] and calls[0][::2] == calls[0][1::2]
 
 
 def test_the_random_keys_are_those_that_the_package_s_sampler_draws_with(tmp_path):
@@ -239,9 +233,7 @@ def test_token_rewards_outside_the_mask_do_not_count(sampled):
     assert torch.equal(checked["rewards"], sampled["samples"]["response_mask"].float())
 
 
-def test_chunks_with_rewards_per_token_and_per_response_are_joined():
+def test_the_reward_of_a_response_goes_to_its_last_chosen_token():
     mask = torch.tensor([[True, True, False], [True, False, True]])
-    parts = [{"rewards": torch.tensor([[1.0, 2.0, 0.0]])}, {"rewards": torch.tensor([3.0])}]
-    assert join_scores(parts, mask)["rewards"].tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
-    with pytest.raises(ValueError, match="returned extra for some of its chunks only"):
-        join_scores([{**parts[0], "extra": torch.zeros(1)}, parts[1]], mask)
+    assert per_token(torch.tensor([1.0, 3.0]), mask).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 3.0]]
+    assert per_token(torch.eye(2, 3), mask).tolist() == torch.eye(2, 3).tolist()

@@ -57,6 +57,7 @@ def test_a_run_that_was_ended_goes_on_when_it_is_resumed_and_says_nothing_twice(
 def logging_reward(prompts, log_metric, trainer_state, **columns):
     log_metric("steps_done", trainer_state.global_step)
     log_metric("rows", len(prompts))
+    log_metric("rows", 0)
     return [float(i) for i in range(len(prompts))]
 
 
@@ -65,14 +66,13 @@ def test_what_a_reward_function_logs_is_in_the_metrics_of_step_and_evaluation(tm
         tmp_path,
         rollout_batch_size=4,
         step_batch_size=4,
-        score_chunk_prompts=2,
         total_episodes=8,
         num_logged_rollouts=0,
         trainer_arguments={"reward_funcs": logging_reward, "eval_dataset": prompts(3)},
     )
     trainer.train()
     before, first, second = metric_lines(tmp_path)
-    # Two chunks of two rows in a step; chunks of two rows and one in an evaluation.
+    # The mean of 4 and 0 in a step, of 3 and 0 in an evaluation.
     assert (first["reward/steps_done"], first["reward/rows"]) == (0.0, 2.0)
     assert (second["reward/steps_done"], second["reward/rows"]) == (1.0, 2.0)
     assert (before["eval/reward/steps_done"], before["eval/reward/rows"]) == (0.0, 1.5)
