@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz test browser-test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz test proof proof-ci browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -63,6 +63,15 @@ same-numbers: $(INSTALLED_FOR_TESTS)
 
 test: check
 	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)
+
+# What takes long and proves one more case: every ZeRO stage with every layout, moves between process counts, nodes.
+proof: $(INSTALLED_FOR_TESTS)
+	$(call timed,proof,$(BIN)/python -m pytest -n $(WORKERS) -m proof --durations 20)
+
+# The part of it that every change must pass: DDP, ZeRO 3, resuming.
+proof-ci: $(INSTALLED_FOR_TESTS)
+	$(call timed,proof-ci,$(BIN)/python -m pytest -n $(WORKERS) -m proof -k "ddp or two or zero3" --durations 5 \
+		tests/integration/test_processes.py tests/integration/test_resume_processes.py tests/integration/test_zero.py)
 
 # The report in a headless Chromium, which must be installed; SCREENSHOTS=<folder> keeps what it looked like.
 browser-test: $(INSTALLED_FOR_TESTS)

@@ -98,7 +98,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_deselected(items):
-    _deselected.extend(items)
+    """What `make proof` runs is no part of a complete run."""
+    _deselected.extend(item for item in items if item.get_closest_marker("proof") is None)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -91,6 +92,12 @@ def start_tiny(config: str | None, *runs: tuple[Path | str, ...]) -> str:
     count = 1 if config in (None, "single") else 2
     assert outcome.stdout.count(f"each of {count} processes") == len(runs), outcome.stdout
     return outcome.stdout + outcome.stderr
+
+
+def proves(request: pytest.FixtureRequest) -> bool:
+    """Whether any test of the module that `request` is of was selected that only `make proof` runs."""
+    items = (item for item in request.session.items if item.path == request.path)
+    return any(item.get_closest_marker("proof") for item in items)
 
 
 def survivors(processes: list[psutil.Process], *, seconds: float) -> list[psutil.Process]:

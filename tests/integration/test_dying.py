@@ -105,6 +105,7 @@ def test_a_process_that_only_waits_to_be_reaped_has_ended_and_one_that_sleeps_ha
     assert survivors([process], seconds=10) == []
 
 
+@pytest.mark.proof
 def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_end(tmp_path):
     # Three steps: in the first the update is interrupted, in the second the rollout.
     zero = (f"deepspeed={ROOT / 'examples/deepspeed_configs/zero3.json'}", "use_cpu=false", "total_episodes=30")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.integration.launching import start
 
+pytestmark = pytest.mark.proof
 FULL = {"reference": "copy"}
 ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
 

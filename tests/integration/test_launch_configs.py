@@ -62,11 +62,14 @@ def assert_same(lines: list[dict[str, Any]], alone: list[dict[str, Any]], tolera
     assert lines[1]["objective/kl_sum_seq"] != 0.0
 
 
-@pytest.mark.parametrize("config", STARTED)
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, marks=() if c in FROM_SCRATCH | {"ddp"} else pytest.mark.proof) for c in STARTED]
+)
 def test_a_launch_configuration_starts_the_run_of_one_process(run, alone, config):
     assert_same(launch(run, config), alone, tolerance=1e-4)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("config", GIVEN)
 def test_a_deepspeed_configuration_starts_by_flag(run, alone, config):
     half = config.endswith("_bf16")

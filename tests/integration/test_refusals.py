@@ -73,6 +73,7 @@ def test_a_full_disk_ends_both_ranks_and_the_run_goes_on_when_there_is_room(tmp_
         assert metric_lines(folder) == metric_lines(tmp_path / "whole")
 
 
+@pytest.mark.proof
 def test_final_models_without_room_end_both_ranks(tmp_path):
     folder = tmp_path / "disk"
     # The final policy has 170 kB; there is room for it when the run starts.
@@ -83,6 +84,7 @@ def test_final_models_without_room_end_both_ranks(tmp_path):
         assert list((folder / "final").iterdir()) == []
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("report_to", ["none", "tensorboard"])
 def test_records_without_room_end_both_ranks(report_to, tmp_path):
     folder = tmp_path / "disk"

@@ -16,7 +16,11 @@ from examples.same_run import Difference, compare, launch, write_run
 from tests.tools.warm_python import warm_python
 
 SMALL, MIDDLE, LARGE = same_run.MICRO_BATCHES
-PART = [("ddp", "full", SMALL), ("zero2", "lora", MIDDLE), ("zero3", "full", LARGE)]
+PART = [
+    ("ddp", "full", SMALL),
+    pytest.param("zero2", "lora", MIDDLE, marks=pytest.mark.proof),
+    ("zero3", "full", LARGE),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

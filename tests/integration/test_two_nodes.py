@@ -18,6 +18,7 @@ from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, ki
 from tests.tiny_runs import metric_lines
 from tests.tools.warm_python import warm_python
 
+pytestmark = pytest.mark.proof
 CONFIGS = "examples/accelerate_configs"
 # What one machine is started with, and two: two_nodes.yaml is ddp.yaml for two machines.
 SETTINGS = {"ddp": ("ddp", "two_nodes"), "zero3": ("zero3", "zero3")}

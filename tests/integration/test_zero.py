@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
-from tests.integration.launching import ROOT, start_tiny
+from tests.integration.launching import ROOT, proves, start_tiny
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
 
@@ -135,8 +135,22 @@ STAGES = {
     ],
     "zero3": list(RUNS),
 }
+# What `make test` runs; the others are for `make proof`.
+KEPT = {
+    "single": ["adapters", "layer_by_layer", "clipped"],
+    "zero1": ["clipped"],
+    "zero2": ["clipped"],
+    "zero3": ["adapters", "layer_by_layer"],
+}
+
+
+def case(stage: str, name: str, *more: Any) -> Any:
+    """Parameters of a test about the run `name` under `stage`."""
+    return pytest.param(stage, name, *more, marks=() if name in KEPT[stage] else pytest.mark.proof)
+
+
 EXACT = [
-    (stage, name)
+    case(stage, name)
     for stage, names in STAGES.items()
     for name in names
     if stage != "single" and not name.startswith(("half", "heavy"))
@@ -144,11 +158,11 @@ EXACT = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory, request) -> Path:
     """A folder with the runs of every stage, and of one process (`single`), in folders such as zero3/tied."""
     folder = tmp_path_factory.mktemp("zero")
     write_reward_adapter(folder / "reward")
-    for stage, names in STAGES.items():
+    for stage, names in (STAGES if proves(request) else KEPT).items():
         output = start_tiny(stage, *((folder / stage / name, *flags(folder, name, stage)) for name in names))
         (folder / stage / "output.txt").write_text(output)
     return folder
@@ -212,15 +226,20 @@ def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
 
 
 @pytest.mark.parametrize(
-    "name, table", [("adapters", "inspected"), ("layer_by_layer", "eval"), ("ragged", "inspected")]
+    ("stage", "name", "table"),
+    [
+        case("zero3", "adapters", "inspected"),
+        case("zero3", "layer_by_layer", "eval"),
+        case("zero3", "ragged", "inspected"),
+    ],
 )
-def test_sharded_models_log_the_tokens_of_followed_prompts(name, table, runs):
+def test_sharded_models_log_the_tokens_of_followed_prompts(stage, name, table, runs):
     def tokens(stage):
         files = sorted((runs / stage / name / table).rglob("step_*.jsonl"))
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [entry for row in rows for entry in row.get("tokens", [])]
 
-    whole, sharded = tokens("single" if name != "ragged" else "zero2"), tokens("zero3")
+    whole, sharded = tokens("single" if name != "ragged" else "zero2"), tokens(stage)
     assert whole and [entry["id"] for entry in sharded] == [entry["id"] for entry in whole]
     for ours, theirs in zip(whole, sharded, strict=True):
         assert theirs.keys() == ours.keys()
@@ -233,6 +252,7 @@ def test_the_final_folders_are_whole_and_those_of_one_process(stage, name, runs)
     assert_same_tensors(saved(runs / stage / name), saved(runs / "single" / name))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])
 def test_the_best_checkpoint_is_what_every_stage_ends_with(stage, runs):
     folder = runs / stage / "best"
@@ -244,11 +264,13 @@ def test_the_best_checkpoint_is_what_every_stage_ends_with(stage, runs):
     assert not any(torch.equal(held[name], last[name]) for name in held if held[name].ndim == 2)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])
 def test_the_same_steps_take_the_samplers_log_probs(stage, runs):
     assert [line["mismatch/recomputed"] for line in metric_lines(runs / stage / "ragged")] == [1, 1, 1, 0]
 
 
+@pytest.mark.proof
 def test_the_final_folders_load(runs):
     tied = AutoModelForCausalLM.from_pretrained(runs / "zero3/tied/final/policy")
     assert tied.lm_head.weight is tied.transformer.wte.weight
@@ -267,6 +289,7 @@ def test_the_final_folders_load(runs):
     }
 
 
+@pytest.mark.proof
 def test_stage_3_holds_a_part_of_every_model_and_the_others_all_of_it(runs):
     shares = {name: json.loads((runs / "zero3" / name / "resident.json").read_text()) for name in RUNS}
     assert shares["reward_model"].keys() == {"policy", "reference", "reward 1"}
@@ -280,6 +303,7 @@ def test_stage_3_holds_a_part_of_every_model_and_the_others_all_of_it(runs):
     assert whole == {"policy": 1.0, "reference": 1.0}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("stage", "name"), [("zero2", "skipped"), ("zero3", "skipped"), ("zero3", "skipped_adapters")])
 def test_an_update_that_is_nan_on_one_rank_is_skipped_on_both(stage, name, runs):
     records = [json.loads(line) for line in (runs / stage / name / "skipped_updates.jsonl").read_text().splitlines()]
@@ -287,13 +311,23 @@ def test_an_update_that_is_nan_on_one_rank_is_skipped_on_both(stage, name, runs)
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
 
 
-@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage, name in EXACT if name.startswith("clipped")])
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        case(stage, name)
+        for stage, names in STAGES.items()
+        for name in names
+        if name.startswith("clipped")
+        if stage != "single"
+    ],
+)
 def test_both_gradients_were_above_their_limits(stage, name, runs):
     """The runs that are those of one process were clipped, then, each gradient by its own norm."""
     (line,) = metric_lines(runs / stage / name)
     assert line["ppo/policy/grad_norm"] > 5 * 0.1 and line["ppo/val/grad_norm"] > 2 * 0.3
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", HEAVY)
 def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
     heavy, light = (
@@ -304,6 +338,7 @@ def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
     assert differ and all(key.startswith("critic.") or ".value." in key for key in differ)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("stage", "name"), [("zero2", "half_steep"), ("zero3", "steep")])
 def test_an_infinite_gradient_is_skipped_by_all_and_says_whose_it_was(stage, name, runs):
     records = [json.loads(line) for line in (runs / stage / name / "skipped_updates.jsonl").read_text().splitlines()]
@@ -315,12 +350,14 @@ def test_an_infinite_gradient_is_skipped_by_all_and_says_whose_it_was(stage, nam
     assert all(torch.equal(two[key], start[key]) for key in start), "nothing was trained anywhere"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["copied_start", "half_copied_start"])
 def test_the_copy_of_an_adapters_start_has_its_numbers_to_the_last_bit(name, runs):
     first, second = metric_lines(runs / "zero3" / name)
     assert first["objective/kl_sum_seq"] == 0.0 and second["objective/kl_sum_seq"] != 0.0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("stage", "name"), [("zero2", "half"), ("zero3", "half"), ("zero3", "half_adapters")])
 def test_a_bfloat16_run_starts_where_its_reference_is(stage, name, runs):
     first, second = metric_lines(runs / stage / name)
