@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
-from alpaca_ppo.checkpoint.run_lock import LOCK_FILE  # noqa: E402
+from alpaca_ppo.checkpoint.run_lock import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.distributed.engine import Engine  # noqa: E402
 from alpaca_ppo.models import packing_probe  # noqa: E402
@@ -246,7 +246,7 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
 
     def files() -> list[tuple[Path, int]]:
         """All but the lock, which the main process may hold at this moment."""
-        found = (path for path in Path(output_dir).rglob("*") if path.name != LOCK_FILE)
+        found = (path for path in Path(output_dir).rglob("*") if path.name not in (LOCK_FILE, HOLDER_FILE))
         return sorted((path, path.stat().st_mtime_ns) for path in found)
 
     before = files()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alpaca_ppo.checkpoint.run_lock import lock_folder, unlock_folder
+from alpaca_ppo.checkpoint.run_lock import FolderLock
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
 from tests.integration.launching import ENVIRONMENT, ROOT, command, survivors
 from tests.tools.torture import LAUNCHER, Victim, check_outcome, check_promises, outcome
@@ -85,9 +85,10 @@ def test_ranks_end_soon_after_their_launcher_is_killed_and_a_run_started_at_once
     assert victim.wait() == -signal.SIGKILL
     ranks = [psutil.Process(victim.phase(rank)[0]) for rank in (0, 1)]
     # What the next run does first.
-    lock_folder(parts)
+    lock = FolderLock(parts)
+    lock.acquire()
     assert f"is locked by process {ranks[0].pid} on" in capsys.readouterr().out
-    unlock_folder(parts)
+    lock.release()
     assert survivors(ranks, seconds=10) == []
     assert f"the launcher (process {victim.process.pid}) has died" in parts.with_suffix(".log").read_text()
     for folder in (parts, tmp_path / "whole"):
