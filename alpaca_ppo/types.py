@@ -49,6 +49,9 @@ class Rollouts(TypedDict, total=False):
     """(B,) int64, number of the response among the prompt's `num_return_sequences`, from 0."""
     responses: Required[Tensor]
     """(B, R) int64 token ids, right-padded; R is `response_len`, however long the responses are."""
+    trained_rows: NotRequired[Tensor]
+    """(B,) bool, with `failed_rewards: mask`: False = the reward failed and is 0, or is the only one of its prompt that
+    did not; the response gives no gradient and is left out of whitening, groups and denominators."""
     response_mask: Required[Tensor]
     """(B, R) bool, True = a token that the policy chose, including the stop token. It may have holes: tokens that
     something else wrote into the response, such as the output of a tool."""
@@ -78,7 +81,7 @@ class Rollouts(TypedDict, total=False):
     scores: Required[Tensor]
     """(B,) float32, weighted sum of the reward sources, before any penalty."""
     scores_by_source: Required[Tensor]
-    """(B, sources) float32, unweighted score of each reward source; NaN where it returned None."""
+    """(B, sources) float32, unweighted score of each reward source; NaN where it returned None or failed."""
     baseline_scores: NotRequired[Tensor]
     """(B,) float32, reward of the prompt's greedy response; for remax only."""
     rewards: Required[Tensor]

@@ -120,15 +120,10 @@ class RolloutOptions(EvaluationOptions):
         at_least=0,
         at_most=86400,
     )
-    failed_rewards: Literal["error", "drop"] = argument(
+    failed_rewards: Literal["error", "mask"] = argument(
         "error",
-        "A response whose reward function raises (after the retries) or returns no finite score: error ends the run; "
-        "drop leaves the response out of the step and counts it.",
-    )
-    drop_unscored: bool = argument(
-        False,
-        "A response for which every reward source returns None is left out of the step and counted, as with "
-        "failed_rewards: drop; false ends the run there.",
+        "A response whose reward function raises (after the retries) or returns no finite score, or for which every "
+        "reward source returns None: error ends the run; mask trains without the response and counts it.",
     )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."

@@ -39,7 +39,7 @@ def correctness(record: ResponseRecord, settings: EvaluationSettings) -> float |
 def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -> dict[str, float]:
     """Returns the metrics, each with a standard error over prompts under `<name>_se`.
 
-    A prompt of which fewer than k responses are left (`failed_rewards: drop`) or scored is not in pass@k and
+    A prompt of which fewer than k responses are left (`failed_rewards: mask`) or scored is not in pass@k and
     best-of-k. Without any number, mean and standard error are NaN.
 
     Args:

@@ -24,11 +24,14 @@ def informative(rollouts: Rollouts, args: PPOConfig) -> Tensor:
     estimator that compares each source, the scores of a source whose weight is not 0.
     """
     ids = rollouts["prompt_ids"]
-    if not ADV_ESTIMATORS.trait(args.adv_estimator, "needs_scores_by_source"):
-        return informative_rows(rollouts["scores"], ids)
-    by_source, differ = rollouts["scores_by_source"], torch.zeros_like(ids, dtype=torch.bool)
-    for weight, scores in zip(args.reward_weights or [1.0] * by_source.size(1), by_source.unbind(dim=1), strict=True):
-        scored = ~scores.isnan()
+    trained = rollouts.get("trained_rows", torch.ones_like(ids, dtype=torch.bool))
+    columns, weights = [rollouts["scores"]], [1.0]
+    if ADV_ESTIMATORS.trait(args.adv_estimator, "needs_scores_by_source"):
+        columns = list(rollouts["scores_by_source"].unbind(dim=1))
+        weights = args.reward_weights or [1.0] * len(columns)
+    differ = torch.zeros_like(trained)
+    for weight, scores in zip(weights, columns, strict=True):
+        scored = trained & ~scores.isnan()
         prompts = ids[scored][informative_rows(scores[scored], ids[scored])]
         differ |= torch.isin(ids, prompts) & (weight != 0)
     return differ
@@ -48,8 +51,8 @@ def replace_uninformative(
     Each prompt that is not `informative` gives its place in the batch to a fresh prompt. A fresh prompt is never one
     that is in the batch as an informative one; it may be one that was replaced in an earlier round, if the dataset is
     that small. After the last round, uninformative prompts stay in the batch, so that a step has as many rows as
-    without dynamic sampling, and the run as many optimizer steps. A fresh prompt all of whose responses were dropped
-    (`failed_rewards`) replaces nothing.
+    without dynamic sampling, and the run as many optimizer steps. A fresh prompt all of whose rewards failed replaces
+    nothing.
 
     Args:
         rollouts: of the step's own prompts, of all ranks.
@@ -73,6 +76,9 @@ def replace_uninformative(
         counts.redrawn_prompts += len(fresh)
         new = rollout(fresh, sampling_round)
         hook_checks.check_rollouts(new)
+        if "trained_rows" in new:
+            scored = torch.isin(new["prompt_ids"], new["prompt_ids"][new["trained_rows"]])
+            new = {key: value[scored] for key, value in new.items()}  # type: ignore
         rollouts = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)), counts)
     counts.uninformative_prompts += len(_distinct(rollouts["prompt_ids"][~informative(rollouts, args)]))
     counts.extra_prompts += prompts.extra_prompts

@@ -21,9 +21,9 @@ from alpaca_ppo.functional import (
 )
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCriticOutputs, CriticHead
-from alpaca_ppo.ppo.dropped_rows import trained_mask
 from alpaca_ppo.ppo.metrics import mismatch_stats
 from alpaca_ppo.ppo.policy_losses import configured_policy_loss
+from alpaca_ppo.ppo.trained_rows import trained_mask
 from alpaca_ppo.types import Rollouts
 
 Terms = tuple[Tensor, dict[str, Tensor]]

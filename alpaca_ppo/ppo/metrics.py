@@ -22,7 +22,7 @@ from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
 from alpaca_ppo.functional.groups import informative_rows
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
-from alpaca_ppo.ppo.dropped_rows import trained_mask
+from alpaca_ppo.ppo.trained_rows import trained_mask, with_reward
 from alpaca_ppo.types import Rollouts
 
 
@@ -115,8 +115,6 @@ def update_stats(kinds: Sequence[tuple[StatsAccumulator, int]]) -> dict[str, flo
 class RolloutCounts:
     """What was sampled for a step and is not in its rollouts, over all ranks."""
 
-    dropped_rows: int = 0
-    """Responses that were left out because their reward failed, or no source scored them."""
     sampling_rounds: int = 0
     """Rounds of fresh prompts (`dynamic_sampling`)."""
     redrawn_prompts: int = 0
@@ -137,7 +135,7 @@ class RolloutCounts:
 
     def stats(self, args: PPOConfig) -> dict[str, float]:
         """The metrics of a step, as far as the options and the reward functions can change them."""
-        stats = {f"objective/{name}": value for name, value in self._dropped_rows(args).items()} | self._logged_means()
+        stats = self.logged_means()
         if args.dynamic_sampling:
             stats["objective/sampling_rounds"] = float(self.sampling_rounds)
             stats["objective/redrawn_prompts"] = float(self.redrawn_prompts)
@@ -147,16 +145,9 @@ class RolloutCounts:
             stats["objective/extra_prompts"] = float(self.extra_prompts)
         return stats
 
-    def evaluation_stats(self, args: PPOConfig) -> dict[str, float]:
-        """The metrics of an evaluation, which replaces no prompts, without a prefix."""
-        return self._dropped_rows(args) | self._logged_means()
-
-    def _logged_means(self) -> dict[str, float]:
+    def logged_means(self) -> dict[str, float]:
+        """Of what reward functions have logged, the means: all that an evaluation counts, which replaces no prompts."""
         return {f"reward/{name}": total / number for name, (total, number) in self.logged.items()}
-
-    def _dropped_rows(self, args: PPOConfig) -> dict[str, float]:
-        may_drop = args.failed_rewards == "drop" or args.drop_unscored
-        return {"dropped_rows": float(self.dropped_rows)} if may_drop else {}
 
 
 class Timers:
@@ -256,6 +247,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         rollouts: the step's rollouts, with shaped rewards.
         source_names: names of the columns of `scores_by_source`. The mean of a source is over the rows that it scored.
     """
+    masked, rollouts = masked_rows(rollouts), with_reward(rollouts)
     mask = rollouts["response_mask"]
     lengths = mask.sum(dim=1).to(torch.float32)
     rewards = sequence_scores(rollouts["rewards"])
@@ -275,7 +267,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/scores_std": standard_deviation(scores),
         "objective/response_length": float(lengths.mean()),
         "objective/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
-        **{f"objective/{name}": value for name, value in episode_stats(rollouts).items()},
+        **{f"objective/{name}": value for name, value in (episode_stats(rollouts) | masked).items()},
     }
     if "ref_entropies" in rollouts:
         stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
@@ -342,6 +334,7 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
 
     The KL is the k1 estimate in nats, summed over a response.
     """
+    masked, rollouts = masked_rows(rollouts), with_reward(rollouts)
     rewards = sequence_scores(rollouts["rewards"])
     kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
     return {
@@ -352,7 +345,13 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
         "response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
         "truncated_fraction": float((~rollouts["stopped"]).float().mean()),
         **episode_stats(rollouts),
+        **masked,
     }
+
+
+def masked_rows(rollouts: Rollouts) -> dict[str, float]:
+    """Returns how many responses `trained_rows` leaves out, of which no other metric of rewards counts any."""
+    return {"masked_rows": float((~rollouts["trained_rows"]).sum())} if "trained_rows" in rollouts else {}
 
 
 def episode_stats(rollouts: Rollouts) -> dict[str, float]:

@@ -32,8 +32,8 @@ from alpaca_ppo.ppo.device_rows import (
     longest_lengths,
     row_tensors,
 )
-from alpaca_ppo.ppo.dropped_rows import DroppedRows, gather_kept_rows
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
+from alpaca_ppo.ppo.trained_rows import shape_as_on_others
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -41,7 +41,7 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 
 @dataclass(frozen=True)
 class RolloutPasses:
-    """Which passes a rollout makes besides sampling and scoring, and which responses `failed_rewards: drop` leaves."""
+    """Which passes a rollout makes besides sampling and scoring, and what happens if rewards fail."""
 
     with_policy: bool = True
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
@@ -55,9 +55,9 @@ class RolloutPasses:
     greedy_baseline: bool = False
     """The score of each prompt's greedy response, as `baseline_scores`."""
     compares_group: bool = False
-    """Whether a response is dropped that was left alone in its group, because the estimator compares within groups."""
-    may_be_empty: bool = False
-    """Whether all responses may be dropped; otherwise that is an error."""
+    """Whether the estimator compares responses to a prompt."""
+    may_fail: bool = False
+    """Whether all rewards may fail; otherwise that is an error."""
 
 
 @dataclass(frozen=True)
@@ -325,37 +325,21 @@ class RolloutCollector:
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
         return merge_prompt_batches(batches) if batches else None
 
-    def gather(
-        self, rows: dict[str, Tensor] | None, passes: RolloutPasses, *, samples_per_prompt: int, poll: RolloutPoll
-    ) -> tuple[Rollouts, DroppedRows]:
-        """The rows of all ranks, on the CPU, in the prompts' order, and what was left out because its reward failed.
+    def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll) -> Rollouts:
+        """The rows of all ranks, on the CPU, in the prompts' order.
 
         Args:
             rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout.
-            passes: of the rollout.
             samples_per_prompt: rows of each prompt.
             poll: of the rollout; if any rank was stopped, all of them raise here.
-
-        Raises:
-            ValueError: on every rank, when all rows are dropped, unless `passes.may_be_empty`.
         """
-        gathered: Any
-        failures, dropped = self.scorer.pop_failures(), DroppedRows()
-        if self.scorer.policy.may_drop:
-            gathered, dropped = gather_kept_rows(
-                rows,
-                failures,
-                self.accelerator,
-                samples_per_prompt=samples_per_prompt,
-                compares_group=passes.compares_group,
-                may_be_empty=passes.may_be_empty,
-            )
-        else:
-            gathered = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
+        if self.scorer.policy.mask:
+            rows = shape_as_on_others(rows, self.accelerator)
+        gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:
             poll.raise_on_all_ranks()
         rollouts: Rollouts = gathered
-        return rollouts, dropped
+        return rollouts
 
     def sample(
         self,

@@ -33,13 +33,13 @@ from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.device_rows import DeviceRows, longest_lengths, row_tensors, upload
-from alpaca_ppo.ppo.dropped_rows import trained_rows
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import StatsAccumulator
 from alpaca_ppo.ppo.minibatches import step_counts
 from alpaca_ppo.ppo.mismatch import in_half_precision
 from alpaca_ppo.ppo.token_budget import OutOfMemory, TokenBudget
+from alpaca_ppo.ppo.trained_rows import trained_rows
 from alpaca_ppo.types import Rollouts
 
 LossFunction = Callable[[Rollouts], Terms]
@@ -124,7 +124,7 @@ class Updater:
                 does not and the step cannot be made again, on its rank.
         """
         self.moved_policy = False
-        rows = trained_rows(rollouts, rows, self.args)
+        rows = rows[trained_rows(rollouts, self.args)[rows]]
         shared = step_denominators(rollouts, rows, self.args)
         shared |= {} if value_taus is None else {"value_taus": value_taus}
         before = random_states() if self.engine.can_repeat else None

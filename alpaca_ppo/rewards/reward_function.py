@@ -95,15 +95,9 @@ class FailurePolicy:
     """Times that it is called again."""
     pause: float = 1.0
     """Seconds before the first of these calls; each further pause is twice as long as the one before, up to a day."""
-    drop: bool = False
-    """After the last retry: True drops the rows that fail when scored one by one, False ends the run."""
-    drop_unscored: bool = False
-    """True drops the rows for which every source returns None, as `drop` does too; False ends the run."""
-
-    @property
-    def may_drop(self) -> bool:
-        """Whether any row may be dropped."""
-        return self.drop or self.drop_unscored
+    mask: bool = False
+    """After the last retry: True leaves the rows that fail when scored one by one without a reward, and those that no
+    source scores; False ends the run."""
 
 
 class FunctionScores(NamedTuple):
@@ -127,7 +121,7 @@ def call_functions(
     it is called on each row separately, to find the rows at fault.
 
     Raises:
-        RewardError: chained to the function's own exception, unless `policy` drops rows; names the first row that
+        RewardError: chained to the function's own exception, unless `policy` masks rows; names the first row that
             raises. Also if a call for a single row does not return one score.
     """
     calls, outcomes = function_calls(sources, batch, policy, pause=time.sleep, on_source=on_source), None
@@ -189,7 +183,7 @@ def _row_by_row(
     """Calls `source` on each row, after the first and the last call with the whole batch have `raised`."""
     by_row = yield from _call_all([_call(source, batch.row(i)) for i in range(len(batch))])
     first, last = raised
-    if not policy.drop:
+    if not policy.mask:
         row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
         attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
         if _described(first) != _described(last):

@@ -40,7 +40,7 @@ class RewardResult(NamedTuple):
     by_source: dict[str, Tensor]
     """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN if it returned None."""
     failures: dict[int, RowFailure]
-    """The error of each row to drop, whose rewards are 0; empty unless the policy drops rows."""
+    """The error of each row without a reward, which is 0; empty unless the policy masks such rows."""
 
 
 class RewardScorer:
@@ -52,7 +52,7 @@ class RewardScorer:
         sources: functions and models.
         weights: one per source.
         policy: what happens if a function raises. A score that is not finite, and a row that no source scores, are not
-            asked for again; if `policy` drops failed rows, these are dropped too.
+            asked for again; if `policy` masks failed rows, these are masked too.
         measures: whether the sources only measure (`metric_funcs`): a row may then be without any score.
     """
 
@@ -66,7 +66,7 @@ class RewardScorer:
     ) -> None:
         self.policy, self.measures = policy or FailurePolicy(), measures
         self.failures: list[RowFailure] = []
-        """The errors of dropped rows since `pop_failures`, in the order in which they were scored."""
+        """The errors of failed rows since `pop_failures`, in the order in which they were scored."""
         self.logged = LoggedMetrics()
         """What functions have logged (`log_metric`)."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -113,7 +113,7 @@ class RewardScorer:
         Raises:
             RewardError: with the source, the row and the text, if a source raises, returns the wrong number of scores,
                 a value that is not a number, or a number that is not finite in float32; or if no source scores a row.
-                If the policy drops rows, only for faults that are not of a single row.
+                If the policy masks rows, only for faults that are not of a single row.
         """
         if not rows:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
@@ -168,27 +168,24 @@ class RewardScorer:
                 try:
                     scores[-1][row] = check_row(name, score, batch, row)
                 except RowFailure as failure:
-                    self._fail(failures, row, failure, drop=self.policy.drop)
+                    self._fail(failures, row, failure, mask=self.policy.mask)
         for row in range(len(batch)):
             unscored = not self.measures and all(source_scores[row] is None for source_scores in scores)
             if row not in failures and unscored:
-                problem = (
-                    "returned None; each row needs a score from at least one source (drop_unscored: true leaves such "
-                    "responses out of the step)"
-                )
+                problem = "returned None; each row needs a score from a source (failed_rewards: mask goes on without)"
                 without_score = RowFailure(", ".join(self.names), problem, batch, row)
-                self._fail(failures, row, without_score, drop=self.policy.may_drop)
+                self._fail(failures, row, without_score, mask=self.policy.mask)
             try:
                 check_total(", ".join(self.names), [column[row] for column in scores], self.weights, batch, row)
             except RowFailure as failure:
-                self._fail(failures, row, failure, drop=self.policy.drop)
+                self._fail(failures, row, failure, mask=self.policy.mask)
         for row in failures:
             for source_scores in scores:
                 source_scores[row] = None
         return scores, failures
 
-    def _fail(self, failures: dict[int, RowFailure], row: int, failure: RowFailure, *, drop: bool) -> None:
-        if not drop:
+    def _fail(self, failures: dict[int, RowFailure], row: int, failure: RowFailure, *, mask: bool) -> None:
+        if not mask:
             raise failure
         failures.setdefault(row, failure)
 

@@ -54,8 +54,7 @@ def score_responses(
         scores (B,) float32, summed over the sources, before the penalties; rewards (B,) float32, or (B, R) if a source
         scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
         None. With a penalty for length also overlong_penalties (B,) float32, at most 0, which the rewards include. If
-        the scorer's policy drops rows, also dropped (B,) int64: 0 for a row to keep, k > 0 for one to leave out, whose
-        error is `scorer.failures[k - 1]`; and scored (B,) bool, False for these rows.
+        the scorer's policy masks rows, also trained_rows (B,) bool, False = the reward failed and is 0.
 
     Raises:
         RewardError: as `RewardScorer`.
@@ -73,12 +72,8 @@ def score_responses(
             mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
         )
         scored["rewards"] = _add_to_sequence(rewards, scored["overlong_penalties"], mask)
-    if scorer.policy.may_drop:
-        dropped = sorted(result.failures)
-        last = len(scorer.failures)
-        scored["dropped"] = torch.zeros(len(rows), dtype=torch.int64)
-        scored["dropped"][dropped] = torch.arange(last - len(dropped), last) + 1
-        scored["scored"] = scored["dropped"] == 0
+    if scorer.policy.mask:
+        scored["trained_rows"] = torch.tensor([row not in result.failures for row in range(len(rows))])
     return scored
 
 

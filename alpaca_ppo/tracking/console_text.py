@@ -199,7 +199,7 @@ def _shown_metrics(values: Metrics) -> list[str]:
     sources = [name for name in values if name.startswith("scores/") and not name.endswith("_se")]
     same = ("scores", *(sources if len(sources) == 1 else ()))
     hidden |= {name for name in same if _equal(values.get(name), values.get("rewards"))}
-    hidden |= {name for name in ("dropped_rows",) if values.get(name) == 0}
+    hidden |= {name for name in ("masked_rows",) if values.get(name) == 0}
     # By name, but the sources in their order.
     rest = sorted(
         (name for name in values if name not in _EVALUATED and name not in hidden),

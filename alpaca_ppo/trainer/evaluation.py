@@ -18,6 +18,7 @@ from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.rollouts import RolloutPasses
+from alpaca_ppo.ppo.trained_rows import with_reward
 from alpaca_ppo.rewards import FunctionReward, RewardScorer
 from alpaca_ppo.rewards.batch import RewardError, make_reward_batch
 from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
@@ -72,9 +73,11 @@ class Evaluator:
         rollouts = trainer.sample_rollouts(
             trainer.collate(prompts, range(len(prompts))),
             setup.evaluation_sampling_params(trainer.sampling_params, args),
-            RolloutPasses(with_critic=False, may_be_empty=True),
+            RolloutPasses(with_critic=False, may_fail=True),
             measure=self._measure if self.metric_scorer.sources else None,
         )
+        of_rewards = metrics.evaluation_stats(rollouts) | trainer.counts.logged_means()
+        rollouts = with_reward(rollouts)
         rows = [prompts[i]["row"] for i in rollouts["prompt_ids"].tolist()]
         records = self._records(rollouts)
         self._add_answers(records, rollouts, rows)
@@ -92,8 +95,7 @@ class Evaluator:
             # Twice, so that they come first, and a metric that is called like one of them does not replace it.
             self.answers.append(answer | scored | answer)
         trainer.run_log.log_table(folder, table, trainer.state.global_step)
-        stats = summarize(records, self.settings) | metrics.evaluation_stats(rollouts)
-        return stats | trainer.counts.evaluation_stats(args)
+        return summarize(records, self.settings) | of_rewards
 
     def _interruptible(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.trainer.rollout_poll.interruptible_call()

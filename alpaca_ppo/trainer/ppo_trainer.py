@@ -34,6 +34,7 @@ from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import update_steps
 from alpaca_ppo.ppo.mismatch import MismatchGuard
 from alpaca_ppo.ppo.old_policy import OldPolicySource
+from alpaca_ppo.ppo.trained_rows import compared_mask
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
@@ -216,7 +217,7 @@ class PPOTrainer(RolloutTrainer):
         estimated = self._estimate_advantage(
             rewards=rollouts["shaped_rewards"],
             values=rollouts.get("values"),
-            response_mask=rollouts["response_mask"],
+            response_mask=compared_mask(rollouts),
             scores=rollouts["rewards"],
             prompt_ids=rollouts["prompt_ids"],
             baseline_scores=rollouts.get("baseline_scores"),

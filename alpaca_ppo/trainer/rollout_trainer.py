@@ -22,11 +22,11 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import rollout_passes
 from alpaca_ppo.ppo.curriculum import learnable_weights
-from alpaca_ppo.ppo.dropped_rows import add_baseline
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
+from alpaca_ppo.ppo.trained_rows import add_baseline, leave_out_failures
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards.logged_metrics import merged
 from alpaca_ppo.rewards.scoring import score_responses
@@ -177,7 +177,7 @@ class RolloutTrainer(BaseTrainer):
             with_policy=self.old_policy.recomputes(step),
             policy_is_reference=self.old_policy.reads_reference(step),
             with_entropies=metrics.logs_entropies(step, self.args),
-            may_be_empty=sampling_params.sampling_round > 0,
+            may_fail=sampling_params.sampling_round > 0,
         )
         return self.sample_rollouts(prompt_batches, sampling_params, passes)
 
@@ -205,13 +205,18 @@ class RolloutTrainer(BaseTrainer):
             with self.rollout_poll.rollout():
                 rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes, measure)
                 local = {key: value[: count * n] for key, value in rows.items() if count}
-        rollouts, dropped = self.collector.gather(local, passes, samples_per_prompt=n, poll=self.rollout_poll)
+        rollouts = self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
+        failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
+        if "trained_rows" in rollouts:
+            compares = passes.compares_group and n > 1
+            report = leave_out_failures(
+                rollouts, failures, self.accelerator, compares_group=compares, may_fail=passes.may_fail
+            )
+            if report:
+                self.run_log.message(report)
         if self._logs_metrics:
             of_ranks = collectives.gather_list(self.collector.scorer.logged.pop(), self.accelerator)
             self.counts.logged = merged([self.counts.logged, *of_ranks])
-        if dropped.num_dropped:
-            self.counts.dropped_rows += dropped.num_dropped
-            self.run_log.message(str(dropped))
         return rollouts
 
     def _local_rollout(
@@ -308,7 +313,7 @@ class RolloutTrainer(BaseTrainer):
         """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
         as `eval/*`, or `eval/<set>/*` of each of several eval sets; docs/evaluation.md has the rest.
 
-        If `failed_rewards: drop` leaves no response, all of them but `eval/dropped_rows` are NaN.
+        If `failed_rewards: mask` leaves no response, all of them but `eval/masked_rows` are NaN.
 
         Sampled evaluations use the same random numbers each time, so that differences come from the policy, and the
         global random generators are left as they were. The table goes to eval/step_*.jsonl; called before `train`, it

@@ -44,7 +44,7 @@ RUNS = {
         "entropy_coef": 0.01,
         "positive_nll_coef": 0.1,
         "critic_pretraining_steps": 1,
-        "failed_rewards": "drop",
+        "failed_rewards": "mask",
         "eval_do_sample": True,
         "eval_num_samples": 2,
         "eval_success_above": 1.0,

@@ -39,10 +39,9 @@ NOT_COMPARED = {
     "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
     "curriculum": "which prompts a step learns from; tests/ppo/test_curriculum.py",
     "curriculum_threshold": "with it; tests/ppo/test_curriculum.py",
-    "drop_unscored": "likewise; tests/trainer/test_drop_unscored.py",
     "turn_gamma": "the independent PPO's responses have no holes; tests/environments/test_two_turn_game.py",
     "turn_lam": "likewise",
-    "failed_rewards": "leaves rows out before anything is computed from them; tests/trainer/test_dropped_rows.py",
+    "failed_rewards": "leaves rows out of what is computed; tests/trainer/test_failed_rewards.py",
 }
 
 

@@ -73,7 +73,7 @@ RUNS = {
     # Responses that are dropped: with a prompt or two on each of two ranks, all of a rank's in some steps.
     "dropping": (
         "flaky=true",
-        "failed_rewards=drop",
+        "failed_rewards=mask",
         "rollout_batch_size=3",
         "num_return_sequences=2",
         "eval_prompts=5",
@@ -169,10 +169,10 @@ def test_a_curriculum_passes_over_prompts_on_two_processes_as_on_one(runs):
 
 def test_rows_that_one_rank_drops_are_dropped_on_all(runs):
     steps, two = metric_lines(runs / "one" / "dropping"), metric_lines(runs / "two" / "dropping")
-    dropped = [[line.get(f"{kind}/dropped_rows") for line in steps] for kind in ("eval", "objective")]
+    dropped = [[line.get(f"{kind}/masked_rows") for line in steps] for kind in ("eval", "objective")]
     # The prompts 0 and 4 of the five for the evaluation have one word, and every fourth of all prompts.
     assert dropped[0][0] == dropped[0][-1] == 2.0 and {0.0, 2.0} <= set(dropped[1][1:])
-    assert [line["objective/dropped_rows"] for line in two[1:]] == dropped[1][1:]
+    assert [line["objective/masked_rows"] for line in two[1:]] == dropped[1][1:]
 
 
 @pytest.mark.parametrize("name", [case("skipping"), case("skipping_adapters")])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.ppo.dropped_rows import trained_mask, trained_rows
 from alpaca_ppo.ppo.losses import correction_weights, step_denominators
+from alpaca_ppo.ppo.trained_rows import trained_mask, trained_rows
 from tests.tiny_runs import tiny_trainer, weights
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 0, 0]], dtype=torch.bool)
@@ -14,19 +14,17 @@ ROLLOUTS = {
     "stopped": torch.tensor([False, True, True, True]),
     "scores": torch.tensor([1.0, 0.5, 0.0, 1.0]),
 }
-EVERY_ROW = torch.arange(4)
 
 
 def test_without_the_option_every_response_gives_a_gradient():
     args = PPOConfig()
-    assert trained_mask(ROLLOUTS, args) is MASK and trained_rows(ROLLOUTS, EVERY_ROW, args) is EVERY_ROW
+    assert torch.equal(trained_mask(ROLLOUTS, args), MASK) and trained_rows(ROLLOUTS, args).all()
 
 
 def test_with_it_those_that_stopped_give_one():
     args = PPOConfig(mask_truncated=True)
     assert trained_mask(ROLLOUTS, args).tolist() == [[False] * 3, *MASK[1:].tolist()]
-    assert trained_rows(ROLLOUTS, torch.tensor([2, 0, 1]), args).tolist() == [2, 1]
-    assert trained_rows(ROLLOUTS, torch.tensor([0]), args).tolist() == []
+    assert trained_rows(ROLLOUTS, args).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(

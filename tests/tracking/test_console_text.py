@@ -108,7 +108,7 @@ EVAL = {
     "eval/kl_sum_seq": 0.0,
     "eval/response_length": 10.0,
     "eval/truncated_fraction": 0.25,
-    "eval/dropped_rows": 0.0,
+    "eval/masked_rows": 0.0,
     "objective/rewards": 3.0,
 }
 

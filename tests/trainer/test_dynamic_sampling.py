@@ -169,12 +169,12 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
         return [0.0] * len(completions) if not trainer.redraws else [next(answers)]
 
     answers = itertools.cycle([0.0, None])
-    trainer = trainer_of(tmp_path, Failing, failed_rewards="drop", trainer_arguments={"reward_funcs": judge})
+    trainer = trainer_of(tmp_path, Failing, failed_rewards="mask", trainer_arguments={"reward_funcs": judge})
     rollouts = trainer._rollouts_with_advantages(trainer.prompt_batches(0))
     assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.indices(0)
     assert rollouts["scores"].tolist() == [0.0] * 12
     counts = trainer.counts
-    assert (counts.sampling_rounds, counts.redrawn_prompts, counts.dropped_rows) == (2, 12, 24)
+    assert (counts.sampling_rounds, counts.redrawn_prompts) == (2, 12) and rollouts["trained_rows"].all()
     assert (counts.uninformative_prompts, counts.discarded_tokens, counts.extra_prompts) == (6, 0, 12)
 
 
