@@ -75,8 +75,6 @@ class DeepSpeedEngine(Engine):
             optimizer,
             max_grad_norm=max_grad_norm,
             critic_max_grad_norm=critic_max_grad_norm,
-            # DeepSpeed computes without autocast, so there are no copies that steps could read.
-            replays_decoding=False,
         )
 
     def _wrap(self) -> Any:

@@ -6,7 +6,7 @@ An engine wraps policy and critic and knows where their weights and the optimize
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.models.half_weights import HalfPrecisionCopies
 
 
 class GradNorms(NamedTuple):
@@ -95,7 +94,6 @@ class Engine(TrainState):
         optimizer: over its parameters, in any groups.
         max_grad_norm: the policy's gradient is clipped to this norm.
         critic_max_grad_norm: the critic's gradient is clipped to this norm.
-        replays_decoding: whether a GPU may capture and replay decode steps.
     """
 
     synced_forwards = False
@@ -111,17 +109,12 @@ class Engine(TrainState):
         *,
         max_grad_norm: float,
         critic_max_grad_norm: float,
-        replays_decoding: bool,
     ) -> None:
         super().__init__(actor_critic, optimizer)
         self.accelerator, self.actor_critic = accelerator, actor_critic
         self.max_grad_norm, self.critic_max_grad_norm = max_grad_norm, critic_max_grad_norm
         # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._replays = replays_decoding and accelerator.device.type == "cuda"
-        models = (actor_critic.policy, actor_critic.critic) if accelerator.native_amp else ()
-        # Of the policy and of the critic's own weights; none without autocast.
-        self._copies = [HalfPrecisionCopies(model) for model in models if model is not None]
         self.model: Any = self._wrap()
 
     def _wrap(self) -> Any:
@@ -171,10 +164,7 @@ class Engine(TrainState):
         """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one, or
         (`defers_reduction`) by `end_micro_batches`.
         """
-        with (
-            self._copies_active(trained=True),
-            nullcontext() if last and not self.defers_reduction else self.accelerator.no_sync(self.model),
-        ):
+        with nullcontext() if last and not self.defers_reduction else self.accelerator.no_sync(self.model):
             yield
 
     def end_micro_batches(self) -> None:
@@ -225,13 +215,8 @@ class Engine(TrainState):
         has_critic = self.actor_critic.critic is not None
         critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
         norms = GradNorms(policy, critic)
-        # Their memory is free outside the update, but for what a captured decode step reads.
-        for copies in self._copies[1 if self._replays else 0 :]:
-            copies.release(frozen=False)
         if norms.non_finite is None:
             self._stepping.step()
-            for copies in self._copies:
-                copies.weights_changed()
         self._stepping.zero_grad()
         return norms
 
@@ -252,26 +237,12 @@ class Engine(TrainState):
     def release_parameters(self, model: nn.Module) -> None:
         """Releases the parameters that passes of a part of `model`, such as those of sampling, have left gathered."""
 
-    @contextmanager
-    def autocast(self, *, sampling: bool = False) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Wraps passes without gradients in the run's precision: one block for the sampling of a rollout, and one for
-        each model that evaluates it.
-
-        Frozen weights are read from copies (`models.half_weights`). Of trained weights autocast keeps its casts until
-        the block ends; only steps that a GPU replays need copies of them, which stay at their addresses.
+        each model that evaluates it. Autocast keeps its casts of trained weights until the block ends.
         """
-        replayed = sampling and self._replays
-        with self.accelerator.autocast(), self._copies_active(trained=replayed):
-            for copies in self._copies[:1] if replayed else ():
-                copies.make()
-            yield
-
-    @contextmanager
-    def _copies_active(self, *, trained: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for copies in self._copies:
-                stack.enter_context(copies.active(trained=trained))
-            yield
+        block: AbstractContextManager[None] = self.accelerator.autocast()
+        return block
 
     @contextmanager
     def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:

@@ -99,7 +99,6 @@ def make_engine(
             optimizer,
             max_grad_norm=args.max_grad_norm,
             critic_max_grad_norm=critic_max_grad_norm,
-            replays_decoding=replays_decoding(args),
         )
     _check_groups(optimizer, actor_critic)
     return DeepSpeedEngine(

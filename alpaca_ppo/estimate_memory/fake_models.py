@@ -25,7 +25,6 @@ from alpaca_ppo.adapters.adapter_set import REFERENCE, REWARD
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
-from alpaca_ppo.models.half_weights import copied_bytes
 from alpaca_ppo.models.loading import names_causal_lm
 from alpaca_ppo.remote_code import remote_code
 
@@ -223,7 +222,6 @@ def measure_weights(run: FakeRun, args: PPOConfig) -> Measurements:
         "policy/largest": max((size_of([parameter]) for parameter in trained), default=0.0),
         "policy/unpacked": 0.0,
     }
-    found |= _half_precision_copies(run, args)
     if isinstance(run.reference, CopiedReference):
         found["reference/weights"] = size_of([*run.reference.policy.parameters(), *run.reference.policy.buffers()])
     if args.load_in_4bit:
@@ -234,27 +232,6 @@ def measure_weights(run: FakeRun, args: PPOConfig) -> Measurements:
         found["policy/unpacked"] = max(2.0 * weight.numel() for weight in packed)
     rewards = {f"reward{i}/weights": size_of([*m.parameters(), *m.buffers()]) for i, m in enumerate(run.rewards)}
     return found | rewards
-
-
-def _half_precision_copies(run: FakeRun, args: PPOConfig) -> Measurements:
-    """Bytes of the copies that passes under autocast read instead of float32 weights (`models.half_weights`); none of a
-    model that is bfloat16 itself.
-    """
-    head = run.actor_critic.policy.head.weight
-    frozen = None if not isinstance(run.reference, CopiedReference) else run.reference.policy
-    found = {"reference/copied": 0.0 if frozen is None else _copied(frozen, args, trained=False)}
-    for name, model in (("policy", run.actor_critic.policy), ("critic", run.actor_critic.critic)):
-        for trained in (False, True):
-            size = 0.0 if model is None else _copied(model, args, trained=trained)
-            found[f"{name}/copied_{'trained' if trained else 'frozen'}"] = size
-    # In an update a head that is trained is cast as it is used.
-    cast_head = head.requires_grad and head.dtype == torch.float32 and args.bf16
-    found["policy/copied_in_update"] = found["policy/copied_trained"] - 2.0 * head.numel() * cast_head
-    return found
-
-
-def _copied(model: nn.Module, args: PPOConfig, *, trained: bool) -> float:
-    return float(copied_bytes(model, trained=trained)) if args.bf16 else 0.0
 
 
 def extrapolate(one: Measurements, two: Measurements, depths: dict[str, int]) -> Measurements:

@@ -8,7 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from alpaca_ppo.adapters.adapter_set import REWARD
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.optimizer import replays_decoding
 from alpaca_ppo.estimate_memory.fake_models import (
     FakeRun,
     Measurements,
@@ -41,8 +40,7 @@ from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_extend import NewTokens, extend
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.generation.token_sampling import choose_tokens
-from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Policy
-from alpaca_ppo.models.half_weights import HalfPrecisionCopies
+from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.packed_attention import install_attention, is_installed, uninstall_attention
 from alpaca_ppo.models.policy import response_states
 from alpaca_ppo.models.side_network import layer_states
@@ -197,13 +195,11 @@ class _Passes:
     def __init__(self, live: LiveBytes, args: PPOConfig, sizes: Sizes) -> None:
         self._live, self._args, self._sizes = live, args, sizes
         self._base = 0
-        self._copies: list[HalfPrecisionCopies] = []
 
     def of(self, run: FakeRun, *, with_reward_adapter: bool, trains: bool) -> Measurements:
         """Bytes above the weights, by pass and cause; unless `trains`, without the passes of the update."""
         modules = [run.actor_critic, *run.rewards, *([] if run.reference is None else [run.reference.policy])]
         self._live.track([[*module.parameters(), *module.buffers()] for module in modules])
-        self._make_copies(run)
         found = self._rollout(run.actor_critic.policy.model)
         for i, reward in enumerate(run.rewards):
             found[f"reward{i}/score"] = self._score(reward)
@@ -211,15 +207,6 @@ class _Passes:
         with one_sequence_per_row():
             found |= self._evaluate(run)
             return found | (self._train(run.actor_critic) if trains else {})
-
-    def _make_copies(self, run: FakeRun) -> None:
-        """Makes the copies of weights that a run's passes read under autocast; their bytes are in `measure_weights`."""
-        copied = [run.actor_critic.policy, run.actor_critic.critic]
-        copied += [run.reference.policy] if isinstance(run.reference, CopiedReference) else []
-        self._copies = [HalfPrecisionCopies(model) for model in copied if model is not None]
-        with self._autocast(), self._reads_copies(trained=True):
-            for copies in self._copies:
-                copies.make()
 
     def _begin(self) -> None:
         self._live.reset_peak()
@@ -234,21 +221,13 @@ class _Passes:
     def _autocast(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._args.bf16)
 
-    @contextmanager
-    def _reads_copies(self, *, trained: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for copies in self._copies:
-                stack.enter_context(copies.active(trained=trained))
-            yield
-
     @torch.no_grad()
     def _rollout(self, model: PreTrainedModel) -> Measurements:
         sizes, plain = self._sizes, _has_own_cache(self._args)
         rows = sizes.prompts * sizes.samples
-        replays = replays_decoding(self._args) and not self._args.use_cpu
         model.eval()
         self._begin()
-        with self._autocast(), self._reads_copies(trained=replays):
+        with self._autocast():
             accepted = inspect.signature(type(model).forward).parameters
             cache = DynamicCache(config=model.config) if plain else decode_cache(model, accepted)
             # `generate` computes the prompt again for every sample.
@@ -401,12 +380,6 @@ class _Passes:
 
     def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Measurements:
         """Measures one pass, with its backward pass if gradients are enabled."""
-        with self._reads_copies(trained=torch.is_grad_enabled()):
-            return self._measure_pass(name, states_of, head_of)
-
-    def _measure_pass(
-        self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]
-    ) -> Measurements:
         self._begin()
         head: list[float] = []
         with self._autocast():

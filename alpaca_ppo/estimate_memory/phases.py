@@ -118,17 +118,6 @@ class _Step:
         self._weights = self._device.weights
         replays = replays_decoding(args) and not args.use_cpu and sharding.stage != 3
         self._kept_cache = measured["policy/kv_cache"] if replays else 0.0
-        # Copies in half precision, from the first rollout on; those of trained weights only where GPUs replay steps.
-        self._copied = measured["policy/copied_frozen"] + measured["critic/copied_frozen"]
-        self._copied += measured["policy/copied_trained"] if replays else 0.0
-        # Those that the first micro-batch makes besides, and that are kept until the optimizer's step.
-        self._copied_in_update = {
-            "policy": 0.0 if replays else measured["policy/copied_in_update"],
-            "critic": measured["critic/copied_trained"],
-        }
-        if "critic/train.backbone" not in measured:
-            # The policy's pass is one of the critic too.
-            self._copied_in_update["policy"] += measured["critic/copied_trained"]
 
     def moments(self) -> Iterator[PhaseMemory]:
         """The moments of a step that can be a phase's peak, in order of time."""
@@ -149,7 +138,7 @@ class _Step:
 
     def _held(self, phase: str, extra_weights: float = 0.0) -> PhaseMemory:
         """What is in memory during `phase` without its passes."""
-        device, weights = self._device, self._weights + self._copied + extra_weights
+        device, weights = self._device, self._weights + extra_weights
         return PhaseMemory(
             phase,
             weights=weights,
@@ -189,8 +178,7 @@ class _Step:
             own = self._measured.get(f"{name}/cast", 0.0)
             # Autocast drops its copies of policy and critic before the reference's pass.
             casts = 0.0 if name == "reference" else casts
-            copied = self._measured["reference/copied"] if name == "reference" else 0.0
-            held = self._held("log-probs", casts + own + copied + self._only_during(name))
+            held = self._held("log-probs", casts + own + self._only_during(name))
             yield from self._pass(f"{name}/eval", held, double_counted=own)
             casts += own
 
@@ -208,8 +196,7 @@ class _Step:
         passes = [name for name in ("critic", "policy") if f"{name}/train.backbone" in measured]
         for place, name in enumerate(passes):
             gradients = device.gradients_around(passes, place, single=single)
-            copied = sum(self._copied_in_update[model] for model in (passes[: place + 1] if single else passes))
-            held = self._held("backward", copied + device.gathered(self._running(name), training=True))
+            held = self._held("backward", device.gathered(self._running(name), training=True))
             # Gradients are allocated while activations are freed, so the peak is at one end of the pass or the other.
             tail = measured[f"{name}/train.tail"] if single and not self._sharding.stage else 0.0
             yield replace(held, gradients=gradients.after, activations=tail)

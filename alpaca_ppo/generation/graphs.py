@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_step import SlotOutputs, SlotState, StepRules, decode_step
-from alpaca_ppo.models.half_weights import copies_read
 
 Step = Callable[[], None]
 """A decode step, which changes the tensors of a `SlotMemory`."""
@@ -353,7 +352,7 @@ def weights_binding(model: PreTrainedModel) -> Any:
     """
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     return (
-        [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers(), *copies_read(model))],
+        [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())],
         [
             (layer.disable_adapters, list(layer.active_adapters), list(layer.merged_adapters), dict(layer.scaling))
             for layer in layers

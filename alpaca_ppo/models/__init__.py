@@ -10,7 +10,6 @@ from alpaca_ppo.models.critic_io import (
     write_critic_adapter,
     write_side_critic,
 )
-from alpaca_ppo.models.half_weights import mark_weights_changed
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
@@ -41,7 +40,6 @@ __all__ = [
     "load_causal_lm",
     "load_critic",
     "load_sequence_classifier",
-    "mark_weights_changed",
     "register_critic_head",
     "write_critic",
     "write_critic_adapter",

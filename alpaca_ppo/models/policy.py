@@ -18,7 +18,6 @@ from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.activations import use_torch_activations
-from alpaca_ppo.models.half_weights import head_weights
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout, sequence_keywords
 
 
@@ -108,14 +107,13 @@ class Policy(nn.Module):
         The keywords are those of `forward`; an override gets all four.
         """
         scale, transform = logit_scaling(self.model.config)
-        weight, bias = head_weights(self.head)
         flat = chunked_logprobs(
             states,
-            weight,
+            self.head.weight,
             responses[packed.rows, packed.actions],
             temperature=temperature / scale,
             chunk_size=chunk_size,
-            bias=bias,
+            bias=self.head.bias,
             with_entropy=with_entropies,
             kept_bytes=kept_bytes,
             logit_transform=transform,

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from alpaca_ppo.models.half_weights import HalfPrecisionCopies
 from alpaca_ppo.models.policy import Policy
 
 
@@ -35,18 +34,14 @@ class CopiedReference:
 
     def __init__(self, policy: Policy, *, offloaded: bool = False) -> None:
         self.policy, self.offloaded = policy.requires_grad_(False), offloaded
-        self._copies = HalfPrecisionCopies(policy)
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
         """Yields the frozen model, on `device` inside the block."""
         self.policy.to(device)
         try:
-            with self._copies.active(trained=False):
-                yield self.policy
+            yield self.policy
         finally:
-            # To cast them once for each rollout costs nothing beside the pass, and their memory is free in the update.
-            self._copies.release(frozen=True)
             if self.offloaded:
                 self.policy.to("cpu")
 

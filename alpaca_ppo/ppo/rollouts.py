@@ -361,7 +361,7 @@ class RolloutCollector:
             sampling_params, cuda_graphs=sampling_params.cuda_graphs and not engine.gathers_to_sample
         )
         with (
-            engine.autocast(sampling=True),
+            engine.autocast(),
             engine.sampling() as (model, any_rank),
             poll.sampling(any_rank) as before_token,
         ):

@@ -32,7 +32,6 @@ from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.models.half_weights import mark_weights_changed
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.curriculum import PassRates
 from alpaca_ppo.ppo.kl_controllers import KLController
@@ -316,7 +315,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         if not self.args.load_best_model_at_end:
             return
         self.checkpoints.load_best(self.state.global_step)
-        mark_weights_changed(self.actor_critic)
         if self.checkpoints.best.folder is None:
             self.run_log.message(
                 f"no checkpoint has a finite {self.args.metric_for_best_model}: the models stay those of the last step"

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation import Generation, generate, graphs, slots
 from alpaca_ppo.generation.graphs import host_read, slot_memory, weights_binding
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.models.half_weights import HalfPrecisionCopies
 from alpaca_ppo.models.packed_attention import install_attention
 from tests.generation.tapes import Tapes
 from tests.generation.test_generate import padded
@@ -145,61 +144,6 @@ def test_captured_steps_sample_what_the_decode_loop_samples(tapes: Tapes) -> Non
             most = max(most, graphs._kept[model].cache.columns)
             change(model)
     assert most > 48 and tapes.captured > 12
-
-
-def test_copies_in_half_precision_are_read_as_they_are_now(tapes: Tapes) -> None:
-    torch.manual_seed(0)
-    model = tiny_causal_lm("llama")
-    copies, bfloat16 = HalfPrecisionCopies(model), torch.autocast("cpu", torch.bfloat16)
-
-    def as_cast(found: Generation) -> Generation:
-        """`found`, to the last bit what uncaptured steps sample that cast the weights themselves."""
-        with bfloat16:
-            assert_same(found, ask(model, cuda_graphs=False), 0.0)
-        return found
-
-    def of_trained(copies: HalfPrecisionCopies) -> Generation:
-        with bfloat16, copies.active(trained=True):
-            copies.make()
-            found = ask(model)
-        return as_cast(found)
-
-    def without_copies() -> Generation:
-        with bfloat16:
-            found = ask(model)
-        return as_cast(found)
-
-    # They are refreshed in place, so steps stay captured.
-    before, captured = of_trained(copies), tapes.captured
-    change(model)
-    after = of_trained(copies)
-    assert tapes.captured == captured and not torch.equal(after.logprobs, before.logprobs)
-    # Outside the block steps cast the weights, at each replay.
-    change(model)
-    without_copies()
-    captured = tapes.captured
-    change(model)
-    without_copies()
-    assert tapes.captured == captured
-    change(model)
-    of_trained(copies)
-    # Another trainer for the same model takes over.
-    another = HalfPrecisionCopies(model)
-    change(model)
-    of_trained(another)
-    # Copies of frozen weights, made at their first use and again after they were freed.
-    model.requires_grad_(False)
-    for _ in range(2):
-        with bfloat16, another.active(trained=False):
-            found = ask(model)
-        as_cast(found)
-        another.release(frozen=True)
-        change(model)
-    # Weights at other addresses, that a trainer moved or replaced.
-    without_copies()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.flip(0).clone()
-    without_copies()
 
 
 def test_a_kept_memory_follows_the_precision_of_the_model(tapes: Tapes) -> None:

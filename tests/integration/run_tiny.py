@@ -2,8 +2,8 @@
 
 Usage: run_tiny.py OUTPUT_DIR [field=value ...] [then OUTPUT_DIR [field=value ...]] ...; values are YAML. Besides
 fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`, `padded_rank`: a rank on which all
-models need padding, `refused_first`: the run is resumed with another model before that, in vain, and `copies`: false
-makes autocast cast weights in every pass instead of reading copies. DeepSpeed takes float32 alone.
+models need padding, and `refused_first`: the run is resumed with another model before that, in vain. DeepSpeed takes
+float32 alone.
 """
 
 import gc
@@ -34,7 +34,6 @@ from alpaca_ppo.checkpoint.run_lock import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.distributed.engine import Engine  # noqa: E402
 from alpaca_ppo.models import packing_probe  # noqa: E402
-from alpaca_ppo.models.half_weights import HalfPrecisionCopies  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import (  # noqa: E402
     Crowded,
@@ -261,12 +260,6 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
     assert files() == before
 
 
-@contextmanager
-def no_copies(self: HalfPrecisionCopies, *, trained: bool) -> Iterator[None]:
-    """Takes the place of `HalfPrecisionCopies.active`."""
-    yield
-
-
 def run(output_dir: str, *settings: str) -> None:
     """One run, in which nothing is pickled to a file or from one; leaves weights.pt and resident.json in its folder."""
     overrides = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in settings)}
@@ -280,10 +273,8 @@ def run(output_dir: str, *settings: str) -> None:
     # Each rank has its own random numbers, and a run that is resumed begins with others.
     set_seed(int(os.environ.get("RANK", 0)) + (100 if resume else 0))
     defers = "crowded" in overrides and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    active = HalfPrecisionCopies.active if overrides.pop("copies", True) else no_copies
     with (
         mock.patch.object(Engine, "defers_reduction", defers),
-        mock.patch.object(HalfPrecisionCopies, "active", active),
         needing_padding(overrides.pop("padded_rank", None)),
     ):
         train(made_trainer(output_dir, **overrides), output_dir, resume)

@@ -109,7 +109,7 @@ TOLD = (
     *("disagreeing=true", "stop_on=[constant_reward]", "total_episodes=60", "eval_prompts=3", "eval_steps=1"),
     *("metric_for_best_model=eval/own", "load_best_model_at_end=true", "save_steps=20"),
 )
-TWO = {**HEAVY, "half_uncopied": (*HALF, "copies=false"), "told": TOLD}
+TWO = {**HEAVY, "told": TOLD}
 
 
 # What `make test` runs; the others are for `make proof`.
@@ -219,13 +219,10 @@ def test_the_same_steps_take_the_samplers_log_probs(name, recomputed, processes,
 
 
 @pytest.mark.proof
-def test_in_bfloat16_the_ranks_read_copies_of_what_autocast_would_cast(runs):
-    mine, uncopied, one = (runs / folder for folder in ("two/half", "two/half_uncopied", "one/half"))
-    weights, expected = (torch.load(run / "weights.pt", weights_only=True) for run in (mine, uncopied))
-    assert expected and {tensor.dtype for tensor in expected.values()} == {torch.float32}
-    assert all(torch.equal(weights[key], tensor) for key, tensor in expected.items())
-    assert metric_lines(mine) == metric_lines(uncopied)
-    # One process has other batches, and other rounding.
+def test_in_bfloat16_the_gradients_of_two_processes_are_those_of_one_up_to_rounding(runs):
+    mine, one = runs / "two/half", runs / "one/half"
+    weights = torch.load(mine / "weights.pt", weights_only=True)
+    assert weights and {tensor.dtype for tensor in weights.values()} == {torch.float32}
     for ours, theirs in zip(metric_lines(mine)[:2], metric_lines(one)[:2], strict=True):
         for key in ("ppo/policy/grad_norm", "ppo/val/grad_norm"):
             assert ours[key] == pytest.approx(theirs[key], rel=0.02) and ours[key] > 0.1
