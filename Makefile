@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz test proof proof-ci browser-test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz test messages proof proof-ci browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -63,6 +63,10 @@ same-numbers: $(INSTALLED_FOR_TESTS)
 
 test: check
 	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)
+
+# Every sentence with which the package refuses something, in tests/messages.txt: read its diff.
+messages: $(INSTALLED)
+	$(BIN)/python -m tests.tools.messages
 
 # What takes long and proves one more case: every ZeRO stage with every layout, moves between process counts, nodes.
 proof: $(INSTALLED_FOR_TESTS)
