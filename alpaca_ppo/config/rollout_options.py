@@ -56,14 +56,6 @@ class RolloutOptions(EvaluationOptions):
         "after the last of them stay in the step.",
         at_least=1,
     )
-    curriculum: bool = argument(
-        False,
-        "Draw prompts that are passed about every second time more often than those that are always or never passed, "
-        "by the pass rates of the run so far.",
-    )
-    curriculum_threshold: float = argument(
-        0.0, "With curriculum: a response whose score, before any penalty, is above this has passed."
-    )
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
     step_per_device_batch_size: int = argument(

@@ -1,13 +1,12 @@
 """The order of prompts: a function of the seed, the step, and how many prompts earlier steps have drawn or passed
-over beyond their own (`dynamic_sampling`, `curriculum`); independent of the number of processes.
+over beyond their own (`dynamic_sampling`); independent of the number of processes.
 """
 
 from collections.abc import Collection, Iterator
 
 import torch
-from torch import Tensor
 
-from alpaca_ppo.functional.rng import seeded_generator, seeded_permutation
+from alpaca_ppo.functional.rng import seeded_permutation
 
 _PART = 4096
 """Indices that become Python integers at once: a step needs few of a large dataset."""
@@ -74,13 +73,12 @@ class PromptSchedule:
         """
         return self.prompts_of(step).indices
 
-    def prompts_of(self, step: int, extra_prompts: int = 0, chances: Tensor | None = None) -> "StepPrompts":
+    def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
         """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
 
         Args:
             step: from 0.
             extra_prompts: drawn or passed over.
-            chances: of the dataset's prompts, as for `draw`.
 
         Raises:
             ValueError: if `step` is outside the schedule.
@@ -90,16 +88,14 @@ class PromptSchedule:
                 f"step {step} is outside the schedule of {self.num_steps} steps; raise total_epochs, total_episodes or "
                 "max_steps"
             )
-        return StepPrompts(self, self.start(step) + extra_prompts, self.num_prompts_at(step), chances)
+        return StepPrompts(self, self.start(step) + extra_prompts, self.num_prompts_at(step))
 
     def start(self, step: int) -> int:
         """Returns the place in the sequence at which `step` begins, if no step before it has drawn extra prompts."""
         epoch, within = divmod(step, self._steps_per_epoch)
         return epoch * self.num_prompts + within * self.rollout_batch_size
 
-    def draw(
-        self, place: int, count: int, *, without: Collection[int] = (), chances: Tensor | None = None
-    ) -> tuple[list[int], int]:
+    def draw(self, place: int, count: int, *, without: Collection[int] = ()) -> tuple[list[int], int]:
         """Returns the next `count` different dataset indices of the sequence, and the place after the last of them;
         fewer if the dataset has no more. The others in between are passed over.
 
@@ -107,13 +103,11 @@ class PromptSchedule:
             place: in the sequence, from which on they are taken.
             count: how many.
             without: indices to pass over.
-            chances: (num_prompts,) in (0, 1], how likely each index is to be taken at each of its places, by random
-                numbers that depend on seed and place alone; None takes all.
         """
         left_out = set(without)
         count = min(count, self.num_prompts - len(left_out.intersection(range(self.num_prompts))))
         drawn: list[int] = []
-        candidates = self._candidates(place, chances)
+        candidates = self._candidates(place)
         while len(drawn) < count:
             index, after = next(candidates)
             if index not in left_out:
@@ -122,22 +116,15 @@ class PromptSchedule:
                 place = after
         return drawn, place
 
-    def _candidates(self, place: int, chances: Tensor | None) -> Iterator[tuple[int, int]]:
-        """The indices from `place` on that may be taken, each with the place after it, without end."""
+    def _candidates(self, place: int) -> Iterator[tuple[int, int]]:
+        """The indices from `place` on, each with the place after it, without end."""
         while True:
             epoch, within = divmod(place, self.num_prompts)
             order = seeded_permutation(self.num_prompts, self.seed, epoch)[within:]
-            places = torch.arange(len(order))
-            if chances is not None:
-                # A key of its own: that of the permutation has two numbers, those of a step's rows and quantile
-                # levels have three and four.
-                generator = seeded_generator(self.seed, epoch, 0, 0, 0)
-                levels = torch.rand(self.num_prompts, generator=generator, dtype=torch.float64)[within:]
-                places = places[levels < chances[order]]
-            for part in torch.split(places, _PART):
-                for index, offset in zip(order[part].tolist(), part.tolist(), strict=True):
-                    yield index, place + offset + 1
-            place += len(order)
+            for part in torch.split(order, _PART):
+                for index in part.tolist():
+                    place += 1
+                    yield index, place
 
     def num_prompts_at(self, step: int) -> int:
         """Returns the number of prompts of `step` without building the permutation."""
@@ -155,16 +142,15 @@ class StepPrompts:
         schedule: of the run.
         start: the place in the sequence at which the step begins.
         count: the number of the step's own prompts.
-        chances: of the dataset's prompts, as for `PromptSchedule.draw`.
     """
 
-    def __init__(self, schedule: PromptSchedule, start: int, count: int, chances: Tensor | None) -> None:
-        self._schedule, self._end, self._chances = schedule, start + count, chances
-        self.indices, self._place = schedule.draw(start, count, chances=chances)
+    def __init__(self, schedule: PromptSchedule, start: int, count: int) -> None:
+        self._schedule, self._end = schedule, start + count
+        self.indices, self._place = schedule.draw(start, count)
 
     def draw(self, count: int, *, without: Collection[int]) -> list[int]:
         """Draws `count` more prompts that are not in `without`; fewer if the dataset has no more."""
-        drawn, self._place = self._schedule.draw(self._place, count, without=without, chances=self._chances)
+        drawn, self._place = self._schedule.draw(self._place, count, without=without)
         return drawn
 
     @property

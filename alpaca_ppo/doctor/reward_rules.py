@@ -53,7 +53,7 @@ def _is_constant(history: History, spread: float) -> bool:
 
 def reward_falling(history: History) -> Finding | None:
     """The reward that is trained falls, on prompts whose difficulty does not change."""
-    if history.config.get("curriculum") or history.config.get("dynamic_sampling"):
+    if history.config.get("dynamic_sampling"):
         return None
     window = count("window")
     if history.count("ppo/policy/clipfrac") < count("trend_steps"):
@@ -277,8 +277,7 @@ def uniform_groups(history: History) -> Finding | None:
         "most prompts give no gradient",
         f"the responses to {fmean(recent):.0%} of the prompts all have the same score (objective/uniform_groups)",
         "prompts that are too easy or too hard for the policy, with a reward of few values",
-        "set dynamic_sampling: true or curriculum: true, take more responses (num_return_sequences), or prompts of "
-        "medium difficulty",
+        "set dynamic_sampling: true, take more responses (num_return_sequences), or prompts of medium difficulty",
     )
 
 

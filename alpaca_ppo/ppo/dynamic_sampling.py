@@ -43,7 +43,6 @@ def replace_uninformative(
     rollout: Callable[[list[int], int], Rollouts],
     *,
     args: PPOConfig,
-    max_rounds: int,
     counts: RolloutCounts,
 ) -> Rollouts:
     """The global rollouts of a step in which prompts without information are replaced, round by round.
@@ -59,13 +58,12 @@ def replace_uninformative(
         prompts: draws fresh ones; moved on.
         rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
         args: of the run.
-        max_rounds: of fresh prompts.
         counts: of the step; what is done here is added.
 
     Raises:
         ValueError: if `rollout` returns other tensors in one round than in another.
     """
-    for sampling_round in range(1, max_rounds + 1):
+    for sampling_round in range(1, args.max_sampling_rounds + 1):
         differ = informative(rollouts, args)
         uninformative = _distinct(rollouts["prompt_ids"][~differ])
         kept = _distinct(rollouts["prompt_ids"][differ])
@@ -112,8 +110,6 @@ def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int], counts: R
     every: dict[str, torch.Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
     discarded = sorted(set(range(len(every["prompt_ids"]))) - set(rows))
     counts.discarded_tokens += int(every["response_mask"][discarded].sum())
-    counts.discarded_prompts += every["prompt_ids"][discarded].tolist()
-    counts.discarded_scores += every["scores"][discarded].tolist()
     merged: Rollouts = {key: value[rows] for key, value in every.items()}  # type: ignore[assignment]
     return merged
 

@@ -121,10 +121,6 @@ class RolloutCounts:
     """Fresh prompts in these rounds."""
     discarded_tokens: int = 0
     """Tokens of responses to prompts that fresh ones have replaced."""
-    discarded_prompts: list[int] = field(default_factory=list)
-    """The prompt of each of these responses."""
-    discarded_scores: list[float] = field(default_factory=list)
-    """The raw score of each of them."""
     uninformative_prompts: int = 0
     """Prompts in the step's rollouts whose responses all have the same score."""
     extra_prompts: int = 0
@@ -141,7 +137,6 @@ class RolloutCounts:
             stats["objective/redrawn_prompts"] = float(self.redrawn_prompts)
             stats["objective/uninformative_prompts"] = float(self.uninformative_prompts)
             stats["tokens/discarded"] = float(self.discarded_tokens)
-        if args.dynamic_sampling or args.curriculum:
             stats["objective/extra_prompts"] = float(self.extra_prompts)
         return stats
 

@@ -33,7 +33,6 @@ from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
-from alpaca_ppo.ppo.curriculum import PassRates
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.old_policy import OldPolicySource
@@ -110,7 +109,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.callback_handler = CallbackHandler(callbacks, self.state, setup.built_in_callbacks(self))
         self.preemption = PreemptionHandler(self.accelerator)
         self.progress = TrainProgress(self.accelerator, self.state, self.updater)
-        self.pass_rates = PassRates(len(self.train_prompts), self.args)
         best = BestCheckpoint(
             self.state, self.args.metric_for_best_model, greater_is_better=self.args.greater_is_better
         )
@@ -137,7 +135,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
         own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
-        own |= {"pass_rates": self.pass_rates, "callbacks": self.callback_handler}
+        own["callbacks"] = self.callback_handler
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(

@@ -195,7 +195,6 @@ class PPOTrainer(RolloutTrainer):
         with self.timers.measure("update"):
             train_stats = self.step_with_rollouts(rollouts)
         self.mark_step_done(step)
-        self.pass_rates.record(rollouts, self.counts)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
         if not self.critic_pretraining.includes(step):

@@ -21,7 +21,6 @@ from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import rollout_passes
-from alpaca_ppo.ppo.curriculum import learnable_weights
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
@@ -113,25 +112,7 @@ class RolloutTrainer(BaseTrainer):
 
     def step_prompts(self, step: int) -> StepPrompts:
         """The dataset indices of `step` (from 0), on all ranks."""
-        chances = None
-        if self.args.curriculum:
-            chances = self.pass_rates.chances(self._prompt_weights(self.pass_rates.rates.clone()))
-        return self.schedule.prompts_of(step, self.progress.extra_prompts(step), chances)
-
-    def _prompt_weights(self, pass_rates: Tensor) -> Tensor:
-        """With `curriculum`: how likely each of the dataset's N prompts is to be drawn next, as weights of any scale.
-
-        Override it for another curriculum. What it returns must be the same on every rank, and in a run that is
-        resumed: a function of its argument alone.
-
-        Args:
-            pass_rates: (N,) float64, from 0 to 1, or NaN for prompts that have not been sampled yet.
-
-        Returns:
-            (N,) of at least 0; weights below a hundredth of the largest count as that, so if all are 0, all prompts are
-            equally likely.
-        """
-        return learnable_weights(pass_rates)
+        return self.schedule.prompts_of(step, self.progress.extra_prompts(step))
 
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts of a step (`rollout`), in which fresh prompts have taken the places of those without
@@ -139,13 +120,10 @@ class RolloutTrainer(BaseTrainer):
         """
         rollouts = self.rollout(prompt_batches)
         hook_checks.check_rollouts(rollouts)
-        if not (self.args.dynamic_sampling or self.args.curriculum):
+        if not self.args.dynamic_sampling:
             return rollouts
         prompts = self.step_prompts(self.state.global_step)
-        rounds = self.args.max_sampling_rounds if self.args.dynamic_sampling else 0
-        return replace_uninformative(
-            rollouts, prompts, self._redraw, args=self.args, max_rounds=rounds, counts=self.counts
-        )
+        return replace_uninformative(rollouts, prompts, self._redraw, args=self.args, counts=self.counts)
 
     @contextmanager
     def in_sampling_round(self, number: int) -> Iterator[None]:

@@ -113,7 +113,6 @@ OTHERS: Mapping[str, tuple[str, Settings]] = {
     "QAE, pass or fail": (PASS, _PASS | {"adv_estimator": "qae"}),
     "dynamic sampling, pass or fail": (PASS, _PASS | {"dynamic_sampling": True, "max_sampling_rounds": 3}),
     UNEVEN: (PASS, _UNEVEN),
-    "curriculum, pass or fail, uneven prompts": (UNEVEN, _UNEVEN | {"curriculum": True, "curriculum_threshold": 0.5}),
 }
 """Further options, each with the row that it is compared with. Their own settings are defaults or a preset's, and were
 not tuned."""

@@ -67,7 +67,6 @@ RUNS = {
         "target_kl_stop": 1.0,
         "num_return_sequences": 2,
         "dynamic_sampling": True,
-        "curriculum": True,
         "overlong_buffer_len": 2,
         "trainer_arguments": {"eval_dataset": {"named": prompts(2)}, "metric_funcs": [distinct]},
     },

@@ -283,7 +283,6 @@ def test_a_rate_a_thousand_times_too_small_is_an_error_though_the_kl_is_noisy():
 @pytest.mark.parametrize(
     ("fault", "settings"),
     [
-        ("reward_falling warning", {"curriculum": True}),
         ("reward_falling warning", {"dynamic_sampling": True}),
         ("constant_reward error", {"rollout_batch_size": 1}),
         ("kl_runaway error", {"reference": "none"}),

@@ -143,7 +143,7 @@ def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch)
     experiment = Experiment(HorizonArguments(root=str(tmp_path)))
     runs = [
         experiment.run("small critic that reads the plurals", seed=1),
-        experiment.run("curriculum, pass or fail, uneven prompts", seed=1),
+        experiment.run("GRPO, pass or fail, uneven prompts", seed=1),
     ]
     assert stages[runs[0].name][1] == ["privileged_data", "pretrained", "privileged_critic"]
     assert stages[runs[1].name][1] == ["uneven_data", "pretrained"]

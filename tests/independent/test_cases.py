@@ -37,8 +37,6 @@ NOT_COMPARED = {
     "reward_retry_pause": "between those calls; tests/rewards",
     "dynamic_sampling": "which prompts a step learns from; tests/trainer/test_dynamic_sampling.py",
     "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
-    "curriculum": "which prompts a step learns from; tests/ppo/test_curriculum.py",
-    "curriculum_threshold": "with it; tests/ppo/test_curriculum.py",
     "turn_gamma": "the independent PPO's responses have no holes; tests/environments/test_two_turn_game.py",
     "turn_lam": "likewise",
     "failed_rewards": "leaves rows out of what is computed; tests/trainer/test_failed_rewards.py",

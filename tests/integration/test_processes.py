@@ -50,11 +50,6 @@ RUNS = {
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE, "critic_layout=side"),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
-    # The pass rates of the first 40 prompts decide which of them come again in the third step.
-    "curriculum": (
-        *("adv_estimator=gdpo", "num_return_sequences=2", "curriculum=true", "curriculum_threshold=1"),
-        *("rollout_batch_size=20", "step_batch_size=40", "ppo_epochs=1", "total_episodes=60"),
-    ),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum", "privileged_column=hint"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
@@ -159,12 +154,6 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
 def test_prompts_are_redrawn_on_two_processes_as_on_one(runs):
     redrawn = [line["objective/redrawn_prompts"] for line in metric_lines(runs / "two/rloo")]
     assert len(redrawn) == 2 and 0 < redrawn[0] != redrawn[1] > 0
-
-
-@pytest.mark.proof
-def test_a_curriculum_passes_over_prompts_on_two_processes_as_on_one(runs):
-    extra = [line["objective/extra_prompts"] for line in metric_lines(runs / "two/curriculum")]
-    assert extra[:2] == [0.0, 0.0] and extra[2] > 0
 
 
 def test_rows_that_one_rank_drops_are_dropped_on_all(runs):

@@ -47,7 +47,7 @@ def replaced(first, *rounds, prompts=None, max_rounds=5):
         return rows_of(left.pop(0))
 
     result = replace_uninformative(
-        rows_of(first), prompts, rollout, max_rounds=max_rounds, counts=counts, args=PPOConfig()
+        rows_of(first), prompts, rollout, counts=counts, args=PPOConfig(max_sampling_rounds=max_rounds)
     )
     found: dict[int, list[float]] = {}
     for prompt, score in zip(result["prompt_ids"].tolist(), result["scores"].tolist(), strict=True):
@@ -70,8 +70,6 @@ def test_groups_without_spread_are_replaced_in_their_places_until_all_have_one()
         sampling_rounds=2,
         redrawn_prompts=3,
         discarded_tokens=16,
-        discarded_prompts=[3, 3, 5, 5, 11, 11],
-        discarded_scores=[1.0, 1.0, 3.0, 3.0, 4.0, 4.0],
         uninformative_prompts=0,
         extra_prompts=5,
     )
@@ -125,8 +123,7 @@ def test_a_dataset_that_has_fewer_prompts_left_gives_those():
         rows_of(spread),
         step,
         lambda fresh, number: rows_of({p: again[p] for p in fresh}),
-        args=PPOConfig(),
-        max_rounds=9,
+        args=PPOConfig(max_sampling_rounds=9),
         counts=counts,
     )
     assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
@@ -139,4 +136,4 @@ def test_rounds_with_other_tensors_are_refused(other):
     first = rows_of({3: [1.0, 1.0]}) | {"rewards": torch.zeros(2)}
     new = rows_of({10: [1.0, 2.0]}) | {"rewards": torch.zeros(2)} | other
     with pytest.raises(ValueError, match=f"{next(iter(other))} with rows of shape"):
-        replace_uninformative(first, Prompts(), lambda *_: new, max_rounds=1, counts=RolloutCounts(), args=PPOConfig())
+        replace_uninformative(first, Prompts(), lambda *_: new, counts=RolloutCounts(), args=PPOConfig())

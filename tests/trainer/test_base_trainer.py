@@ -193,7 +193,7 @@ def test_a_state_of_ones_own_is_saved_and_resumed_and_missed_by_another_trainer(
     resumed = tiny_trainer(tmp_path, trainer_class=Counting, total_episodes=30, **run)
     resumed.train(resume_from_checkpoint=True)
     assert [line["own/steps"] for line in metric_lines(tmp_path)] == [1.0, 2.0, 3.0]
-    theirs = "critic_pretraining, kl_controller, old_policy, pass_rates, progress"
+    theirs = "critic_pretraining, kl_controller, old_policy, progress"
     message = f"components callbacks, counter, {theirs}, but this trainer has callbacks, {theirs};"
     with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, total_episodes=40, **run).train(resume_from_checkpoint=True)
