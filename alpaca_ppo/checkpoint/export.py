@@ -21,10 +21,8 @@ from alpaca_ppo.library_output import transformers_bars
 from alpaca_ppo.models import (
     ActorCritic,
     CriticHead,
-    SideNetwork,
     write_critic,
     write_critic_adapter,
-    write_side_critic,
 )
 from alpaca_ppo.remote_code import has_remote_code, remote_code
 from alpaca_ppo.tracking.weights_step import FILE as STEP_FILE
@@ -48,8 +46,7 @@ def save_final(
 
     Args:
         folder: parent of both; its other content is left alone.
-        actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's, but for a side
-            critic, whose folder holds its network alone.
+        actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's.
         processing_class: the policy's tokenizer, saved with each model.
         step: which step of the run the weights are from.
         metrics: metrics of that step, for the card.
@@ -95,11 +92,6 @@ def _save_value(
 ) -> None:
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
-    if critic.side is not None:
-        save_side_critic(
-            folder, critic.side, critic.head, processing_class, policy_name=policy.model.config.name_or_path or ""
-        )
-        return
     if critic.backbone is None and policy.adapters is not None:
         name = VALUE if critic.has_adapter else POLICY
         save_value_adapter(
@@ -204,16 +196,6 @@ def save_value_adapter(
         processing_class.save_pretrained(tmp_dir)
         form: Literal["critic_adapter", "adapter"] = "critic_adapter" if head.score_weight() is None else "adapter"
         write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model), privileged_column=privileged_column)
-
-
-def save_side_critic(
-    folder: StrPath, side: SideNetwork, head: CriticHead, processing_class: Any, *, policy_name: str
-) -> None:
-    """Writes a critic that reads the states of a policy, saved elsewhere, for `models.load_critic`; atomically."""
-    with write_folder_atomically(folder) as tmp_dir:
-        write_side_critic(tmp_dir, side, head, policy_name=policy_name)
-        processing_class.save_pretrained(tmp_dir)
-        write_value_card(tmp_dir, "side")
 
 
 def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel | None:

@@ -197,7 +197,7 @@ def _is_local_path(option: str, value: Any) -> bool:
 
 def write_value_card(
     folder: StrPath,
-    form: Literal["classifier", "critic", "adapter", "critic_adapter", "side"],
+    form: Literal["classifier", "critic", "adapter", "critic_adapter"],
     *,
     own_code: bool = False,
     privileged_column: str | None = None,
@@ -207,12 +207,12 @@ def write_value_card(
     Args:
         folder: of the value model.
         form: "classifier", a sequence classifier; "critic", a backbone and head for `models.load_critic`; "adapter" and
-            "critic_adapter", the same two as adapters on the policy's base; "side", a network on the policy's states.
+            "critic_adapter", the same two as adapters on the policy's base.
         own_code: whether the model, or an adapter's base, runs code of its own.
         privileged_column: where the text comes from that the critic has read before the prompt; None = it read none.
     """
     start = "" if form in ("adapter", "critic_adapter") else _START
-    use = {"classifier": _CLASSIFIER_USE, "adapter": _ADAPTER_USE, "side": _SIDE_USE}.get(form, _HEAD_USE)
+    use = {"classifier": _CLASSIFIER_USE, "adapter": _ADAPTER_USE}.get(form, _HEAD_USE)
     text = (_VALUE_CARD + start + use).format(trust=_TRUST if own_code else "")
     if privileged_column is not None:
         text += _PRIVILEGED.format(column=privileged_column)
@@ -326,19 +326,6 @@ from alpaca_ppo.models import load_critic
 
 critic = load_critic("path/to/this/folder"{trust})
 hidden = critic.backbone(input_ids).last_hidden_state
-values = critic.head(hidden[:, -1]).values  # the expected return after reading all of input_ids
-```
-"""
-
-
-_SIDE_USE = """
-It reads the hidden states of the policy that it was trained with, the folder `policy` beside this one.
-
-```python
-from alpaca_ppo.models import load_critic
-
-critic = load_critic("path/to/this/folder")
-hidden = critic.side.states_of(policy, input_ids)  # policy: the causal language model of the folder beside this one
 values = critic.head(hidden[:, -1]).values  # the expected return after reading all of input_ids
 ```
 """

@@ -42,9 +42,6 @@ _CRITIC_ONLY = (
     "turn_lam",
     "critic",
     "critic_layout",
-    "side_layer",
-    "side_width",
-    "side_depth",
     "risk_level",
     "critic_pretraining_steps",
     "critic_pretraining_explained_variance",
@@ -177,12 +174,7 @@ def _check_critic(config: Any) -> None:
         raise ValueError(
             f"critic_epochs is {config.critic_epochs} and critic_step_batch_size is {config.critic_step_batch_size}, "
             "but with critic_layout 'shared' the value loss trains the policy's hidden states, so the critic cannot "
-            "take steps of its own; set both to null, or choose critic_layout: separate, adapter or side"
-        )
-    if config.critic_layout != "side" and (config.side_layer, config.side_width, config.side_depth) != (None, None, 4):
-        raise ValueError(
-            f"side_layer is {config.side_layer}, side_width {config.side_width} and side_depth {config.side_depth}, "
-            f"but critic_layout is {config.critic_layout!r}; set critic_layout: side, or leave them out"
+            "take steps of its own; set both to null, or choose critic_layout: separate or adapter"
         )
     if config.privileged_column is not None and config.critic_layout not in _READS_ROWS:
         raise ValueError(
@@ -230,8 +222,8 @@ def _check_four_bit(config: Any) -> None:
     if copies_policy or (config.uses_critic and config.critic_layout == "separate"):
         raise ValueError(
             f"load_in_4bit is True, but critic_layout is {config.critic_layout!r} with reference {config.reference!r}, "
-            "which copies the base, and a 4-bit base cannot be copied; use critic_layout: adapter, side or shared, "
-            "and reference: auto"
+            "which copies the base, and a 4-bit base cannot be copied; use critic_layout: adapter or shared, and "
+            "reference: auto"
         )
 
 

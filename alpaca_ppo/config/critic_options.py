@@ -19,24 +19,10 @@ class CriticOptions(LearningOptions):
         registry=CRITIC_HEADS,
         group="Critic",
     )
-    critic_layout: Literal["separate", "shared", "adapter", "side"] = argument(
+    critic_layout: Literal["separate", "shared", "adapter"] = argument(
         "separate",
         "separate = the critic has its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA "
-        "adapter on the policy's base; side = a small network on the states of one of the policy's layers, without a "
-        "gradient into the policy.",
-    )
-    side_layer: int | None = argument(
-        None,
-        "Layer of the policy, counted from 1, whose states a side critic reads; null = two thirds of the depth.",
-        at_least=1,
-    )
-    side_width: int | None = argument(
-        None, "Width of a side critic's network; null = a quarter of the policy's hidden size.", at_least=1
-    )
-    side_depth: int = argument(
-        4,
-        "Transformer blocks of a side critic's network; 0 = a linear map of the policy's states, one token at a time.",
-        at_least=0,
+        "adapter on the policy's base.",
     )
     privileged_column: str | None = argument(
         None,

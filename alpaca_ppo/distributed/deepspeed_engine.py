@@ -102,8 +102,6 @@ class DeepSpeedEngine(Engine):
             stage=self.stage,
         )
         if self.synced_forwards:
-            # DeepSpeed releases parameters, and keeps its record of the modules' order, after each module's pass.
-            self.actor_critic.stops_at_side_layer = False
             _register_head_use(self.actor_critic, self.actor_critic.policy)
             _register_head_use(self.actor_critic.policy, self.actor_critic.policy)
         return engine

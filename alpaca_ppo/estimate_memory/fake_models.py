@@ -126,10 +126,6 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in
     # `_add_adapters`.
     buildable = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
-    if layers is not None and args.critic_layout == "side":
-        # The last of few layers: each layer must add the same memory. A pass without gradients in fact keeps one more
-        # tensor, the states of that layer, while the layers above it run.
-        buildable = replace(buildable, side_layer=layers)
     # DoRA initializes itself from the base's weights, so it must be on their device. Adapters of few layers are small
     # enough for the CPU.
     adapters = (models.lora, models.value_lora, models.reward_lora)

@@ -43,7 +43,6 @@ from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.packed_attention import install_attention, is_installed, uninstall_attention
 from alpaca_ppo.models.policy import response_states
-from alpaca_ppo.models.side_network import layer_states
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 # The result of the operation by which a model tests a batch for padding: always "has padding", so that it keeps its
@@ -291,7 +290,7 @@ class _Passes:
         with torch.no_grad(), self._autocast():
             found = self._pass("policy/eval", *self._policy_pass(run.actor_critic, packed))
             found["policy/cast"] = max(0.0, float(self._live.live - self._base))
-            if critic is not None and not critic.reads_policy_pass:
+            if critic is not None and not critic.shares_states:
                 found |= self._pass("critic/eval", *self._critic_pass(run.actor_critic, critics))
                 found["critic/cast"] = max(0.0, float(self._live.live - self._base))
         if run.reference is None:
@@ -309,7 +308,7 @@ class _Passes:
                 parameter.grad = torch.empty_like(parameter)
         packed, critics = self._packed_rows(self._sizes.micro_rows, self._sizes.micro_tokens)
         found: Measurements = {}
-        if critic is not None and not critic.reads_policy_pass:
+        if critic is not None and not critic.shares_states:
             with actor_critic.critic_active():
                 found = self._pass("critic/train", *self._critic_pass(actor_critic, critics))
         return found | self._pass("policy/train", *self._policy_pass(actor_critic, packed))
@@ -319,21 +318,11 @@ class _Passes:
     ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
         """The policy's decoder, and what reads its states: the language-model head, and a critic without a pass."""
         policy, critic = actor_critic.policy, actor_critic.critic
-        score, side = self._scores(policy, packed), None if critic is None else critic.side
-        if critic is None or not critic.reads_policy_pass:
+        score = self._scores(policy, packed)
+        if critic is None or not critic.shares_states:
             return lambda: policy.states(packed), score
         value = self._critic_pass(actor_critic, packed)[1]
-        if side is None:
-            return lambda: policy.states(packed), lambda states: score(states) + value(states)
-        of_layer: list[Tensor] = []
-
-        def states() -> Tensor:
-            with layer_states(policy.model.base_model, side.side_layer, stop=False) as found:
-                last = policy.states(packed)
-            of_layer.extend(found)
-            return last
-
-        return states, lambda last: score(last) + value(side.response_states(of_layer.pop(), packed))
+        return lambda: policy.states(packed), lambda states: score(states) + value(states)
 
     def _critic_pass(
         self, actor_critic: ActorCritic, packed: PackedRows

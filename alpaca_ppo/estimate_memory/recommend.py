@@ -136,7 +136,7 @@ def changes(settings: Settings) -> list[list[Change]]:
     # A critic that reads the policy's states cannot read a text before the prompt, and cannot take steps of its own if
     # it trains them (`config.checks`).
     reads_states = args.privileged_column is None
-    layouts = ["adapter"] if adapters else ["side"] if reads_states else []
+    layouts = ["adapter"] if adapters else []
     layouts += ["shared"] if reads_states and not args.separate_critic_steps else []
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3

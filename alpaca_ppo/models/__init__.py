@@ -8,12 +8,10 @@ from alpaca_ppo.models.critic_io import (
     load_critic,
     write_critic,
     write_critic_adapter,
-    write_side_critic,
 )
 from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
-from alpaca_ppo.models.side_network import SideNetwork
 
 __all__ = [
     "ActorCritic",
@@ -31,7 +29,6 @@ __all__ = [
     "QuantileHead",
     "Reference",
     "ScalarHead",
-    "SideNetwork",
     "build_actor_critic",
     "disable_dropout",
     "frozen_copy",
@@ -43,5 +40,4 @@ __all__ = [
     "register_critic_head",
     "write_critic",
     "write_critic_adapter",
-    "write_side_critic",
 ]

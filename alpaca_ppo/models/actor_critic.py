@@ -16,7 +16,6 @@ from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.critic_head import CriticHead
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
-from alpaca_ppo.models.side_network import SideNetwork, layer_states
 
 
 class ActorCriticOutputs(NamedTuple):
@@ -42,35 +41,26 @@ class Critic(nn.Module):
     """A critic head and the source of the hidden states that it reads.
 
     That is the critic's own backbone (layout `separate`), the policy's base model with the adapter `value` (`adapter`),
-    a small network on the states of one of the policy's layers (`side`), or the policy's hidden states (`shared`).
+    or the policy's hidden states (`shared`).
 
     Args:
         head: maps hidden states to values or to a return distribution.
         backbone: the critic's own backbone; None uses the policy's.
         has_adapter: True reads the hidden states of the policy's base model with the adapter `value`.
-        side: the network between the policy's states and the head, if any.
 
     Attributes:
         padding_free: whether rows are laid end to end for the critic's own backbone.
         padding_reason: why they are not, where that was found out.
     """
 
-    def __init__(
-        self,
-        head: CriticHead,
-        backbone: nn.Module | None,
-        *,
-        has_adapter: bool = False,
-        side: SideNetwork | None = None,
-    ) -> None:
+    def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
         super().__init__()
-        assert [backbone is not None, has_adapter, side is not None].count(True) <= 1
+        assert backbone is None or not has_adapter
         if backbone is not None:
             use_torch_activations(backbone)
         self.head = head
         self.backbone = backbone
         self.has_adapter = has_adapter
-        self.side = side
         self.padding_free = False
         self.padding_reason: str | None = None
 
@@ -79,17 +69,14 @@ class Critic(nn.Module):
         """The `critic_layout` that describes it."""
         if self.backbone is not None:
             return "separate"
-        return "adapter" if self.has_adapter else "shared" if self.side is None else "side"
+        return "adapter" if self.has_adapter else "shared"
 
     @property
     def shares_states(self) -> bool:
-        """Whether the head reads the same hidden states as the language-model head, and trains them."""
+        """Whether the head reads the same hidden states as the language-model head, and trains them: one pass serves
+        both.
+        """
         return self.layout == "shared"
-
-    @property
-    def reads_policy_pass(self) -> bool:
-        """Whether the policy's own pass computes what the critic reads, so that one pass serves both."""
-        return self.layout in ("shared", "side")
 
 
 class ActorCritic(nn.Module):
@@ -97,17 +84,13 @@ class ActorCritic(nn.Module):
 
     Args:
         policy: the wrapped causal language model.
-        critic: its critic, in one of the four layouts; None for advantage estimators without a critic.
-
-    Attributes:
-        stops_at_side_layer: whether a pass for a `side` critic alone ends after the layer that it reads.
+        critic: its critic, in one of the three layouts; None for advantage estimators without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic | None) -> None:
         super().__init__()
         self.policy = policy
         self.critic = critic
-        self.stops_at_side_layer = True
 
     @property
     def padding_free(self) -> bool:
@@ -143,7 +126,7 @@ class ActorCritic(nn.Module):
         if privileged is None and critic_layout == policy_layout:
             return packed, packed
         # `PPOConfig` refuses the column for a critic that reads the policy's states.
-        assert privileged is None or self.critic is None or not self.critic.reads_policy_pass
+        assert privileged is None or self.critic is None or not self.critic.shares_states
         own_rows = critic_rows(*rows, privileged, privileged_attn_masks)
         return packed, pack_rows(*own_rows, **critic_layout._asdict(), device=device)
 
@@ -186,11 +169,11 @@ class ActorCritic(nn.Module):
         packed_rows, packed_critic_rows = packed or self.pack(
             queries, query_attn_masks, responses, response_mask, privileged, privileged_attn_masks
         )
-        logprobs = entropies = states = layer = None
+        logprobs = entropies = states = None
         critic = self.critic if with_critic else None
-        if with_policy or (critic is not None and critic.reads_policy_pass):
+        if with_policy or (critic is not None and critic.shares_states):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
-                states, layer = self._policy_states(packed_rows, critic, with_policy=with_policy)
+                states = self.policy.states(packed_rows)
         if with_policy:
             assert states is not None
             logprobs, entropies = self.policy.outputs_from_states(
@@ -204,10 +187,7 @@ class ActorCritic(nn.Module):
             )
         if critic is None:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
-        if critic.side is not None:
-            assert layer is not None
-            states = critic.side.response_states(layer, packed_critic_rows)
-        elif not critic.shares_states:
+        if not critic.shares_states:
             states = self._critic_states(packed_critic_rows)
         values, means, predictions = (
             scatter_tokens(part, packed_critic_rows, responses) for part in critic.head(states, value_taus)
@@ -217,7 +197,7 @@ class ActorCritic(nn.Module):
         )
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """Returns the trainable parameters of the critic only: its head, and its backbone, adapter or side network."""
+        """Returns the trainable parameters of the critic only: its head, and its backbone or adapter."""
         if self.critic is None:
             return []
         own = [p for p in self.critic.parameters() if p.requires_grad]
@@ -239,21 +219,6 @@ class ActorCritic(nn.Module):
         assert self.policy.adapters is not None
         with self.policy.adapters.active(VALUE):
             yield
-
-    def _policy_states(
-        self, packed: PackedRows, critic: Critic | None, *, with_policy: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What `Policy.states` returns, and for a `side` critic the states of its layer; in one pass of the policy.
-
-        Without `with_policy`, a pass for a side critic may end before there are the first.
-        """
-        if critic is None or critic.side is None:
-            return self.policy.states(packed), None
-        states = None
-        stop = self.stops_at_side_layer and not with_policy
-        with layer_states(self.policy.model.base_model, critic.side.side_layer, stop=stop) as found:
-            states = self.policy.states(packed)
-        return states, found[-1]
 
     def _critic_states(self, packed: PackedRows) -> Tensor:
         assert self.critic is not None

@@ -1,7 +1,6 @@
 """A critic as a folder: the backbone as transformers saves it, and beside it the settings and weights of its head.
 
-This form is for heads that a sequence classifier cannot hold, and for architectures without such a classifier. A side
-critic has its network in place of the backbone; the policy whose states it reads is a folder of its own.
+This form is for heads that a sequence classifier cannot hold, and for architectures without such a classifier.
 `checkpoint.export` calls it and makes the writing atomic.
 """
 
@@ -23,23 +22,16 @@ from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.policy import disable_dropout
-from alpaca_ppo.models.side_network import SideNetwork
 from alpaca_ppo.registry import CRITIC_HEADS
 from alpaca_ppo.remote_code import has_remote_code
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
-SIDE_SETTINGS, SIDE_WEIGHTS = "critic_side.json", "critic_side.safetensors"
 _REMEDY = "copy the folder again from the run that saved it (final/value)"
 
 
 def is_critic_folder(name: str) -> bool:
     """Whether `name` is a folder that `load_critic` reads."""
     return (Path(name) / HEAD_SETTINGS).is_file()
-
-
-def is_side_critic_folder(name: str) -> bool:
-    """Whether `name` is a folder that `write_side_critic` wrote."""
-    return is_critic_folder(name) and (Path(name) / SIDE_SETTINGS).is_file()
 
 
 def write_critic(folder: Path, head: CriticHead, backbone: PreTrainedModel) -> None:
@@ -71,16 +63,6 @@ def write_critic_adapter(folder: Path, adapters: AdapterSet, name: str, head: Cr
     config.save_pretrained(str(folder))
 
 
-def write_side_critic(folder: Path, side: SideNetwork, head: CriticHead, *, policy_name: str) -> None:
-    """Writes the settings and weights of `side` and `head` into `folder`, and the name of the policy that `side` was
-    trained on.
-    """
-    save_file({name: tensor.cpu().contiguous() for name, tensor in side.state_dict().items()}, folder / SIDE_WEIGHTS)
-    settings = {**side.settings(), "policy": policy_name}
-    (folder / SIDE_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    _write_head(folder, head)
-
-
 def _write_head(folder: Path, head: CriticHead) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / HEAD_WEIGHTS)
     settings = {**head.spec(), "hidden_size": head.hidden_size}
@@ -96,8 +78,7 @@ def load_critic(
 ) -> Critic:
     """The critic that a run saved in `folder` (`final/value`), in float32, dropout off.
 
-    `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions; of a
-    side critic, `critic.head(critic.side.states_of(policy, input_ids).flatten(0, 1))`.
+    `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
 
     Args:
         folder: of the critic.
@@ -123,8 +104,6 @@ def load_critic(
             "from; leave it out"
         )
     head.risk_level = risk_level
-    if is_side_critic_folder(folder):
-        return Critic(head, None, side=_load_side(folder))
     own = dict(arguments or {})
     if is_adapter(folder):
         field = f"the critic {folder}"
@@ -163,26 +142,3 @@ def load_head(folder: str) -> CriticHead:
     with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
         head.load_state_dict(load_file(weights))
     return head
-
-
-def side_policy_name(folder: str) -> str:
-    """The name or path of the policy that the side critic in `folder` was trained on; empty if it had none."""
-    return str(_side_settings(folder)["policy"])
-
-
-def _load_side(folder: str) -> SideNetwork:
-    settings = {name: value for name, value in _side_settings(folder).items() if name != "policy"}
-    path = Path(folder)
-    with loading(f"{path / SIDE_SETTINGS} has settings that a side network cannot have", folder, _REMEDY):
-        side = SideNetwork(**settings)
-    with loading(f"{path / SIDE_WEIGHTS} cannot be loaded as the weights of a side network", folder, _REMEDY):
-        side.load_state_dict(load_file(path / SIDE_WEIGHTS))
-    return side
-
-
-def _side_settings(folder: str) -> dict[str, Any]:
-    with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
-        settings = dict(json.loads((Path(folder) / SIDE_SETTINGS).read_text(encoding="utf-8")))
-    if "policy" not in settings:
-        raise ValueError(f"{Path(folder) / SIDE_SETTINGS} has no policy; {_REMEDY}")
-    return settings

@@ -2,15 +2,12 @@
 a causal language model of any size.
 
 A saved critic starts with the values that it was saved with, in each layout. A critic without a backbone of its own
-needs the policy's base for that (layout `adapter`), or the policy's very states (`shared`, `side`), which is checked
-here; of a side critic, whose folder does not hold the policy's weights, by the policy's name. The form of the folders
-is in `critic_io`.
+needs the policy's base for that (layout `adapter`), or the policy's very states (`shared`), which is checked here. The
+form of the folders is in `critic_io`.
 """
 
 import copy
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +24,11 @@ from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.critic_io import (
     is_critic_folder,
-    is_side_critic_folder,
     load_critic,
     load_head,
-    side_policy_name,
 )
 from alpaca_ppo.models.loading import check_same_head, is_causal_lm, load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import check_architecture
-from alpaca_ppo.models.side_network import SideNetwork
 
 ValueModel = str | PreTrainedModel | PeftModel
 
@@ -53,11 +47,6 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
             f"value_model {_name(value_model)!r} is an adapter, which a critic cannot start from with critic_layout "
             f"{args.critic_layout!r}; merge it into its base and save that, set critic_layout: adapter if it is the "
             "final/value of a run with that layout, or leave value_model out"
-        )
-    if isinstance(value_model, str) and is_side_critic_folder(value_model):
-        raise ValueError(
-            f"value_model {value_model!r} is a side critic, which has no backbone, but critic_layout is "
-            f"{args.critic_layout!r}; set critic_layout: side, or leave value_model out"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
         start = load_critic(value_model, trust_remote_code=args.trust_remote_code, arguments=args.loading_arguments)
@@ -92,9 +81,6 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
             policy than that of `built`.
     """
     assert built.critic is not None and built.critic.backbone is None
-    if built.critic.side is not None:
-        _start_side(built.critic.side, built.critic.head, value_model, built.policy.model)
-        return
     adapters, head = built.policy.adapters, built.critic.head
     expected = "an adapter with a value head" if adapters is not None else "a whole model"
     if (adapters is not None) != (isinstance(value_model, str) and _is_adapter(value_model)):
@@ -117,33 +103,6 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
         head.load_state_dict(load_head(folder).state_dict())
     else:
         head.load_score_weight(score)
-
-
-def _start_side(side: SideNetwork, head: CriticHead, value_model: ValueModel, policy: PreTrainedModel) -> None:
-    if not isinstance(value_model, str) or not is_side_critic_folder(value_model):
-        raise ValueError(
-            f"value_model {_name(value_model)!r} is not the folder of a side critic, but critic_layout is 'side'; use "
-            "the final/value of a run with critic_layout: side, or leave value_model out"
-        )
-    start = load_critic(value_model)
-    assert start.side is not None
-    if start.side.settings() != side.settings():
-        raise ValueError(
-            f"value_model {value_model!r} has a network of {start.side.settings()}, but the one asked for is "
-            f"{side.settings()}; set side_layer, side_width and side_depth to its numbers and use a policy of this "
-            "size, or leave value_model out"
-        )
-    check_same_head(start.head, head)
-    trained_on, here = side_policy_name(value_model), policy.config.name_or_path
-    if trained_on and here and Path(here) not in (Path(trained_on), Path(value_model).parent / "policy"):
-        warnings.warn(
-            f"the critic in {value_model} was trained on the states of {trained_on}, but the policy here is {here}; on "
-            "those of other weights its first values are meaningless, so make sure that both names refer to the same "
-            "weights",
-            stacklevel=2,
-        )
-    side.load_state_dict(start.side.state_dict())
-    head.load_state_dict(start.head.state_dict())
 
 
 def _is_adapter(value_model: ValueModel) -> bool:

@@ -36,7 +36,6 @@ from alpaca_ppo.models import (
 )
 from alpaca_ppo.models.critic_starts import load_value_model, start_on_policy
 from alpaca_ppo.models.packing_probe import padding_reason
-from alpaca_ppo.models.side_network import new_side_network
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
@@ -99,7 +98,6 @@ def make_actor_critic(
             critic_layout=args.critic_layout if args.uses_critic else None,
             value_model=critic,
             head=partial(_new_head, args),
-            side=partial(new_side_network, args),
         )
         if value_model is not None and critic is None:
             start_on_policy(built, value_model, args)
@@ -244,14 +242,6 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
             f"model is an ActorCritic of the layout {critic.layout!r}, but critic_layout is {args.critic_layout!r}; "
             f"set critic_layout: {critic.layout}, or build it with the other layout"
         )
-    if critic.side is not None:
-        with torch.device("meta"):
-            side = new_side_network(args, model.policy.model)
-        if critic.side.settings() != side.settings():
-            raise ValueError(
-                f"model is an ActorCritic with the side network {critic.side.settings()}, but the configuration asks "
-                f"for {side.settings()}; set side_layer, side_width and side_depth to those of the model"
-            )
     with torch.random.fork_rng():
         wanted = _new_head(args, critic.head.hidden_size)
     if critic.head.spec() != wanted.spec():

@@ -28,7 +28,6 @@ from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.critic_heads import ScalarHead
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
-from alpaca_ppo.models.side_network import SideNetwork
 from alpaca_ppo.remote_code import remote_code
 
 _REMEDY = (
@@ -171,24 +170,21 @@ def build_actor_critic(
     critic_layout: str | None,
     value_model: PreTrainedModel | Critic | None = None,
     head: Callable[[int], CriticHead] = ScalarHead,
-    side: Callable[[PreTrainedModel], SideNetwork] = SideNetwork.on,
 ) -> ActorCritic:
     """Returns the policy with a critic in the layout `critic_layout`.
 
     Args:
         policy: the causal language model to train, or a frozen one with adapters; not copied.
         critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
-            `adapter` (its own adapter on the policy's base model), `side` (a small network on the states of one of the
-            policy's layers), `shared` (a head on the policy's hidden states), or None for no critic.
+            `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
+            None for no critic.
         value_model: a causal language model of any size, a sequence classifier with one label, a `Critic`, or None.
             The critic takes over its weights without a copy: all of a `Critic`'s; of a language model the backbone; of
             a classifier that too, and its `score` if the head can start from it.
         head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
-        side: makes the network of a side critic for the policy's model: `SideNetwork.on`, or a `partial` of it.
 
     Raises:
-        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head;
-            and whatever `side` raises.
+        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
     """
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     dtype = wrapped.model.dtype
@@ -202,9 +198,6 @@ def build_actor_critic(
     hidden_size = wrapped.head.weight.size(1)
     if isinstance(value_model, Critic):
         return ActorCritic(wrapped, _matching(value_model, head(value_model.head.hidden_size)))
-    if critic_layout == "side":
-        network = side(wrapped.model)
-        return ActorCritic(wrapped, Critic(build_head(head, network.side_width, dtype), None, side=network))
     if critic_layout == "adapter":
         if wrapped.adapters is None:
             raise ValueError(

@@ -13,7 +13,6 @@ from alpaca_ppo.adapters.files import is_head, weight_shapes
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.side_network import new_side_network
 from alpaca_ppo.remote_code import remote_code
 
 
@@ -59,8 +58,6 @@ def trained_parameters(model: Any, value_start: Any, peft_config: Any, args: PPO
     critic: list[Tensor] = []
     if separate and policy is not None:
         critic = _trainable(policy.base_model) if value_start is None else _backbone(value_start, args)
-    if args.uses_critic and args.critic_layout == "side" and policy is not None:
-        critic = _side_parameters(policy, args)
     if policy is None or adapters is None:
         return critic + ([] if policy is None else _trainable(policy))
     trained = _adapter_parameters(policy, adapters)
@@ -85,15 +82,6 @@ def _saved_adapter(value_start: Any) -> list[Tensor]:
     except ValueError:
         return []
     return [torch.empty(shape, device="meta") for key, shape in shapes.items() if not is_head(key)]
-
-
-def _side_parameters(policy: PreTrainedModel, args: PPOConfig) -> list[Tensor]:
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            network = new_side_network(args, policy)
-    except ValueError:
-        return []
-    return list(network.parameters())
 
 
 def _trainable(model: nn.Module) -> list[Tensor]:

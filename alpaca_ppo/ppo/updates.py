@@ -263,7 +263,7 @@ class Updater:
         in memory together. True only during `step`, and only if the critic has a pass of its own.
         """
         critic = self.engine.actor_critic.critic
-        return self._inside_step and critic is not None and not critic.reads_policy_pass
+        return self._inside_step and critic is not None and not critic.shares_states
 
     @contextmanager
     def critic_backward_first(self) -> Iterator[Callable[[Terms], Terms]]:

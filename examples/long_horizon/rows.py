@@ -89,7 +89,6 @@ OTHERS: Mapping[str, tuple[str, Settings]] = {
     "upper tail": (QUANTILE, _QUANTILE | {"risk_level": "upper:0.1"}),
     "mixed with the upper tail": (QUANTILE, _QUANTILE | {"risk_level": "0.5*neutral+0.5*upper:0.2"}),
     "HL-Gauss critic": (VAPO, _VAPO | _SUPPORT | {"critic": "hl_gauss"}),
-    "side critic": (VAPO, _VAPO | {"critic_layout": "side", "side_width": 64, "side_depth": 2}),
     SMALL: (VAPO, _SMALL),
     "small critic that reads the plurals": (
         SMALL,

@@ -69,7 +69,6 @@ def assert_holds(trainer, folder, step):
 LAYOUTS = {
     "separate": {},
     "shared": {"critic_layout": "shared"},
-    "side": {"critic_layout": "side", "side_width": 32},
     "no critic": {"adv_estimator": "reinforce_plus_plus"},
     "adapter": {"critic_layout": "adapter"},
 }

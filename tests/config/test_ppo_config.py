@@ -161,8 +161,8 @@ from tests.registered import temporary_choices
             r"in 5 optimizer steps \(critic_lr_warmup_steps: null, so warmup_steps\), but its schedule is 'constant'",
         ),
         (
-            {"adv_estimator": "grpo", "num_return_sequences": 2, "critic_layout": "side"},
-            "critic_layout is 'side', but adv_estimator 'grpo' has no critic; set critic_layout back to 'separate'",
+            {"adv_estimator": "grpo", "num_return_sequences": 2, "critic_layout": "shared"},
+            "critic_layout is 'shared', but adv_estimator 'grpo' has no critic; set critic_layout back to 'separate'",
         ),
         ({"dppo_divergence": "js"}, "dppo_divergence is 'js'"),
         ({"sapo_tau_neg": 0.0}, "sapo_tau_neg is 0.0"),
@@ -172,11 +172,6 @@ from tests.registered import temporary_choices
             "kl_controller is 'proportional', but use_kl_in_reward is False",
         ),
         ({"kl_controller": "proportional", "kl_coef": 0.0}, "kl_controller is 'proportional', but kl_coef is 0"),
-        (
-            {"side_layer": 2},
-            "side_layer is 2, side_width None and side_depth 4, but critic_layout is 'separate'; set critic_layout",
-        ),
-        ({"side_depth": 1, "critic_layout": "adapter"}, "side_depth 1, but critic_layout is 'adapter'"),
         (
             {"init_value_with_reward": True, "critic_layout": "shared"},
             "init_value_with_reward is True, but with critic_layout 'shared'",

@@ -146,7 +146,6 @@ def fresh_state():
         # Three rows of 32 tokens, so three micro-batches of the eight.
         (False, {"reference": "copy", "max_tokens_per_micro_batch": 96}),
         (False, {"critic_layout": "shared"}),
-        (False, {"critic_layout": "side", "side_width": 128, "side_layer": 2}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),
@@ -211,9 +210,9 @@ def test_rows_of_a_privileged_critic_fit_its_positions():
 
 def test_no_change_is_proposed_to_a_layout_that_a_run_would_refuse():
     cases: list[tuple[dict[str, Any], bool, list[str]]] = [
-        ({}, False, ["side", "shared"]),
+        ({}, False, ["shared"]),
         ({}, True, ["adapter", "shared"]),
-        ({"critic_epochs": 2}, False, ["side"]),
+        ({"critic_epochs": 2}, False, []),
         ({"critic_epochs": 2}, True, ["adapter"]),
         ({"privileged_column": "hint"}, False, []),
         ({"privileged_column": "hint"}, True, ["adapter"]),

@@ -5,7 +5,6 @@ returned is about the chosen tokens only: a row with C of them gives (C,) tensor
 mask. Adapters are products added to the base's matrices.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,10 +49,8 @@ class Networks:
         policy: a causal language model; its own weights are never used.
         backbone: of a critic in the layout `separate`; its own weights are never used.
         reference: all weights of the reference policy by the names of `policy`. With adapters, the base's.
-        layout: `separate`, `shared`, `adapter`, `side`, or None without a critic.
+        layout: `separate`, `shared`, `adapter`, or None without a critic.
         lora_scale: lora_alpha / r, or None without adapters.
-        side_layer: of a `side` critic: how many of the policy's layers are below it, not all of them.
-        side_depth: its blocks, of one attention head each.
     """
 
     policy: nn.Module
@@ -61,8 +58,6 @@ class Networks:
     reference: Weights
     layout: str | None
     lora_scale: float | None
-    side_layer: int = 0
-    side_depth: int = 0
 
     def weights_of(self, owner: str, weights: Weights) -> Weights:
         """All weights of the policy's model as `owner` sees them: `policy`, or `critic` with an adapter of its own."""
@@ -91,13 +86,6 @@ class Networks:
             assert self.backbone is not None
             out = functional_call(self.backbone, part(weights, "critic"), kwargs=_inputs(row))
             return _before_chosen(out.last_hidden_state, row)
-        if self.layout == "side":
-            below = {name: weight.detach() for name, weight in self.weights_of("policy", weights).items()}
-            out = functional_call(self.policy, below, kwargs=_inputs(row) | {"output_hidden_states": True})
-            # The first entry is the embeddings'. The last would be normalized.
-            assert 0 < self.side_layer < len(out.hidden_states) - 1
-            states = _side_network(part(weights, "critic"), out.hidden_states[self.side_layer][0], self.side_depth)
-            return _before_chosen(states.unsqueeze(0), row)
         owner = {"shared": "policy", "adapter": "critic"}[str(self.layout)]
         return self._language_model(self.weights_of(owner, weights), row, 1.0).states
 
@@ -116,32 +104,6 @@ class Networks:
 def part(weights: Mapping[str, Tensor], owner: str) -> Weights:
     """The weights of `owner`, by their own names."""
     return {name.removeprefix(f"{owner}."): w for name, w in weights.items() if name.startswith(f"{owner}.")}
-
-
-def _side_network(weights: Weights, states: Tensor, depth: int) -> Tensor:
-    """(T, W) of the states (T, H) of a whole row."""
-
-    def normalized(name: str, inputs: Tensor) -> Tensor:
-        centred = inputs - inputs.mean(dim=-1, keepdim=True)
-        scaled = centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
-        return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    def product(name: str, inputs: Tensor) -> Tensor:
-        return inputs @ weights[f"{name}.weight"].T
-
-    hidden = product("projection", normalized("norm", states))
-    for block in (f"blocks.{number}" for number in range(depth)):
-        mixed = product(f"{block}.query_key_value", normalized(f"{block}.attention_norm", hidden))
-        query, key, value = mixed.chunk(3, dim=-1)
-        attended = []
-        for t in range(len(hidden)):
-            scores = (key[: t + 1] @ query[t]) / math.sqrt(query.size(-1))
-            attended.append(scores.softmax(dim=0) @ value[: t + 1])
-        hidden = hidden + product(f"{block}.attention_output", torch.stack(attended))
-        wide = product(f"{block}.mlp.0", normalized(f"{block}.mlp_norm", hidden))
-        # GELU: x times the probability that a standard normal number is below x.
-        hidden = hidden + product(f"{block}.mlp.2", wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2))))
-    return normalized("output_norm", hidden)
 
 
 def _inputs(row: Row) -> dict[str, Any]:

@@ -35,7 +35,6 @@ SIZES: dict[str, dict[str, Any]] = {
     # Its logits are capped: 2 tanh(logits / 2).
     "gemma3": {**SMALL, "num_hidden_layers": 1, "layer_types": ["full_attention"], "final_logit_softcapping": 2.0},
     "mixtral": {**SMALL, "num_hidden_layers": 1, "num_local_experts": 3},
-    # A side critic reads a layer below the last.
     "qwen2": {**SMALL, "num_hidden_layers": 3},
 }
 LORA: dict[str, Any] = {
@@ -164,9 +163,6 @@ def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
         reference={name: p.detach().clone() for name, p in plain.named_parameters()},
         layout=layout,
         lora_scale=LORA["lora_alpha"] / LORA["r"] if case.lora else None,
-        # Two thirds of three layers.
-        side_layer=trainer.args.side_layer or 2,
-        side_depth=trainer.args.side_depth,
     )
     _perturb(trainer)
     return trainer, networks

@@ -47,7 +47,7 @@ RUNS = {
         *("rollout_batch_size=7", "num_return_sequences=2", "critic_layout=shared", "mask_truncated=true"),
         *("truncate_tokens=[10,14,18,22,26,30,34,38,42,46]", "positive_nll_coef=0.3", "positive_nll_threshold=1"),
     ),
-    "iqn_gspo": (*IQN, *GSPO, *SEPARATE, "critic_layout=side"),
+    "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum", "privileged_column=hint"),

@@ -86,7 +86,6 @@ RUNS: dict[str, dict[str, Any]] = {
     # Up to five micro-batches, where DeepSpeed's configuration has one. The critic steps alone, then the policy, then
     # the critic again: a moment that had decayed meanwhile, or a step that had been counted, would show in its weights.
     "one_row_each": {
-        "critic_layout": "side",
         "max_tokens_per_micro_batch": 9,
         "critic_step_batch_size": 5,
         "weight_decay": 0.1,

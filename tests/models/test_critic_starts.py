@@ -4,13 +4,11 @@ import shutil
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.checkpoint.compatibility import run_identity
 from alpaca_ppo.checkpoint.export import save_final
-from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.models.skeletons import trained_parameters
 from alpaca_ppo.tracking.weights_step import WeightsStep
@@ -73,18 +71,16 @@ def saved(tmp_path_factory):
     [
         ("separate", False),
         ("shared", False),
-        ("side", False),
         ("separate", True),
         ("shared", True),
         ("adapter", True),
-        ("side", True),
     ],
 )
 def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters, critic, saved):
     folder, save = saved
     final, before = save(layout, adapters, critic)
-    # A shared or side critic needs the policy that it was trained with, the others only its base.
-    model = str(final / "policy") if layout in ("shared", "side") else None
+    # A shared critic needs the policy that it was trained with, the others only its base.
+    model = str(final / "policy") if layout == "shared" else None
     again, args = make(
         folder, layout, adapters=adapters, model=model, value_model=str(final / "value"), critic=critic, seed=7
     )
@@ -94,7 +90,7 @@ def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters
     assert (values(untrained) - before).abs().max() > 0.01
     assert all(parameter.requires_grad for parameter in again.critic_parameters())
     fresh = {name: parameter.requires_grad for name, parameter in untrained.named_parameters()}
-    if layout not in ("shared", "side") or not adapters:
+    if layout != "shared" or not adapters:
         assert {name: p.requires_grad for name, p in again.named_parameters()} == fresh
 
 
@@ -154,17 +150,6 @@ def without_head(value, folder):
         (("shared", False, "scalar"), ("shared", False, "quantile"), "cannot start from it; set critic: scalar"),
         (("shared", False, "quantile"), ("shared", False, "scalar"), "the value model's head is .*'kind': 'quantile'"),
         (("shared", True, "scalar"), ("shared", True, "scalar"), r"policy than this one \(.*lora_A.* differs\)"),
-        (
-            ("separate", False, "quantile"),
-            ("side", False, "quantile"),
-            "is not the folder of a side critic, but",
-        ),
-        (
-            ("side", False, "scalar"),
-            ("separate", False, "scalar"),
-            "is a side critic, which has no backbone, but",
-        ),
-        (("side", False, "scalar"), ("side", False, "quantile"), "the value model's head is .*'kind': 'scalar'"),
         (("adapter", True, "scalar"), ("adapter", True, "quantile"), "has a scalar value head, but the critic is"),
         (("adapter", True, "quantile"), ("adapter", True, "scalar"), "the value model's head is .*'kind': 'quantile'"),
     ],
@@ -201,50 +186,3 @@ def test_an_adapter_of_another_base_is_warned_of(saved, tmp_path):
     shutil.copytree(folder / "base", tmp_path / "base")
     with pytest.warns(UserWarning, match="was trained on .*, but the base here is .*; on other weights its outputs"):
         make(folder, "adapter", adapters=True, peft_config=lora(), model=str(tmp_path / "base"), value_model=value)
-
-
-def test_a_side_critic_starts_on_the_layer_and_the_policy_that_it_was_trained_on(saved, tmp_path):
-    folder, save = saved
-    final, before = save("side", False, "scalar")
-    value = str(final / "value")
-    with pytest.raises(ValueError, match="'side_layer': 1, .* but the one asked for is .*'side_layer': 2"):
-        make(folder, "side", adapters=False, value_model=value, side_layer=2)
-    # From the start of its run, whose name is in the folder; another policy may have other states.
-    moved = values(make(folder, "side", adapters=False, value_model=value)[0])
-    assert not torch.allclose(moved, before)
-    shutil.copytree(folder / "base", tmp_path / "base")
-    with pytest.warns(UserWarning, match="was trained on the states of .*, but the policy here is .*; on those of"):
-        make(folder, "side", adapters=False, model=str(tmp_path / "base"), value_model=value)
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_side_critic_s_folder_is_read_as_its_card_says(adapters, saved):
-    folder, save = saved
-    final, before = save("side", adapters, "scalar")
-    assert sorted(path.name for path in (final / "value").glob("*.safetensors")) == [
-        "critic_head.safetensors",
-        "critic_side.safetensors",
-    ]
-    loader = AutoPeftModelForCausalLM if adapters else AutoModelForCausalLM
-    policy, critic = loader.from_pretrained(final / "policy", dtype=torch.float32), load_critic(str(final / "value"))
-    assert "critic.side.states_of(policy, input_ids)" in (final / "value" / "README.md").read_text()
-    # The whole first row but its last token, which no value follows.
-    hidden = critic.side.states_of(policy, torch.tensor([[3, 4, 5, 9, 10]]))
-    torch.testing.assert_close(critic.head(hidden[0, 2:]).values.detach(), before[0], rtol=1e-5, atol=1e-6)
-
-
-def test_a_damaged_folder_of_a_side_critic_is_refused(saved, tmp_path):
-    final, _ = saved[1]("side", False, "scalar")
-    shutil.copytree(final / "value", tmp_path / "value")
-    settings = tmp_path / "value" / "critic_side.json"
-    intact = settings.read_text()
-    settings.write_text('{"side_layer": 1}')
-    with pytest.raises(ValueError, match="critic_side.json has no policy; copy the folder again"):
-        load_critic(str(tmp_path / "value"))
-    settings.write_text('{"side_layer": 1, "policy": ""}')
-    with pytest.raises(ValueError, match="has settings that a side network cannot have"):
-        load_critic(str(tmp_path / "value"))
-    settings.write_text(intact)
-    (tmp_path / "value" / "critic_side.safetensors").unlink()
-    with pytest.raises(ValueError, match="cannot be loaded as the weights of a side network"):
-        load_critic(str(tmp_path / "value"))

@@ -44,9 +44,6 @@ CASES = {
         {"init_value_with_reward": True},
     ),
     "shared": lambda folder: ({}, {"critic_layout": "shared"}),
-    # A whole policy of two layers, and a network as large as another.
-    "side": lambda folder: ({}, {"critic_layout": "side", "side_width": 32}),
-    "LoRA, side": lambda folder: (lora(), {"critic_layout": "side"}),
     "no critic": lambda folder: ({}, {"adv_estimator": "reinforce_plus_plus"}),
     "LoRA, separate": lambda folder: (lora(), {}),
     "LoRA, adapter": lambda folder: (lora(), {"critic_layout": "adapter"}),

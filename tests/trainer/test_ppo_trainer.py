@@ -303,29 +303,6 @@ def test_an_actor_critic_must_be_what_the_configuration_says(settings, message, 
         tiny_trainer(tmp_path, model=actor_critic, **settings)
 
 
-def test_a_side_network_must_be_what_the_configuration_says(tmp_path):
-    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="side")
-    with pytest.raises(ValueError, match="'side_depth': 4., but the configuration asks for .*'side_depth': 1.; set"):
-        tiny_trainer(tmp_path, model=actor_critic, critic_layout="side", side_depth=1)
-    trainer = tiny_trainer(tmp_path, model=actor_critic, critic_layout="side", side_layer=1, side_width=8)
-    assert trainer.actor_critic is actor_critic
-
-
-@pytest.mark.parametrize("settings", [{}, {"critic_epochs": 2}], ids=["joint", "steps of its own"])
-def test_one_pass_of_the_policy_serves_a_side_critic_too(settings, tmp_path):
-    passes = {}
-    for layout in ("side", "separate"):
-        trainer = tiny_trainer(tmp_path / layout, critic_layout=layout, max_tokens_per_micro_batch=100, **settings)
-        ran: list[int] = []
-        for number, layer in enumerate(trainer.actor_critic.policy.model.base_model.layers):
-            layer.register_forward_hook(lambda *_, number=number, ran=ran: ran.append(number))
-        step_once(trainer)
-        passes[layout] = [ran.count(0), ran.count(1)]
-    # Three optimizer steps an epoch, of one micro-batch each. A pass for the critic alone ends after the first layer.
-    own = 3 * settings.get("critic_epochs", 0)
-    assert passes["side"] == [passes["separate"][0] + own, passes["separate"][1]]
-
-
 def test_dropout_of_an_actor_critic_of_the_users_own_is_switched_off(tmp_path):
     actor_critic = ActorCritic(Policy(tiny_causal_lm("gpt2", resid_pdrop=0.5)), Critic(ScalarHead(32), None))
     stats, _ = step_once(tiny_trainer(tmp_path, model=actor_critic, critic_layout="shared"))
