@@ -33,13 +33,13 @@ overwrite_output_dir load_best_model_at_end
 save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id
 total_epochs total_episodes max_steps
 rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
-logprob_chunk_size deepspeed ddp_timeout ds3_gather_for_generation max_kl_to_ref merge_on_save max_skipped_updates
+logprob_chunk_size deepspeed ddp_timeout max_kl_to_ref merge_on_save max_skipped_updates
 eval_do_sample eval_top_p eval_top_k eval_temperature eval_num_samples eval_pass_k eval_success_above eval_success_by
 eval_answer_func eval_best_of_by eval_opponent eval_judge eval_judge_model eval_judge_template eval_judge_retries
 max_concurrent_environments tool_timeout environment_timeout
 trust_remote_code reward_retries reward_retry_pause failed_rewards
 mismatch_action mismatch_check_steps entropy_logging_steps kept_logits_gib max_tokens_per_micro_batch padding_free
-optim cuda_graphs compile_decoding num_inspected_prompts report report_token_mb stop_on print_samples_every
+cuda_graphs compile_decoding num_inspected_prompts report report_token_mb stop_on print_samples_every
 """.split()
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
 _COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]
@@ -65,9 +65,8 @@ _REMEDIES = {
     ),
     "environments": "use the environments and tools of the checkpoint's run, or set ignore_reward_change: true",
     "lr_schedule": (
-        "the schedule of lr_scheduler_type or critic_lr_scheduler_type spreads the learning rate over the whole run, "
-        "so keep total_epochs, total_episodes, max_steps "
-        "and the number of prompts, or start a new run in another output_dir"
+        "the schedule of lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, "
+        "total_episodes, max_steps and the number of prompts, or start a new run in another output_dir"
     ),
 }
 _NAMES = {
@@ -181,9 +180,9 @@ def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, 
     # A warm-up that is a share of the steps is one of the run's length, too.
     spread = depends_on_length(args.lr_scheduler_type) or 0 < args.warmup_steps < 1
     lengths = {"optimizer_steps": optimizer_steps.policy} if spread else {}
-    critic, schedule = optimizer_steps.critic, args.critic_lr_scheduler_type or args.lr_scheduler_type
+    critic = optimizer_steps.critic
     warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
-    if critic and critic not in lengths.values() and (depends_on_length(schedule) or 0 < warmup < 1):
+    if critic and critic not in lengths.values() and (depends_on_length(args.lr_scheduler_type) or 0 < warmup < 1):
         lengths["critic_optimizer_steps"] = critic
     return lengths
 

@@ -49,12 +49,8 @@ _CRITIC_ONLY = (
     "value_min",
     "value_max",
     "critic_learning_rate",
-    "critic_weight_decay",
-    "critic_adam_beta1",
-    "critic_adam_beta2",
     "critic_adam_epsilon",
     "critic_max_grad_norm",
-    "critic_lr_scheduler_type",
     "critic_lr_warmup_steps",
     "critic_epochs",
     "critic_step_batch_size",
@@ -149,19 +145,11 @@ def _check_warmup(config: Any) -> None:
             raise ValueError(
                 f"{name} is {given}; it must be a whole number of optimizer steps, or a share of them below 1"
             )
-    if config.warmup_steps and config.lr_scheduler_type == "constant":
-        raise ValueError(
-            f"warmup_steps is {config.warmup_steps}, but lr_scheduler_type 'constant' has no warm-up; set "
-            "lr_scheduler_type: constant_with_warmup, or warmup_steps: 0"
-        )
-    own = config.critic_lr_warmup_steps
-    steps = config.warmup_steps if own is None else own
-    if steps and (config.critic_lr_scheduler_type or config.lr_scheduler_type) == "constant":
-        raise ValueError(
-            f"the critic's learning rate warms up in {steps} optimizer steps (critic_lr_warmup_steps: "
-            f"{'null, so warmup_steps' if own is None else own}), but its schedule is 'constant', which has no "
-            "warm-up; set critic_lr_scheduler_type: constant_with_warmup, or critic_lr_warmup_steps: 0"
-        )
+        if given and config.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"{name} is {given}, but lr_scheduler_type 'constant' has no warm-up; set lr_scheduler_type: "
+                f"constant_with_warmup, or {name}: 0"
+            )
 
 
 def _check_critic(config: Any) -> None:

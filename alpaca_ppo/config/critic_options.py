@@ -59,19 +59,7 @@ class CriticOptions(LearningOptions):
     critic_learning_rate: float | None = argument(
         None, "Learning rate of the critic; null = learning_rate.", at_least=0
     )
-    critic_weight_decay: float | None = argument(
-        None, "Weight decay of the critic's weight matrices; null = weight_decay.", at_least=0
-    )
-    critic_adam_beta1: float | None = argument(
-        None, "First beta of AdamW for the critic; null = adam_beta1.", at_least=0, below=1
-    )
-    critic_adam_beta2: float | None = argument(
-        None, "Second beta of AdamW for the critic; null = adam_beta2.", at_least=0, below=1
-    )
     critic_adam_epsilon: float | None = argument(None, "Epsilon of AdamW for the critic; null = adam_epsilon.", above=0)
-    critic_lr_scheduler_type: str | None = argument(
-        None, "Schedule of the critic's learning rate, over its own optimizer steps; null = lr_scheduler_type."
-    )
     critic_lr_warmup_steps: float | None = argument(
         None,
         "Optimizer steps of the critic in which its learning rate warms up, or, below 1, their share of all of its "

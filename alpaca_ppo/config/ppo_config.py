@@ -50,11 +50,6 @@ class PPOConfig(CriticOptions):
     )
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = argument(
-        "adamw_torch_fused",
-        "Implementation of AdamW, by transformers' names: adamw_torch_fused updates everything in one pass (on CPU and "
-        "CUDA), adamw_torch is torch's default. A resumed run keeps its checkpoint's.",
-    )
     lr_scheduler_type: str = argument(
         "constant",
         "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
@@ -103,9 +98,6 @@ class PPOConfig(CriticOptions):
     deepspeed: str | None = argument(
         None,
         "DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun.",
-    )
-    ds3_gather_for_generation: bool = argument(
-        True, "Under ZeRO 3, gather the whole policy on every device for sampling; false gathers one layer at a time."
     )
     ddp_timeout: int = argument(
         1800,

@@ -4,9 +4,8 @@ How weights and optimizer state are read out of the shards, for checkpoints, is 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alpaca_ppo.distributed.collectives import any_rank
 from alpaca_ppo.distributed.deepspeed_clipping import DeepSpeedClipping
 from alpaca_ppo.distributed.deepspeed_config import resolve_auto
 from alpaca_ppo.distributed.deepspeed_state import DeepSpeedState
 from alpaca_ppo.distributed.engine import Engine, GradNorms
 from alpaca_ppo.models import ActorCritic, Policy
+
+_ACTIVE_ADAPTER = ("_active_adapter", "_disable_adapters")
+"""What PEFT's layers remember of the active adapter."""
 
 
 class DeepSpeedEngine(Engine):
@@ -33,7 +34,6 @@ class DeepSpeedEngine(Engine):
         critic_max_grad_norm: the critic's gradient is clipped to this norm.
         micro_batches: per optimizer step and rank, for DeepSpeed's configuration; the number of a step may differ.
         step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration; as above.
-        gather_for_generation: under stage 3, hold all parameters of the policy on every rank while it samples.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class DeepSpeedEngine(Engine):
         critic_max_grad_norm: float,
         micro_batches: int,
         step_per_device_batch_size: int,
-        gather_for_generation: bool,
     ) -> None:
         plugin = accelerator.deepspeed_plugin
         assert plugin is not None
@@ -65,10 +64,11 @@ class DeepSpeedEngine(Engine):
         self.config: dict[str, Any] = plugin.deepspeed_config
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
-        self.gathers_to_sample = self.synced_forwards and gather_for_generation
-        self._frozen_engines: dict[int, Any] = {}
-        policy = actor_critic.policy.model
-        self._sampler = _copy_without_weights(policy, accelerator.device) if self.gathers_to_sample else None
+        self._frozen_optimizers: list[Any] = []
+        # Of stage 3, for each model that samples: a copy without weights and without DeepSpeed's hooks.
+        self._samplers: dict[int, PreTrainedModel] = {}
+        if self.stage == 3:
+            self._add_sampler(actor_critic.policy, accelerator.device)
         super().__init__(
             accelerator,
             actor_critic,
@@ -167,38 +167,37 @@ class DeepSpeedEngine(Engine):
             return
         import deepspeed
 
+        if isinstance(model, Policy):
+            self._add_sampler(model, self.accelerator.device)
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
             zero["offload_param"] = {"device": "cpu"}
         # bf16 would round the float32 adapters on a bfloat16 base, unlike the policy's.
         half = {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": half}}
-        frozen = self._frozen_engines[id(model)] = deepspeed.initialize(model=model, config=config)[0]
+        self._frozen_optimizers.append(deepspeed.initialize(model=model, config=config)[0].optimizer)
         if isinstance(model, Policy):
             _register_head_use(model, model)
-            # Sampling calls the language model inside, of whose passes DeepSpeed would make one record without an end,
-            # and keep what comes again in it.
-            coordinator = frozen.optimizer.get_param_coordinator()
-            model.model.register_forward_pre_hook(lambda *_: coordinator.reset_step())
 
-    def release_parameters(self, model: nn.Module) -> None:
-        if self.stage == 3:
-            # A reference that is the policy without its adapter has no engine of its own.
-            frozen = self._frozen_engines.get(id(model))
-            (self._zero if frozen is None else frozen.optimizer).empty_partition_cache()
+    def _add_sampler(self, policy: Policy, device: torch.device) -> None:
+        self._samplers[id(policy)] = _copy_without_weights(policy.model, device)
 
     @contextmanager
-    def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
-        policy = self.actor_critic.policy.model
-        if self._sampler is None:
-            yield policy, partial(any_rank, accelerator=self.accelerator) if self.synced_forwards else None
+    def sampling(self, policy: Policy | None = None) -> Iterator[PreTrainedModel]:
+        policy = self.actor_critic.policy if policy is None else policy
+        if self.stage != 3:
+            yield policy.model
             return
-        pairs = list(zip(self._sampler.parameters(), policy.parameters(), strict=True))
-        with self.gathered_parameters(policy):
+        sampler = self._samplers[id(policy)]
+        for borrower, owner in zip(sampler.modules(), policy.model.modules(), strict=True):
+            # The adapter that is active in PEFT's layers.
+            vars(borrower).update({name: vars(owner)[name] for name in _ACTIVE_ADAPTER if name in vars(owner)})
+        pairs = list(zip(sampler.parameters(), policy.model.parameters(), strict=True))
+        with self.gathered_parameters(policy.model):
             for borrowed, own in pairs:
                 borrowed.data = own.data
             try:
-                yield self._sampler, None
+                yield sampler
             finally:
                 for borrowed, _ in pairs:
                     borrowed.data = borrowed.data.new_empty(0)
@@ -210,7 +209,9 @@ class DeepSpeedEngine(Engine):
         if self.stage != 3:
             yield
             return
-        self._state.drop_prefetched()
+        # Gathering skips parameters that are still being prefetched and would leave them empty.
+        for optimizer in (self._zero, *self._frozen_optimizers):
+            optimizer.empty_partition_cache()
         with deepspeed.zero.GatheredParameters([p for module in modules for p in module.parameters()]):
             yield
 

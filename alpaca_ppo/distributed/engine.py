@@ -5,7 +5,7 @@ An engine wraps policy and critic and knows where their weights and the optimize
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models import ActorCritic, Policy
 
 
 class GradNorms(NamedTuple):
@@ -98,8 +98,6 @@ class Engine(TrainState):
 
     synced_forwards = False
     """Whether all ranks must make the same forward passes, also without gradients, because parameters are sharded."""
-    gathers_to_sample = False
-    """Whether `sampling` gathers the weights anew, so that they are elsewhere in each rollout."""
 
     def __init__(
         self,
@@ -234,9 +232,6 @@ class Engine(TrainState):
         casts the trained models. With `offload`, the shards stay in host memory.
         """
 
-    def release_parameters(self, model: nn.Module) -> None:
-        """Releases the parameters that passes of a part of `model`, such as those of sampling, have left gathered."""
-
     def autocast(self) -> AbstractContextManager[None]:
         """Wraps passes without gradients in the run's precision: one block for the sampling of a rollout, and one for
         each model that evaluates it. Autocast keeps its casts of trained weights until the block ends.
@@ -245,9 +240,11 @@ class Engine(TrainState):
         return block
 
     @contextmanager
-    def sampling(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
-        """Gives the policy to pass to `generation.generate`, and that function's `any_rank` argument."""
-        yield self.actor_critic.policy.model, None
+    def sampling(self, policy: Policy | None = None) -> Iterator[PreTrainedModel]:
+        """Yields the language model of `policy`, by default the one in training, with all parameters on this rank. All
+        ranks must enter the block; in it each of them samples as it likes.
+        """
+        yield (self.actor_critic.policy if policy is None else policy).model
 
     @contextmanager
     def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:

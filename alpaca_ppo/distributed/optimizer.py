@@ -19,39 +19,27 @@ _FUSED_DEVICES = ("cpu", "cuda")
 def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
-    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, `critic_weight_decay` and
-    `critic_adam_*`, and the policy's value of each that is None. With `optim: adamw_torch_fused`, one kernel updates
-    weight and moments in a single pass, which computes in float32 (float64 weights: float64) and rounds once at its
-    end; torch's default computes in the weight's dtype, one operator after another. Each group's `fused` is part of the
-    optimizer's state: a resumed run goes on with its checkpoint's.
-
-    Args:
-        model: policy and critic.
-        args: of the run.
-        device: where the run trains; devices other than CPU and CUDA get torch's default implementation.
+    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate` and `critic_adam_epsilon`, and
+    the policy's value of one that is None. On CPU and CUDA one kernel updates weight and moments in a single pass,
+    which computes in float32 (float64 weights: float64) and rounds once at its end. Each group's `fused` is part of
+    the optimizer's state: a resumed run goes on with its checkpoint's.
     """
-    critic_decay = _first_given(args.critic_weight_decay, args.weight_decay)
-    policy = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    critic = {
-        "lr": _first_given(args.critic_learning_rate, args.learning_rate),
-        "betas": (
-            _first_given(args.critic_adam_beta1, args.adam_beta1),
-            _first_given(args.critic_adam_beta2, args.adam_beta2),
-        ),
-        "eps": _first_given(args.critic_adam_epsilon, args.adam_epsilon),
-    }
+    betas = (args.adam_beta1, args.adam_beta2)
     groups: list[dict[str, Any]] = []
-    for parameters, settings, decay in (
-        (model.policy_parameters(), policy, args.weight_decay),
-        (model.critic_parameters(), critic, critic_decay),
+    for parameters, rate, epsilon in (
+        (model.policy_parameters(), args.learning_rate, args.adam_epsilon),
+        (
+            model.critic_parameters(),
+            _first_given(args.critic_learning_rate, args.learning_rate),
+            _first_given(args.critic_adam_epsilon, args.adam_epsilon),
+        ),
     ):
-        groups.append({"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay, **settings})
-        groups.append({"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, **settings})
-    fused = args.optim == "adamw_torch_fused" and device.type in _FUSED_DEVICES
+        matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+        for own, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
+            if own:
+                groups.append({"params": own, "weight_decay": decay, "lr": rate, "betas": betas, "eps": epsilon})
     # None, not False: torch then chooses between its loop and its foreach implementation.
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=args.learning_rate, fused=True if fused else None
-    )
+    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True if device.type in _FUSED_DEVICES else None)
 
 
 def check_no_critic_settings(args: PPOConfig) -> None:
@@ -60,15 +48,8 @@ def check_no_critic_settings(args: PPOConfig) -> None:
     Raises:
         ValueError: naming the first that is set.
     """
-    settings = {
-        "critic_learning_rate": args.critic_learning_rate,
-        "critic_weight_decay": args.critic_weight_decay,
-        "critic_adam_beta1": args.critic_adam_beta1,
-        "critic_adam_beta2": args.critic_adam_beta2,
-        "critic_adam_epsilon": args.critic_adam_epsilon,
-    }
-    for name, value in settings.items():
-        if value is not None:
+    for name in ("critic_learning_rate", "critic_adam_epsilon"):
+        if (value := getattr(args, name)) is not None:
             raise ValueError(
                 f"{name} is {value}, but the optimizer in `optimizers` has its own settings; give the critic's "
                 f"parameters a group with theirs, and set {name}: null"
@@ -109,7 +90,6 @@ def make_engine(
         critic_max_grad_norm=critic_max_grad_norm,
         micro_batches=micro_batches,
         step_per_device_batch_size=args.step_per_device_batch_size,
-        gather_for_generation=args.ds3_gather_for_generation,
     )
 
 

@@ -104,7 +104,6 @@ class PreemptionHandler:
         self,
         engine: Engine,
         *,
-        stops_before_tokens: bool,
         can_stop: bool = True,
         on_rows: Callable[[int], Any] = lambda rows: None,
     ) -> "RolloutPoll":
@@ -112,14 +111,12 @@ class PreemptionHandler:
 
         Args:
             engine: the policy's; it decides whether ranks run their forward passes in lockstep.
-            stops_before_tokens: whether the generation backend can stop before any token, on all ranks at once.
             can_stop: False if a checkpoint saved now could not be resumed exactly; the rollout is then run to its end.
             on_rows: called with the number of responses that are finished.
         """
         return RolloutPoll(
             self if can_stop else None,
             synced_forwards=engine.synced_forwards,
-            stops_before_tokens=stops_before_tokens,
             on_rows=on_rows,
         )
 
@@ -187,13 +184,11 @@ class RolloutPoll:
     Args:
         handler: the run's; with None the rollout is never stopped.
         synced_forwards: True if ranks must make the same forward passes, and so stop at the same point.
-        stops_before_tokens: True if the sampler can be stopped in the middle of responses.
         on_rows: called with the number of responses that are finished.
     """
 
     handler: PreemptionHandler | None = None
     synced_forwards: bool = False
-    stops_before_tokens: bool = False
     on_rows: Callable[[int], Any] = lambda rows: None
 
     def __call__(self) -> None:
@@ -215,19 +210,13 @@ class RolloutPoll:
             yield
 
     @contextmanager
-    def sampling(self, any_rank: Callable[[bool], bool] | None) -> Iterator[Callable[[], Any]]:
-        """Wraps the sampling of responses; yields the function that the sampler calls before each token.
-
-        Args:
-            any_rank: from `Engine.sampling`; None if this rank holds the whole policy and samples by itself.
-        """
-        if not self.synced_forwards or (any_rank is not None and self.stops_before_tokens):
+    def sampling(self) -> Iterator[Callable[[], Any]]:
+        """Wraps the sampling of responses; yields the function that the sampler calls before each token."""
+        if not self.synced_forwards or self.handler is None:
             yield self
-        elif self.handler is not None and any_rank is None:
+        else:
             with self._local_part_of_synced_rollout():
                 yield self.handler.poll_local
-        else:
-            yield _no_poll
 
     @contextmanager
     def interruptible_call(self) -> Iterator[None]:
@@ -257,7 +246,3 @@ class RolloutPoll:
         with self.handler.local_part():
             yield
         self.handler.poll_all_ranks()
-
-
-def _no_poll() -> None:
-    """Does nothing: the poll of samplers that run in lockstep and cannot stop between tokens."""

@@ -46,7 +46,8 @@ class Schedules:
         own: a schedule of the user's own; None for those that `args` name.
 
     Raises:
-        ValueError: for a schedule that transformers does not have, or of the critic where there can be only one.
+        ValueError: for a schedule that transformers does not have, or a warm-up of the critic where there can be only
+            one schedule.
     """
 
     def __init__(
@@ -150,16 +151,14 @@ def make_scheduler(
     Raises:
         ValueError: when transformers has no schedule of that name.
     """
-    name, field, warmup = args.lr_scheduler_type, "lr_scheduler_type", args.warmup_steps
-    if of_critic and args.critic_lr_scheduler_type is not None:
-        name, field = args.critic_lr_scheduler_type, "critic_lr_scheduler_type"
+    name, warmup = args.lr_scheduler_type, args.warmup_steps
     if of_critic and args.critic_lr_warmup_steps is not None:
         warmup = args.critic_lr_warmup_steps
     warmup = math.ceil(warmup * total_steps) if warmup < 1 else warmup
     try:
         return get_scheduler(name, optimizer, num_warmup_steps=int(warmup), num_training_steps=total_steps)
     except ValueError as error:
-        raise ValueError(f"{field} is {name!r}: {error}") from error
+        raise ValueError(f"lr_scheduler_type is {name!r}: {error}") from error
 
 
 def _check_no_critic_schedule(args: PPOConfig, cause: str, remedy: str) -> None:
@@ -168,13 +167,8 @@ def _check_no_critic_schedule(args: PPOConfig, cause: str, remedy: str) -> None:
     Raises:
         ValueError: naming the option that gives it one.
     """
-    options = {
-        "critic_lr_scheduler_type": args.critic_lr_scheduler_type,
-        "critic_lr_warmup_steps": args.critic_lr_warmup_steps,
-    }
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is {value!r}, but {cause}, so policy and critic have the same schedule; set {name}: null, or "
-                f"{remedy}"
-            )
+    if args.critic_lr_warmup_steps is not None:
+        raise ValueError(
+            f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {cause}, so policy and critic have one "
+            f"schedule; set critic_lr_warmup_steps: null, or {remedy}"
+        )

@@ -15,7 +15,7 @@ from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.model_configs import check_run, read_config, read_policy, read_reference, sharding_of
-from alpaca_ppo.estimate_memory.phases import PhaseMemory, peak_by_phase, sizes_of, with_known_backend
+from alpaca_ppo.estimate_memory.phases import PhaseMemory, peak_by_phase, sizes_of
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import DeviceMemory
 from alpaca_ppo.models.factory import check_merge
@@ -78,7 +78,7 @@ class MemoryEstimator:
         """
         models = self._models
         check_run(settings.args, settings.sharding.stage, models.policy, models.critic(settings.args))
-        args = with_known_backend(settings.args, settings.sharding)
+        args = settings.args
         zero = settings.sharding.stage > 0
         # The ZeRO stages shard different things but make the same passes. Without bf16, DDP makes them too.
         key = repr((args, settings.lora, settings.sharding.processes, zero and args.bf16))

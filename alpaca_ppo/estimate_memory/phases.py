@@ -62,17 +62,6 @@ def sizes_of(args: PPOConfig, processes: int, *, replies: bool = False) -> Sizes
     )
 
 
-def with_known_backend(args: PPOConfig, sharding: Sharding) -> PPOConfig:
-    """`args` with the backend that `auto` stands for, as far as it is known without weights: `decode` while parameters
-    are sharded. Whether a model can be sampled in slots is found by trying it; here it is assumed.
-    """
-    if args.generation_backend == "auto" and sharding.stage == 3 and not args.ds3_gather_for_generation:
-        # A prompt's responses are then sampled together, however few rows are asked for.
-        rows = max(args.rollout_per_device_batch_size, args.num_return_sequences)
-        return replace(args, generation_backend="decode", rollout_per_device_batch_size=rows)
-    return args
-
-
 def micro_batches_of(args: PPOConfig, processes: int) -> int:
     """Micro-batches per optimizer step and process, if rows are not divided by tokens; DeepSpeed is told so many."""
     return math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes))
@@ -100,7 +89,6 @@ def predict(models: Models, args: PPOConfig, sharding: Sharding) -> list[PhaseMe
     Raises:
         ValueError: whatever `measure` raises.
     """
-    args = with_known_backend(args, sharding)
     measured = measure(models, args, sizes_of(args, sharding.processes), zero=sharding.stage > 0)
     return peak_by_phase(measured, args, sharding)
 

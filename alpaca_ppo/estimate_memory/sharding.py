@@ -134,11 +134,11 @@ class DeviceMemory:
         if self._stage < 3:
             return 0.0
         gathered = self._measured[f"{name}/weights"]
-        if sampling and self._args.ds3_gather_for_generation:
+        if sampling:
             return gathered
         # Passes of one base with different adapters have no common order that DeepSpeed could record.
         unordered = training and self._args.uses_critic and self._args.critic_layout == "adapter"
-        if sampling or unordered:
+        if unordered:
             # One layer at a time, and the weights outside the layers.
             gathered = self._measured["policy/outside"] + self._measured["policy/layer"]
         half = self._args.bf16 or self._args.dtype == "bfloat16"
@@ -190,16 +190,5 @@ class DeviceMemory:
             part = 4 * max(self._elements.values()) / self._processes
             # A float32 copy of the gradients.
             buffers = self._bucket_bytes if self._stage == 3 else 0.0
-            return self._gradient_share + buffers + part, self.optimizer + self._workspace(part, part)
-        workspace = self._workspace(self._measured["policy/largest"], max(self._gradients.values()))
-        return self._gradient_share + self.gradient_buffers, self.optimizer + workspace
-
-    def _workspace(self, largest: float, group: float) -> float:
-        """Bytes that AdamW allocates for an update of a group of weights with `group` bytes of gradients, of which a
-        single weight has `largest` at most.
-        """
-        if self._args.optim == "adamw_torch_fused":
-            # A single pass over weights and state, on CPU and CUDA. Other accelerators get torch's default, below.
-            return 0.0
-        # One weight at a time, in two copies; on an accelerator all at once, with a copy of the second moments.
-        return 2 * largest if self._args.use_cpu else group
+            return self._gradient_share + buffers + part, self.optimizer
+        return self._gradient_share + self.gradient_buffers, self.optimizer

@@ -63,7 +63,6 @@ _SECTIONS = {
     "GRPOConfig": tuple(s for s in CONFIG_SECTIONS if s != "PPOConfig"),
     "PPOConfig": tuple(s for s in CONFIG_SECTIONS if s != "GRPOConfig"),
 }
-_ADAMW = "adamw_torch", "adamw_torch_fused"
 _SCHEDULES_WITHOUT_ARGUMENTS = {
     "cosine_with_min_lr": "cosine",
     "cosine_warmup_with_min_lr": "cosine",
@@ -287,7 +286,7 @@ def _optimizer(result: Translation, values: Mapping[str, Any], given: Mapping[st
         )
         schedule = nearest
     result.set("lr_scheduler_type", schedule, "TRL's default" if "lr_scheduler_type" not in given else "")
-    result.settle("warmup_steps", "warmup_ratio", "optim")
+    result.settle("warmup_steps", "warmup_ratio")
     if schedule == "constant":
         asked = [name for name in ("warmup_steps", "warmup_ratio") if given.get(name)]
         _not_read(result, "lr_scheduler_type constant has no warm-up, in TRL neither", *asked)
@@ -295,11 +294,6 @@ def _optimizer(result: Translation, values: Mapping[str, Any], given: Mapping[st
         result.set("warmup_steps", share, "a share of the run's optimizer steps")
     elif warmup:
         result.set("warmup_steps", int(warmup * factor), f"{warmup} * {factor} optimizer steps" if factor > 1 else "")
-    optimizer = values.get("optim", "adamw_torch_fused")
-    if optimizer in _ADAMW:
-        result.set("optim", optimizer)
-    else:
-        result.lost.append(f"optim ({optimizer}): pass PPOTrainer(optimizers=(optimizer, scheduler)), or keep AdamW")
 
 
 def _models(result: Translation, values: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """verl's defaults that matter to the result, or differ from those here."""
 
-_CRITIC_OPTIONS = ("critic_learning_rate", "critic_weight_decay", "critic_max_grad_norm", "critic_pretraining_steps")
+_CRITIC_OPTIONS = ("critic_learning_rate", "critic_max_grad_norm", "critic_pretraining_steps")
 _WHOLE = re.compile(r"^\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*(.*?))?\}$")
 
 
@@ -208,7 +208,7 @@ def _optimizer(result: Translation, values: Mapping[str, Any]) -> None:
     per_rollout *= options["ppo_epochs"]
     prefixes = [(f"{ACTOR}.optim", "warmup_steps", "lr_scheduler_type")]
     if options.get("vf_coef"):
-        prefixes.append((f"{CRITIC}.optim", "critic_lr_warmup_steps", "critic_lr_scheduler_type"))
+        prefixes.append((f"{CRITIC}.optim", "critic_lr_warmup_steps", "lr_scheduler_type"))
     for prefix, warmup_name, schedule_name in prefixes:
         schedule = values.get(f"{prefix}.lr_scheduler_type") or values.get(f"{prefix}.warmup_style") or "constant"
         steps, share = values.get(f"{prefix}.lr_warmup_steps") or 0, values.get(f"{prefix}.lr_warmup_steps_ratio") or 0

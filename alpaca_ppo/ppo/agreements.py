@@ -51,8 +51,8 @@ def agree_on_backend(sampling_params: SamplingParams, engine: Engine) -> Samplin
     """
     if sampling_params.backend != "auto" or engine.accelerator.num_processes == 1:
         return sampling_params
-    with engine.sampling() as (model, sharded):
-        backend = resolve_backend("auto", model, sharded)
+    with engine.sampling() as model:
+        backend = resolve_backend("auto", model, None)
     if any_rank(backend != "slots", engine.accelerator):
         return replace(sampling_params, backend="decode")
     return sampling_params

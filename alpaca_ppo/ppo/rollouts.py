@@ -106,7 +106,6 @@ def sample_responses(
     sampling_params: SamplingParams,
     *,
     per_device_batch_size: int,
-    any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
     on_rows: Callable[[int], Any] = lambda rows: None,
     on_finished: Callable[[list[int], dict[str, Tensor]], Any] = lambda rows, samples: None,
@@ -122,7 +121,6 @@ def sample_responses(
         prompts: of this rank.
         sampling_params: how to sample, and the seed and step of the random numbers.
         per_device_batch_size: responses sampled at once.
-        any_rank: as for `generate`.
         before_token: as for `generate`.
         on_rows: called with a number of responses that are finished.
         on_finished: called with rows whose responses are complete, and what this function will return, filled in these
@@ -145,7 +143,7 @@ def sample_responses(
         "stopped": torch.zeros(count * n, dtype=torch.bool),
         "rollout_logprobs": torch.zeros(count * n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
     }
-    backend = resolve_backend(sampling_params.backend, model, any_rank)
+    backend = resolve_backend(sampling_params.backend, model, None)
     chunks = [list(range(count))]
     if turns is None and not GENERATION_BACKENDS.trait(backend, "refills"):
         chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))
@@ -167,7 +165,6 @@ def sample_responses(
             prompts["queries"][chunk],
             prompts["query_attn_masks"][chunk],
             prompt_ids=prompts["prompt_ids"][chunk],
-            any_rank=any_rank,
             before_token=before_token,
             slots=per_device_batch_size,
             on_finished=keep,
@@ -356,21 +353,16 @@ class RolloutCollector:
             if episodes is not None:
                 episodes.listen()
 
-        # A captured step reads its weights where they were, and keeps the sampler's cache.
-        sampling_params = replace(
-            sampling_params, cuda_graphs=sampling_params.cuda_graphs and not engine.gathers_to_sample
-        )
         with (
             engine.autocast(),
-            engine.sampling() as (model, any_rank),
-            poll.sampling(any_rank) as before_token,
+            engine.sampling() as model,
+            poll.sampling() as before_token,
         ):
             samples = sample_responses(
                 model,
                 prompts,
                 sampling_params,
                 per_device_batch_size=self.per_device_batch_size,
-                any_rank=any_rank,
                 before_token=poll_and_listen,
                 on_rows=poll.on_rows,
                 on_finished=(lambda rows, samples: None) if episodes is None else episodes.finish,

@@ -6,7 +6,6 @@ Judges, stored answers and win-rates are in `evaluation`; the trainer calls this
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,18 +124,18 @@ class Contest:
         batches = trainer.collate(prompts, range(len(prompts)))
         local = collector.local_prompts(engine, batches, trainer.dummy_prompts)
         answers: list[tuple[list[int], str]] = []
-        # Parameters that are sharded are gathered layer by layer, so that all ranks make the same passes.
-        any_rank = partial(collectives.any_rank, accelerator=trainer.accelerator) if engine.synced_forwards else None
         if local is not None:
-            with collector.reference.on_device(trainer.accelerator.device) as policy, engine.autocast():
+            with (
+                collector.reference.on_device(trainer.accelerator.device) as policy,
+                engine.autocast(),
+                engine.sampling(policy) as model,
+            ):
                 samples = sample_responses(
-                    policy.model,
+                    model,
                     local,
                     params,
                     per_device_batch_size=trainer.args.rollout_per_device_batch_size,
-                    any_rank=any_rank,
                 )
-                engine.release_parameters(policy)
             answers = list(zip(*response_texts(trainer.processing_class, samples), strict=True))
         return self._in_order(answers, len(prompts))
 

@@ -220,13 +220,12 @@ def check_sampler(environments: Environments | None, sampling_params: SamplingPa
         )
     if backend not in ("auto", "slots"):
         return
-    with engine.sampling() as (model, sharded):
-        problem = "its parameters are sharded over ranks" if sharded else slot_problem(model)
+    with engine.sampling() as model:
+        problem = slot_problem(model)
     if problem:
-        remedy = "set ds3_gather_for_generation: true" if sharded else "use a model of another family"
         raise ValueError(
             f"environments or tools answer the policy, but {type(model).__name__} cannot be sampled over several "
-            f"turns: {problem}; {remedy}"
+            f"turns: {problem}; use a model of another family"
         )
 
 

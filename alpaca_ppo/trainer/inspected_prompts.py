@@ -15,7 +15,6 @@ from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.rollouts import RolloutPasses
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -110,7 +109,6 @@ def _sampled(trainer: Any, prompts: PromptBatch) -> Rollouts | None:
     params = replace(trainer.sampling_params, do_sample=False, num_return_sequences=1)
     trainer.rollout_poll = trainer.preemption.for_rollout(
         trainer.updater.engine,
-        stops_before_tokens=GENERATION_BACKENDS.trait(params.backend, "stops_before_tokens"),
         can_stop=trainer.progress.is_current,
     )
     rollouts: Any = None

@@ -26,7 +26,6 @@ from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
 from alpaca_ppo.ppo.trained_rows import add_baseline, leave_out_failures
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards.logged_metrics import merged
 from alpaca_ppo.rewards.scoring import score_responses
 from alpaca_ppo.trainer import measure_checks, setup
@@ -176,7 +175,6 @@ class RolloutTrainer(BaseTrainer):
         with self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline)) as count_rows:
             self.rollout_poll = self.preemption.for_rollout(
                 engine,
-                stops_before_tokens=GENERATION_BACKENDS.trait(sampling_params.backend, "stops_before_tokens"),
                 can_stop=self.progress.is_current,
                 on_rows=count_rows,
             )

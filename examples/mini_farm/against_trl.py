@@ -55,7 +55,6 @@ QUICK: dict[str, Any] = {
     "ppo_episodes": 1280,
 }
 SAME = {
-    "optim",
     "learning_rate",
     "lr_scheduler_type",
     "weight_decay",

@@ -135,7 +135,6 @@ def test_every_option_of_a_run_has_a_help_text_and_a_valid_default():
         "kl_controller",
         "critic_layout",
         "dtype",
-        "optim",
         "overlong_prompts",
         "failed_rewards",
         "rollout_correction_level",

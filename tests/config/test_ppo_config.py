@@ -155,11 +155,7 @@ from tests.registered import temporary_choices
             "cliprange_high is 0.3, but policy_loss 'sapo' clips nothing; set cliprange_high: null",
         ),
         ({"warmup_steps": 5}, "warmup_steps is 5, but lr_scheduler_type 'constant' has no warm-up; set"),
-        ({"critic_lr_warmup_steps": 5}, r"critic's .* in 5 optimizer steps \(critic_lr_warmup_steps: 5\), but"),
-        (
-            {"warmup_steps": 5, "lr_scheduler_type": "linear", "critic_lr_scheduler_type": "constant"},
-            r"in 5 optimizer steps \(critic_lr_warmup_steps: null, so warmup_steps\), but its schedule is 'constant'",
-        ),
+        ({"critic_lr_warmup_steps": 5}, "critic_lr_warmup_steps is 5, but lr_scheduler_type 'constant' has no warm-up"),
         (
             {"adv_estimator": "grpo", "num_return_sequences": 2, "critic_layout": "shared"},
             "critic_layout is 'shared', but adv_estimator 'grpo' has no critic; set critic_layout back to 'separate'",

@@ -20,13 +20,10 @@ from transformers import TrainerCallback
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
-from alpaca_ppo.generation import register_generation_backend
 from alpaca_ppo.generation.backends import resolve_backend
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.run_killed import at_the
 from tests.leftovers import work_folder
-from tests.registered import temporary_choices
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 from tests.tools.warm_python import warm_python
 
@@ -46,7 +43,6 @@ STOPPED = {
     "target_kl_stop": 1e-4,
     "critic_pretraining_steps": 1,
     "critic_epochs": 2,
-    "critic_lr_scheduler_type": "linear",
     "ppo_epochs": 3,
     "critic": "iqn",
     "num_quantiles": 4,
@@ -360,34 +356,17 @@ def test_a_loop_of_one_s_own_gets_new_rollouts_for_each_step(tmp_path):
     assert first["objective/kl_sum_seq"] == 0.0 != second["objective/kl_sum_seq"]
 
 
-@pytest.mark.parametrize("stops_before_tokens", [True, False])
-def test_ranks_in_lockstep_are_stopped_before_a_token_if_the_backend_can_be(stops_before_tokens, tmp_path):
+def test_ranks_in_lockstep_leave_the_sampling_together(tmp_path):
     trainer = tiny_trainer(tmp_path)
-    engine = SimpleNamespace(synced_forwards=True)
-    poll = trainer.preemption.for_rollout(engine, stops_before_tokens=stops_before_tokens)
-    polls = []
-
-    def sample():
-        with poll.sampling(any_rank=bool) as before_token:
+    poll = trainer.preemption.for_rollout(SimpleNamespace(synced_forwards=True))
+    sampled = []
+    with pytest.raises(Interrupted), trainer.preemption.install():
+        with poll.sampling() as before_token:
             os.kill(os.getpid(), signal.SIGTERM)
             before_token()
-            polls.append("sampled")
-
-    with pytest.raises(Interrupted), trainer.preemption.install():
-        sample()
-        poll()
-    assert polls == ([] if stops_before_tokens else ["sampled"])
-
-
-@pytest.mark.parametrize(
-    ("backend", "expected"), [("auto", True), ("decode", True), ("generate", False), ("mine", True)]
-)
-def test_the_rollout_asks_the_backend_whether_it_stops_before_tokens(backend, expected, tmp_path):
-    with temporary_choices():
-        register_generation_backend("mine", stops_before_tokens=True)(GENERATION_BACKENDS.get("decode"))
-        trainer = tiny_trainer(tmp_path, generation_backend=backend)
-        trainer.rollout(trainer.prompt_batches(0))
-    assert trainer.rollout_poll.stops_before_tokens == expected
+            sampled.append("a token")
+        sampled.append("all")
+    assert sampled == []
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -20,7 +20,7 @@ from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
 from alpaca_ppo.estimate_memory.model_configs import check_run
-from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of, with_known_backend
+from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.estimate_memory.table import table
@@ -334,20 +334,6 @@ def test_slots_have_the_rows_of_the_limit_and_one_for_samples_that_wait():
     assert found["policy/kv_cache"] == 10 * 2 * 32 * 2 * 4 * 4 * (16 + 48)
 
 
-def test_auto_decodes_where_parameters_stay_sharded():
-    args = settings(ds3_gather_for_generation=False)
-    sizes = []
-    for stage in (2, 3):
-        moments = {m.phase: m for m in predict(Models(llama()), args, Sharding(2, stage))}
-        sizes.append(moments["sampling"].kv_cache)
-    # Four prompts on each process: five slots of 16 + 48 columns, or four rows of 16 + 65; as above.
-    assert sizes == [5 * 2 * 32 * 2 * 4 * 4 * (16 + 48), 4 * 2 * 32 * 2 * 4 * 4 * (16 + 65)]
-    assert with_known_backend(settings(), Sharding(2, 3)) == settings()
-    few = settings(num_return_sequences=4, rollout_per_device_batch_size=2, ds3_gather_for_generation=False)
-    known = with_known_backend(few, Sharding(2, 3))
-    assert (known.generation_backend, known.rollout_per_device_batch_size) == ("decode", 4)
-
-
 def test_a_micro_batch_has_the_tokens_of_its_budget():
     # Rows have at most 16 + 48 tokens; 8 rows in an optimizer step, 4 in a micro-batch.
     for overrides, processes, rows, tokens in (
@@ -527,27 +513,6 @@ def test_zero_shares_out_state_then_gradients_then_all_weights(processes, stage,
     args = settings(step_batch_size=32, rollout_batch_size=32, step_per_device_batch_size=1)
     moments = peak_by_phase(measurements_of_ones(), args, Sharding(processes, stage))
     assert moments[PHASES.index("optimizer step")].total == expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "processes", "stage", "expected"),
-    [
-        # Two copies of the largest weight, 1.
-        ({}, 1, 0, 2.0),
-        # Of the policy's or the critic's weights, 3, all at once.
-        ({"use_cpu": False}, 1, 0, 3.0),
-        # DeepSpeed's parts of them are one tensor each.
-        ({}, 4, 1, 2 * 3 / 4),
-        ({"use_cpu": False}, 4, 3, 3 / 4),
-    ],
-)
-def test_only_an_optimizer_that_is_not_fused_needs_room_besides_its_state(overrides, processes, stage, expected):
-    found = measurements_of_ones(**{"policy/largest": 1.0, "policy/gradients": 3.0, "policy/elements": 0.75})
-    fused, loop = (
-        peak_by_phase(found, settings(optim=optim, **overrides), Sharding(processes, stage))[-1].total
-        for optim in ("adamw_torch_fused", "adamw_torch")
-    )
-    assert loop - fused == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ def rate_factor(update: int, total: int, config: Mapping[str, Any], *, critic: b
     warmup, name = config["warmup_steps"], config["lr_scheduler_type"]
     if critic:
         warmup = of_critic(config, "warmup_steps", "critic_lr_warmup_steps")
-        name = of_critic(config, "lr_scheduler_type", "critic_lr_scheduler_type")
     # As in transformers, the plain constant schedule has no warm-up.
     if name != "constant" and update < warmup:
         return update / warmup
@@ -68,8 +67,8 @@ class AdamW:
             return of_critic(self.config, name, critics) if is_critic else self.config[name]
 
         rate = factor * option("learning_rate", "critic_learning_rate")
-        beta1, beta2 = option("adam_beta1", "critic_adam_beta1"), option("adam_beta2", "critic_adam_beta2")
-        epsilon, decay = option("adam_epsilon", "critic_adam_epsilon"), option("weight_decay", "critic_weight_decay")
+        beta1, beta2, decay = (self.config[name] for name in ("adam_beta1", "adam_beta2", "weight_decay"))
+        epsilon = option("adam_epsilon", "critic_adam_epsilon")
         limit = option("max_grad_norm", "critic_max_grad_norm")
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         scale = min(1.0, limit / (norm + 1e-6))

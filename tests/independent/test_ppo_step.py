@@ -113,7 +113,7 @@ def test_the_trainer_learns_from_what_an_independent_ppo_learns_from(runs, name)
         ("kl clamped", {"kl_estimator": "k1"}),
         ("horizon controller, low", {"target_kl": 6.0}),
         ("stopped by the kl", {"target_kl_stop": None}),
-        ("separate steps", {"critic_lr_scheduler_type": None}),
+        ("separate steps", {"lr_scheduler_type": "constant_with_warmup"}),
         ("separate steps", {"critic_lr_warmup_steps": None}),
         ("separate steps", {"critic_epochs": None, "critic_step_batch_size": None}),
         ("clipped gradients, no critic", {"max_grad_norm": 1e6}),

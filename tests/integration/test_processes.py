@@ -31,7 +31,7 @@ def save_reward_adapter(folder: Path) -> None:
 
 
 IQN = ("ppo_epochs=2", "critic=iqn", "num_quantiles=4", "critic_pretraining_steps=1", "target_kl_stop=0.001")
-SEPARATE = ("critic_epochs=1", "critic_step_batch_size=5", "critic_lr_scheduler_type=linear")
+SEPARATE = ("critic_epochs=1", "critic_step_batch_size=5")
 GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 ADAPTER = ("lora=true", "critic_layout=adapter")

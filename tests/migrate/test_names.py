@@ -11,7 +11,7 @@ from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, f
 
 GRPO = """
 model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 num_generations
-num_generations_eval max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of
+num_generations_eval max_completion_length shuffle_dataset pad_to_multiple_of
 generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs
 repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode
 vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
@@ -29,7 +29,7 @@ PPO = """
 dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations response_length
 stop_token stop_token_id temperature missing_eos_penalty sft_model_path world_size num_total_batches micro_batch_size
 local_batch_size batch_size local_mini_batch_size mini_batch_size reward_model_path model_adapter_name ref_adapter_name
-num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam ds3_gather_for_generation
+num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam
 """
 TRAINING_ARGUMENTS = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs

@@ -124,7 +124,7 @@ def test_grpo_with_vllm_lora_several_rewards_and_argparse(tmp_path):
         report_to=["wandb"],
     )
     text = result.as_yaml()
-    for lost in ("top_p (0.95)", "use_vllm (true)", "optim (adamw_8bit)", "lora_dropout (0.05)"):
+    for lost in ("top_p (0.95)", "use_vllm (true)", 'optim ("adamw_8bit")', "lora_dropout (0.05)"):
         assert lost in text.partition("# Has no counterpart")[2].partition("# Not needed")[0], lost
     assert "the policy that is trained must be the one that" in text
     assert "the script changes the rows (map)" in text
@@ -475,7 +475,7 @@ def test_every_name_is_explained_once():
     assert mentions(result, "num_train_epochs") == [
         "num_train_epochs: max_steps decides how long the run is, in TRL too"
     ]
-    assert len(mentions(result, "optim")) == 1 and mentions(result, "optim")[0].startswith("optim (adamw_8bit): pass")
+    assert len(mentions(result, "optim")) == 1 and "adamw_8bit" in mentions(result, "optim")[0]
     assert result.to_do == []
     overrides = ["trainer.resume_mode=auto", "actor_rollout_ref.model.path=m", "data.train_files=d.parquet"]
     notes = translate_verl({}, "test", overrides=overrides).to_do
@@ -501,7 +501,6 @@ def test_every_name_is_explained_once():
                 "warmup_steps": 0.1,
                 "lr_scheduler_type": "constant_with_warmup",
                 "critic_lr_warmup_steps": 0.05,
-                "critic_lr_scheduler_type": "constant_with_warmup",
             },
         ),
         (

@@ -117,22 +117,6 @@ def test_rows_for_reading_show_no_padding(tmp_path):
     assert [row["length"] for row in evaluated] == rollouts["response_mask"].sum(1).tolist()
 
 
-def test_steps_are_not_captured_where_each_rollout_gathers_the_weights(tmp_path, monkeypatch):
-    trainer = tiny_trainer(tmp_path)
-    engine, captured = trainer.updater.engine, []
-
-    def record(model, prompt_batch, sampling_params, **settings):
-        captured.append(sampling_params.cuda_graphs)
-        return {}
-
-    monkeypatch.setattr(rollouts, "sample_responses", record)
-    for gathers, given in ((False, True), (True, True), (False, False)):
-        monkeypatch.setattr(engine, "gathers_to_sample", gathers)
-        params = replace(trainer.sampling_params, cuda_graphs=given)
-        trainer.collector.sample(engine, trainer.prompt_batches(0)[0], params, trainer.rollout_poll)
-    assert captured == [True, False, False]
-
-
 @pytest.mark.parametrize(("backend", "calls"), [("auto", [10]), ("decode", [2, 2, 2, 2, 2])])
 def test_all_prompts_of_a_rank_share_the_slots_and_rows_are_final_when_they_are_reported(backend, calls, tmp_path):
     trainer = tiny_trainer(tmp_path, generation_backend=backend)

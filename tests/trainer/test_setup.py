@@ -59,7 +59,6 @@ def test_a_critic_has_one_label_and_a_linear_score():
 
 def test_an_unknown_schedule_is_named(tmp_path):
     refused(tmp_path, "lr_scheduler_type is 'zigzag'", lr_scheduler_type="zigzag")
-    refused(tmp_path, "critic_lr_scheduler_type is 'sawtooth'", critic_lr_scheduler_type="sawtooth")
 
 
 def test_a_policy_that_nothing_stops_is_refused(tmp_path):

@@ -12,7 +12,6 @@ RENAMED_FIELDS: dict[str, str] = {}
 """Old name of a field of PPOConfig to its name in the working tree."""
 LIKE_EARLIER: dict[str, Any] = {
     "entropy_logging_steps": 1,
-    "optim": "adamw_torch",
     "padding_free": False,
     "num_inspected_prompts": 0,
     "report": False,
@@ -153,6 +152,6 @@ RUNS: dict[str, Run] = {
     # With a checkpoint, whose weights are float32: those of final/ are bfloat16 here, and would hide small changes.
     "zero2_bf16": Run({**_ZERO[2], **_ONE_ROW, "bf16": True, "critic": "c51", "save_steps": 3}, processes=2),
     "zero3": Run({**_ZERO[3], "total_episodes": 7}, reward="model", processes=2),
-    "zero3_layer_by_layer": Run({**_ZERO[3], "ds3_gather_for_generation": False}, processes=2, eval_prompts=3),
+    "zero3_evaluated": Run(_ZERO[3], processes=2, eval_prompts=3),
     "zero3_lora_resumed": Run({**_RESUMED, **_ADAPTERS, **_ZERO[3]}, lora=True, stop="step", processes=2),
 }
