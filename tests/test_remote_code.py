@@ -15,6 +15,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
+from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.estimate_memory.model_configs import read_config
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.loading import load_processing_class
@@ -184,13 +185,14 @@ def test_a_reward_model_that_builds_another_model_scores_and_starts_a_critic(fol
 
 def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):
     arguments = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
-    settings = {"critic_layout": "adapter", "merge_on_save": True}
+    settings = {"critic_layout": "adapter"}
     # Merging reads the base again, in float32.
     base = AutoModelForCausalLM.from_pretrained(folders["policy"], dtype=torch.bfloat16, trust_remote_code=True)
     arguments["processing_class"] = tiny_tokenizer()
     trainer = trusting(tmp_path, base, trainer_arguments=arguments, **settings)
     trainer.train()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final/merged", trust_remote_code=True)
+    save_merged(tmp_path / "merged", trainer.actor_critic.policy.adapters, tiny_tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
     assert type(merged).__name__ == "CustomForCausalLM" and merged.dtype == torch.float32
     assert "trust_remote_code=True" in (tmp_path / "final/policy/README.md").read_text()
 

@@ -28,12 +28,12 @@ from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Po
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
 _FREE_TO_CHANGE = """
-ignore_data_change ignore_model_change ignore_reward_change output_dir run_name report_to logging_steps save_steps
+ignore_changes output_dir run_name report_to logging_steps save_steps
 overwrite_output_dir load_best_model_at_end
 save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id
 total_epochs total_episodes max_steps
 rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
-logprob_chunk_size deepspeed ddp_timeout max_kl_to_ref merge_on_save max_skipped_updates
+logprob_chunk_size deepspeed ddp_timeout max_kl_to_ref max_skipped_updates
 eval_do_sample eval_top_p eval_top_k eval_temperature eval_num_samples eval_pass_k eval_success_above eval_success_by
 eval_answer_func eval_best_of_by eval_opponent eval_judge eval_judge_model eval_judge_template eval_judge_retries
 max_concurrent_environments tool_timeout environment_timeout
@@ -54,16 +54,16 @@ _REMEDIES = {
     "policy": "use the model of the checkpoint's run",
     "critic": "use the critic of the checkpoint's run",
     "peft_config": "use the adapter's settings of the checkpoint's run",
-    "train_dataset": "use the rows of the checkpoint's run, in the same order, or set ignore_data_change: true",
+    "train_dataset": "use the rows of the checkpoint's run, in the same order, or set ignore_changes: [data]",
     "weights": (
         "use the models that the checkpoint's run started from (the reference may be a copy of its starting policy), "
-        "or set ignore_model_change: true"
+        "or set ignore_changes: [model]"
     ),
     "rewards": (
         "use the reward sources of the checkpoint's run, in the same order and with the same reward_weights, or set "
-        "ignore_reward_change: true"
+        "ignore_changes: [reward]"
     ),
-    "environments": "use the environments and tools of the checkpoint's run, or set ignore_reward_change: true",
+    "environments": "use the environments and tools of the checkpoint's run, or set ignore_changes: [reward]",
     "lr_schedule": (
         "the schedule of lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, "
         "total_episodes, max_steps and the number of prompts, or start a new run in another output_dir"
@@ -207,15 +207,11 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
     Raises:
         ValueError: names everything that differs, with both values and what to do.
     """
-    allowed = {
-        "train_dataset": args.ignore_data_change,
-        "weights": args.ignore_model_change,
-        "rewards": args.ignore_reward_change,
-        "environments": args.ignore_reward_change,
-    }
+    kinds = {"train_dataset": "data", "weights": "model", "rewards": "reward", "environments": "reward"}
     faults = []
     for entry in here:
-        differences = [] if allowed.get(entry) else _differences(entry, saved.get(entry), here[entry])
+        ignored = kinds.get(entry) in (args.ignore_changes or ())
+        differences = [] if ignored else _differences(entry, saved.get(entry), here[entry])
         if differences:
             more = len(differences) - _MOST_NAMED
             named = [*differences[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]

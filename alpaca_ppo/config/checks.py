@@ -29,6 +29,9 @@ MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes", "max_steps"),)
 the file.
 """
 
+CHANGES = ("data", "model", "reward")
+"""What `ignore_changes` may name."""
+
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
 """Metrics that only every `entropy_logging_steps`-th step has; the last one every step where it is in the loss."""
 
@@ -80,6 +83,8 @@ def check_combinations(config: Any) -> None:
     _check_overlong(config)
     check_keywords(config)
     _check_stop_on(config)
+    if unknown := set(config.ignore_changes or ()) - set(CHANGES):
+        raise ValueError(f"ignore_changes has {sorted(unknown)[0]!r}; choose of {', '.join(CHANGES)}")
     if config.push_to_hub and not config.hub_model_id:
         raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
 
@@ -201,11 +206,6 @@ def _check_critic(config: Any) -> None:
 def _check_four_bit(config: Any) -> None:
     if not config.load_in_4bit:
         return
-    if config.merge_on_save:
-        raise ValueError(
-            "load_in_4bit and merge_on_save are both True, but merging into a 4-bit base rounds it a second time; set "
-            "merge_on_save: false, and merge final/policy into the full-precision base after the run"
-        )
     copies_policy = config.reference in ("copy", "copy_offloaded")
     if copies_policy or (config.uses_critic and config.critic_layout == "separate"):
         raise ValueError(

@@ -93,19 +93,10 @@ class RunOptions(ExplainsUnknownNames):
         "Delete the earlier run in output_dir (its checkpoints, final models and records) when a new run starts there, "
         "which is refused otherwise. A run that resumes from a checkpoint of output_dir keeps everything.",
     )
-    ignore_data_change: bool = argument(
-        False, "Resume even if the training data differ from the checkpoint's; the remaining steps use the new data."
+    ignore_changes: list[str] | None = argument(
+        None,
+        "Resume even if these differ from the checkpoint's, and go on with the new ones: data (the training rows), "
+        "model (the starting policy or the reference), reward (reward sources, their weights, environments).",
     )
-    ignore_model_change: bool = argument(
-        False,
-        "Resume even if the starting policy or the reference differs from the checkpoint's; the remaining steps "
-        "measure the KL to the new reference.",
-    )
-    ignore_reward_change: bool = argument(
-        False,
-        "Resume even if reward sources or their weights differ from the checkpoint's; the remaining steps use the new "
-        "ones.",
-    )
-    merge_on_save: bool = argument(False, "Also save final/merged, the policy with its adapter merged into the base.")
     push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
     hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")

@@ -18,7 +18,6 @@ from alpaca_ppo.estimate_memory.model_configs import check_run, read_config, rea
 from alpaca_ppo.estimate_memory.phases import PhaseMemory, peak_by_phase, sizes_of
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import DeviceMemory
-from alpaca_ppo.models.factory import check_merge
 
 GIB = 2**30
 
@@ -33,7 +32,6 @@ class MemoryEstimator:
     def __init__(self, script: EstimateArguments, args: PPOConfig, *, lora: bool) -> None:
         trust = args.trust_remote_code
         policy, self._starting_adapter = read_policy(script.model_name_or_path, trust)
-        check_merge(args, has_adapters=lora or self.starts_from_adapter)
         if args.reward_adapter is not None and not (lora or self.starts_from_adapter):
             raise ValueError(
                 f"reward_adapter is {args.reward_adapter!r} but the policy has no adapters; set use_peft, or use a "

@@ -125,7 +125,7 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     policy = _language_model(models.policy, layers, args, getattr(torch, args.dtype))
     # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in
     # `_add_adapters`.
-    buildable = replace(args, load_in_4bit=False, reward_adapter=None, merge_on_save=False)
+    buildable = replace(args, load_in_4bit=False, reward_adapter=None)
     # DoRA initializes itself from the base's weights, so it must be on their device. Adapters of few layers are small
     # enough for the CPU.
     adapters = (models.lora, models.value_lora, models.reward_lora)

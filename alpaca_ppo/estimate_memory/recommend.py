@@ -139,7 +139,7 @@ def changes(settings: Settings) -> list[list[Change]]:
     layouts = ["adapter"] if adapters else []
     layouts += ["shared"] if reads_states and not args.separate_critic_steps else []
     # What a run refuses together with 4 bits.
-    needs_whole_weights = copied or own_backbone or args.merge_on_save or args.use_cpu or sharding.stage == 3
+    needs_whole_weights = copied or own_backbone or args.use_cpu or sharding.stage == 3
     # A backend that refills its slots samples a prompt's responses in any number of them.
     refills = GENERATION_BACKENDS.trait(args.generation_backend, "refills")
     fewest_rows = 1 if refills else args.num_return_sequences

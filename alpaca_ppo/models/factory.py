@@ -156,7 +156,6 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
         has_adapters, base = True, model.get_base_model()
     elif isinstance(model, str) and is_adapter(model):
         has_adapters, base = True, read_policy_adapter(model).base_model_name_or_path
-    check_merge(args, has_adapters=has_adapters)
     if args.reward_adapter is None:
         return
     if not has_adapters:
@@ -167,19 +166,6 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
     shapes = skeleton(base, args) if isinstance(base, str) else base
     if shapes is not None:
         check_adapter_shapes("reward_adapter", args.reward_adapter, shapes)
-
-
-def check_merge(args: PPOConfig, *, has_adapters: bool) -> None:
-    """Checks that the policy has an adapter if `args.merge_on_save` asks to merge it.
-
-    Raises:
-        ValueError: when it has none.
-    """
-    if args.merge_on_save and not has_adapters:
-        raise ValueError(
-            "merge_on_save is True, but the policy has no adapter to merge; give peft_config (--use_peft), or leave "
-            "merge_on_save out: final/policy is a full model"
-        )
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:

@@ -293,7 +293,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                     metrics=stats or {},
                     config=without_credentials(asdict(self.args)),
                     reward_weights=self.source_weights,
-                    merged=self.args.merge_on_save,
                     trust_remote_code=self.args.trust_remote_code,
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from transformers import AutoTokenizer
 
 from alpaca_ppo.atomic_io import write_text_atomically
@@ -254,8 +254,10 @@ class Lab:
         settings = {"seed": self.arguments.data_seed + 1}
 
         def fill(folder: Path) -> None:
-            merged = run / "final" / "merged"
-            policy = merged if merged.is_dir() else run / "final" / "policy"
+            policy = run / "final" / "policy"
+            if (policy / "adapter_config.json").exists():
+                adapted = AutoPeftModelForCausalLM.from_pretrained(str(policy), dtype=torch.float32)
+                policy = _merge_adapter(adapted, AutoTokenizer.from_pretrained(policy), folder / "merged")
             evaluation.evaluate_policy(folder, policy, self.sft, self.reward_model, self.held_out, **settings)
 
         return run_stage(
@@ -275,9 +277,14 @@ def _code(*modules: str) -> list[Path]:
 def _merge_reward_adapter(adapter: Path, target: Path) -> Path:
     """Writes the sequence classifier merged from `adapter` and its base to `target`, to score texts outside of PPO."""
     tokenizer = AutoTokenizer.from_pretrained(adapter)
-    model: Any = AutoPeftModelForSequenceClassification.from_pretrained(
+    model = AutoPeftModelForSequenceClassification.from_pretrained(
         str(adapter), num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
     )
+    return _merge_adapter(model, tokenizer, target)
+
+
+def _merge_adapter(model: Any, tokenizer: Any, target: Path) -> Path:
+    """Writes the adapted `model` as a whole one to `target`, which is returned."""
     model.merge_and_unload().save_pretrained(target)
     tokenizer.save_pretrained(target)
     return target

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from alpaca_ppo.models.factory import make_actor_critic
@@ -179,17 +180,16 @@ def test_recomputing_saves_activations_of_every_backbone(layout, by_model, tmp_p
 def test_final_folders_hold_adapters_that_load_on_the_base(layout, tmp_path):
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    trainer = lora_trainer(
-        tmp_path / "run", model=str(tmp_path / "base"), critic_layout=layout, merge_on_save=True, learning_rate=1e-2
-    )
+    trainer = lora_trainer(tmp_path / "run", model=str(tmp_path / "base"), critic_layout=layout, learning_rate=1e-2)
     trainer.train()
     final, ids = tmp_path / "run" / "final", torch.tensor([[5, 9, 11, 7]])
-    assert sorted(path.name for path in final.iterdir()) == ["merged", "policy", "step.json", "value"]
+    assert sorted(path.name for path in final.iterdir()) == ["policy", "step.json", "value"]
+    save_merged(tmp_path / "merged", trainer.actor_critic.policy.adapters, tiny_tokenizer())
     names = {path.name for path in (final / "policy").iterdir()}
     assert "adapter_model.safetensors" in names and "model.safetensors" not in names
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     policy = PeftModel.from_pretrained(base, final / "policy").eval()
-    merged = AutoModelForCausalLM.from_pretrained(final / "merged", dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     own = trainer.actor_critic.policy.model.eval()
     with torch.no_grad():
         assert_close(policy(ids).logits, own(ids).logits, atol=1e-6, rtol=1e-5)
@@ -358,7 +358,6 @@ def in_memory_adapter():
         ),
         ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout is 'separate'"),
         ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', which is not an adapter's folder"),
-        ({"peft_config": None}, {"merge_on_save": True}, "merge_on_save is True, but the policy has no adapter to mer"),
         (
             {},
             {"load_in_4bit": True, "critic_layout": "adapter"},

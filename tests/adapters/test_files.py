@@ -133,7 +133,7 @@ def test_a_policy_s_adapter_may_hold_whole_layers(tmp_path):
     peft = stir(get_peft_model(base, lora(task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])))
     peft.save_pretrained(tmp_path / "sft")
     settings = {"trainer_arguments": {"model": str(tmp_path / "sft")}, "learning_rate": 1e-2, "kl_estimator": "k3"}
-    trainer = tiny_trainer(tmp_path / "run", merge_on_save=True, **settings)
+    trainer = tiny_trainer(tmp_path / "run", **settings)
     with trainer.collector.reference.on_device(torch.device("cpu")) as reference:
         assert_close(reference.model.eval()(ids).logits, peft.eval()(ids).logits, atol=1e-5, rtol=1e-5)
     assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)

@@ -116,8 +116,8 @@ def changed(how):
 @pytest.mark.parametrize("how", ["edited", "reordered", "added"])
 def test_data_that_changed_are_refused_unless_that_is_asked_for(run, how):
     data = {"trainer_arguments": {"train_dataset": changed(how)}}
-    refuse(run, "entry train_dataset.* here; .* or set ignore_data_change: true", **data)
-    trainer = tiny_trainer(run, **RUN, **data, ignore_data_change=True)
+    refuse(run, r"entry train_dataset.* here; .* or set ignore_changes: \[data\]", **data)
+    trainer = tiny_trainer(run, **RUN, **data, ignore_changes=["data"])
     trainer.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(run)] == [0, 1, 2, 3]
     # The checkpoints after that have the new rows, so the flag is no longer needed.

@@ -80,13 +80,13 @@ def test_another_starting_policy_is_refused_unless_that_is_asked_for(tmp_path):
     here = f"is {WEIGHTS} in the checkpoint and {WEIGHTS} here"
     remedy = (
         r"; use the models that the checkpoint's run started from \(the reference may be a copy of its starting "
-        r"policy\), or set ignore_model_change: true$"
+        r"policy\), or set ignore_changes: \[model\]$"
     )
     other = {"model": tiny_causal_lm("llama", seed=5)}
     # The reference is a copy of it, so that the KL would be measured from elsewhere.
     refuse(run, f"checkpoint-1 does not match this run: the reference {here}{remedy}", **other)
     other = {"model": tiny_causal_lm("llama", seed=5)}
-    trainer = tiny_trainer(run, **RUN, **other, ignore_model_change=True)
+    trainer = tiny_trainer(run, **RUN, **other, ignore_changes=["model"])
     trainer.train(resume_from_checkpoint=True)
     # From here on the run is one of the new models, and the old ones are the others.
     other = {"model": tiny_causal_lm("llama", seed=5), "total_episodes": 30}
@@ -140,7 +140,7 @@ CHANGES = {
         {"reward_funcs": [count_tokens, "rm"]},
         rf"run: the function of reward source 0 \(count_tokens\) is tiny_runs.count_even \(source {HASH}\) in the "
         rf"checkpoint and test_identity.count_tokens \(source {HASH}\) here; use the reward sources .* in the same "
-        "order and with the same reward_weights, or set ignore_reward_change: true$",
+        r"order and with the same reward_weights, or set ignore_changes: \[reward\]$",
     ),
     "model": (
         {"reward_funcs": [count_even, "other"]},
@@ -203,12 +203,12 @@ def test_one_error_names_everything_that_differs(run, models):
 
 def test_other_rewards_go_on_where_that_is_asked_for(run, models):
     change = changed(models, "fewer")
-    tiny_trainer(run, **RUN, **change, ignore_reward_change=True).train(resume_from_checkpoint=True)
+    tiny_trainer(run, **RUN, **change, ignore_changes=["reward"]).train(resume_from_checkpoint=True)
     tiny_trainer(run, **{**RUN, "total_episodes": 30}, **change).train(resume_from_checkpoint=True)
     assert steps(run) == [1, 2, 3]
     # It allows nothing else.
-    other = {**RUN, **changed(models, "reference", "function"), "ignore_reward_change": True}
-    refuse(run, r"run: the reference is [^.]*ignore_model_change: true$", **other)
+    other = {**RUN, **changed(models, "reference", "function"), "ignore_changes": ["reward"]}
+    refuse(run, r"run: the reference is [^.]*ignore_changes: \[model\]$", **other)
 
 
 def test_moved_folders_and_models_in_memory_are_the_same_models(run, models, tmp_path):
@@ -308,7 +308,7 @@ def test_adapters_are_compared_by_what_is_not_trained(tmp_path):
     other = {**settings, "reward_adapter": str(reward_adapter(tmp_path / "other", seed=2))}
     refuse(
         run,
-        rf"run: the adapter of reward source 0 \(reward_adapter\) is {WEIGHTS}, .* ignore_reward_change: true$",
+        rf"run: the adapter of reward source 0 \(reward_adapter\) is {WEIGHTS}, .* ignore_changes: \[reward\]$",
         **other,
     )
     other = {**settings, "model": tiny_causal_lm("llama", seed=5)}
@@ -346,7 +346,7 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     )
     refuse(run, message.format(9), **{**settings, "total_episodes": 30})
     refuse(run, message.format(12), **{**settings, "total_episodes": None, "total_epochs": 1})
-    fewer = {"trainer_arguments": {"train_dataset": prompts(10)}, "ignore_data_change": True}
+    fewer = {"trainer_arguments": {"train_dataset": prompts(10)}, "ignore_changes": ["data"]}
     refuse(run, message.format(3), **{**settings, **fewer, "total_episodes": None, "total_epochs": 1})
     same = {**settings, **fewer, "total_episodes": None, "total_epochs": 2}
     tiny_trainer(run, **same).train(resume_from_checkpoint=True)
@@ -399,7 +399,7 @@ def test_a_finished_run_goes_on_with_more_epochs_and_then_with_more_prompts(tmp_
     longer.train(resume_from_checkpoint=True)
     assert metric_lines(tmp_path / "parts") == metric_lines(tmp_path / "whole")
     assert all(torch.equal(weights(longer)[name], tensor) for name, tensor in weights(whole).items())
-    last = made("parts", 2, 30, ignore_data_change=True)
+    last = made("parts", 2, 30, ignore_changes=["data"])
     last.train(resume_from_checkpoint=True)
     # Two epochs of 30 prompts, ten a step.
     assert steps(tmp_path / "parts") == [1, 2, 3, 4, 5, 6]

@@ -38,7 +38,7 @@ def test_no_exported_file_but_an_adapter_s_names_a_local_path(arguments, setting
         "processing_class": None,
         **arguments,
     }
-    settings = {"reference": str(tmp_path / "base"), "total_episodes": 10, "merge_on_save": bool(arguments), **settings}
+    settings = {"reference": str(tmp_path / "base"), "total_episodes": 10, **settings}
     trainer = tiny_trainer(tmp_path / "run", trainer_arguments=given, **settings)
     trainer.train()
     assert naming(tmp_path / "run/final", str(tmp_path)) == expected

@@ -186,7 +186,7 @@ from tests.registered import temporary_choices
             {"reference": "none", "use_kl_in_reward": False, "max_kl_to_ref": 5.0},
             "max_kl_to_ref is 5.0, but reference is 'none'",
         ),
-        ({"load_in_4bit": True, "merge_on_save": True}, "load_in_4bit and merge_on_save are both True"),
+        ({"ignore_changes": ["data", "models"]}, "ignore_changes has 'models'"),
         (
             {"use_kl_loss": True, "kl_loss_type": "abs"},
             "kl_loss_type is 'abs', whose gradient jumps where the policy equals the reference.* set kl_loss_type to "

@@ -23,7 +23,7 @@ def without_mismatch(folder):
 
 
 def run(folder, **sources):
-    settings = {**RUN, "ignore_reward_change": True}
+    settings = {**RUN, "ignore_changes": ["reward"]}
     return tiny_trainer(folder, trainer_arguments={**SOURCES, **sources}, **settings)
 
 

@@ -800,7 +800,6 @@ def test_four_bits_are_offered_on_a_device_to_a_base_that_is_shared():
 
     shared = {"use_cpu": False, "critic_layout": "adapter"}
     assert singles(settings(**shared), has_four_bits, use_peft=True) == ["load_in_4bit: true"]
-    assert singles(settings(**shared, merge_on_save=True), has_four_bits, use_peft=True) == []
     assert singles(settings(critic_layout="adapter"), has_four_bits, use_peft=True) == []
     assert singles(settings(use_cpu=False), has_four_bits, use_peft=True) == []
     # With the critic on the base, which comes before.
@@ -835,12 +834,6 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
     config.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match="is an adapter, but use_peft asks for another"):
         estimated("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
-
-
-def test_a_merge_without_an_adapter_is_refused_as_by_the_run(folder):
-    with pytest.raises(ValueError, match="merge_on_save is True, but the policy has no adapter to merge"):
-        estimated("--model_name_or_path", folder, *FLAGS, "--merge_on_save")
-    assert estimated("--model_name_or_path", folder, *FLAGS, "--merge_on_save", "--use_peft")["peak"] > 0
 
 
 def test_the_frozen_copy_of_an_adapter_that_training_starts_from_is_counted(folder, tmp_path):

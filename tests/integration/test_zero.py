@@ -38,7 +38,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "critic_pretraining_steps": 1,
         "weight_decay": 0.1,
-        "merge_on_save": True,
         "privileged_column": "hint",
         "num_inspected_prompts": 2,
     },
@@ -275,9 +274,7 @@ def test_the_final_folders_load(runs):
     folder = runs / "zero3/adapters/final"
     ids = torch.tensor([[5, 6, 7]])
     adapted = PeftModel.from_pretrained(tiny_causal_lm("llama"), folder / "policy")
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    assert torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-4)
-    assert not torch.allclose(tiny_causal_lm("llama")(ids).logits, merged(ids).logits, atol=1e-3)
+    assert not torch.allclose(tiny_causal_lm("llama")(ids).logits, adapted(ids).logits, atol=1e-3)
     assert {path.name for path in (folder / "value").glob("adapter_*")} == {
         "adapter_config.json",
         "adapter_model.safetensors",

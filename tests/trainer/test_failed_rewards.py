@@ -261,7 +261,7 @@ def test_a_signal_in_the_pause_before_a_retry_ends_the_run_at_once(tmp_path):
     assert caught.value.code == 128 + signal.SIGTERM and time.monotonic() - start < 50
     assert (tmp_path / "checkpoint-0").is_dir()
     # The judge is back.
-    resumed = trainer_of(tmp_path, count_even, total_episodes=10, ignore_reward_change=True)
+    resumed = trainer_of(tmp_path, count_even, total_episodes=10, ignore_changes=["reward"])
     resumed.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(tmp_path)] == [1]
 

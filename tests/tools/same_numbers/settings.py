@@ -130,7 +130,7 @@ RUNS: dict[str, Run] = {
     "bf16_c51": Run({"bf16": True, "critic": "c51", "value_min": -4.0, "value_max": 8.0}),
     # Adapters.
     "lora_separate": Run({"critic_layout": "separate"}, lora=True),
-    "lora_shared": Run({"critic_layout": "shared", "merge_on_save": True}, lora=True),
+    "lora_shared": Run({"critic_layout": "shared"}, lora=True),
     "lora_adapter": Run({**_ADAPTERS, "gradient_checkpointing": True, "critic_pretraining_steps": 1}, lora=True),
     "lora_bfloat16_base": Run({**_ADAPTERS, "dtype": "bfloat16", "bf16": True}, model="folder", lora=True),
     "trained_adapter": Run({**_ADAPTERS, "reference": "copy"}, model="adapter"),
