@@ -21,11 +21,6 @@ class PromptBatch(TypedDict):
     query_attn_masks: Tensor
     """(B, Q) int64, 1 = a token of the prompt, 0 = padding. Built from the prompts' lengths, so the pad id may occur
     inside a prompt."""
-    privileged: NotRequired[Tensor]
-    """(B, P) int64 token ids, left-padded: the text of `privileged_column` and a newline, which the critic reads before
-    the prompt and no other model reads. Only in training, with that option."""
-    privileged_attn_masks: NotRequired[Tensor]
-    """(B, P) int64, 1 = a token of that text, 0 = padding; present with `privileged`."""
     prompt_ids: Tensor
     """(B,) int64, index of the prompt in the dataset. It keys the random numbers of the prompt's responses."""
     rows: list[dict[str, Any]]
@@ -39,10 +34,6 @@ class Rollouts(TypedDict, total=False):
     """(B, Q) int64 token ids, left-padded."""
     query_attn_masks: Required[Tensor]
     """(B, Q) int64, 1 = a token of the prompt, 0 = padding."""
-    privileged: NotRequired[Tensor]
-    """(B, P) int64, as in `PromptBatch`."""
-    privileged_attn_masks: NotRequired[Tensor]
-    """(B, P) int64, as in `PromptBatch`."""
     prompt_ids: Required[Tensor]
     """(B,) int64, index of the prompt in the dataset."""
     sample_ids: Required[Tensor]

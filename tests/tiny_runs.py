@@ -28,16 +28,6 @@ def prompts(count: int = 40) -> Dataset:
     )
 
 
-HINTS = [" ".join(f"w{4 + (11 * i + 5 * j) % 60}" for j in range(i % 4)) for i in range(40)]
-"""Privileged text for each of `prompts()`: none to three words, of which "w<id>" is the token <id>, and the newline
-after them none."""
-
-
-def hinted_prompts(hints: list[str] = HINTS) -> Dataset:
-    """`prompts()` with a column `hint`."""
-    return Dataset.from_list([{**row, "hint": hint} for row, hint in zip(prompts(), hints, strict=True)])
-
-
 def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
     """Ten prompts a step, in one epoch of step batches of 4, 4 and 2 rows, in micro-batches of at most 3."""
     settings: dict[str, Any] = {

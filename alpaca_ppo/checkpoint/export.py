@@ -74,7 +74,6 @@ def save_final(
             actor_critic,
             processing_class,
             trust_remote_code=trust_remote_code,
-            privileged_column=config.get("privileged_column"),
         )
     # Last, because it reads the base from disk again, which may fail.
     if merged and adapters is not None:
@@ -88,15 +87,12 @@ def _save_value(
     processing_class: Any,
     *,
     trust_remote_code: bool,
-    privileged_column: str | None,
 ) -> None:
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
     if critic.backbone is None and policy.adapters is not None:
         name = VALUE if critic.has_adapter else POLICY
-        save_value_adapter(
-            folder, policy.adapters, name, critic.head, processing_class, privileged_column=privileged_column
-        )
+        save_value_adapter(folder, policy.adapters, name, critic.head, processing_class)
         return
     backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
     save_value_model(
@@ -105,7 +101,6 @@ def _save_value(
         critic.head,
         processing_class,
         trust_remote_code=trust_remote_code,
-        privileged_column=privileged_column,
     )
 
 
@@ -142,7 +137,6 @@ def save_value_model(
     processing_class: Any,
     *,
     trust_remote_code: bool = False,
-    privileged_column: str | None = None,
 ) -> None:
     """Writes a critic with a full backbone, atomically. `value_model` accepts the folder.
 
@@ -157,8 +151,6 @@ def save_value_model(
         processing_class: the tokenizer, saved too. The classifier finds the end of a padded row by its pad token.
         trust_remote_code: run code that comes with the architecture's classifier; without it, such a critic is written
             for `models.load_critic`.
-        privileged_column: the dataset's column with the text that the critic has read before the prompt, for the
-            README.
     """
     score = head.score_weight()
     classifier = None if score is None else matching_classifier(backbone, trust_remote_code=trust_remote_code)
@@ -174,7 +166,7 @@ def save_value_model(
             classifier.save_pretrained(tmp_dir, state_dict=weights)
         processing_class.save_pretrained(tmp_dir)
         form: Literal["critic", "classifier"] = "critic" if classifier is None else "classifier"
-        write_value_card(tmp_dir, form, own_code=has_remote_code(backbone), privileged_column=privileged_column)
+        write_value_card(tmp_dir, form, own_code=has_remote_code(backbone))
 
 
 def save_value_adapter(
@@ -183,8 +175,6 @@ def save_value_adapter(
     name: str,
     head: CriticHead,
     processing_class: Any,
-    *,
-    privileged_column: str | None = None,
 ) -> None:
     """Writes a critic that consists of the adapter `name` and a head, atomically.
 
@@ -195,7 +185,7 @@ def save_value_adapter(
         write_critic_adapter(tmp_dir, adapters, name, head)
         processing_class.save_pretrained(tmp_dir)
         form: Literal["critic_adapter", "adapter"] = "critic_adapter" if head.score_weight() is None else "adapter"
-        write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model), privileged_column=privileged_column)
+        write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model))
 
 
 def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel | None:

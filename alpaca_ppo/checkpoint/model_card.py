@@ -200,7 +200,6 @@ def write_value_card(
     form: Literal["classifier", "critic", "adapter", "critic_adapter"],
     *,
     own_code: bool = False,
-    privileged_column: str | None = None,
 ) -> None:
     """Writes the value model's README.md.
 
@@ -209,13 +208,10 @@ def write_value_card(
         form: "classifier", a sequence classifier; "critic", a backbone and head for `models.load_critic`; "adapter" and
             "critic_adapter", the same two as adapters on the policy's base.
         own_code: whether the model, or an adapter's base, runs code of its own.
-        privileged_column: where the text comes from that the critic has read before the prompt; None = it read none.
     """
     start = "" if form in ("adapter", "critic_adapter") else _START
     use = {"classifier": _CLASSIFIER_USE, "adapter": _ADAPTER_USE}.get(form, _HEAD_USE)
     text = (_VALUE_CARD + start + use).format(trust=_TRUST if own_code else "")
-    if privileged_column is not None:
-        text += _PRIVILEGED.format(column=privileged_column)
     write_text_atomically(Path(folder) / "README.md", text)
 
 
@@ -290,12 +286,6 @@ tags:
 
 _START = """
 To start the critic of another run from it, pass this folder as `value_model`.
-"""
-
-
-_PRIVILEGED = """
-It was trained with `privileged_column: {column}`: begin `input_ids` with the text of that column and a newline, before
-the prompt, and set the option where another run starts from this critic.
 """
 
 

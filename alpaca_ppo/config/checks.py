@@ -35,9 +35,6 @@ CHANGES = ("data", "model", "reward")
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
 """Metrics that only every `entropy_logging_steps`-th step has; the last one every step where it is in the loss."""
 
-_READS_ROWS = ("separate", "adapter")
-"""Layouts in which the critic reads the rows itself, in a pass of its own."""
-
 _CRITIC_ONLY = (
     "lam_policy",
     "lam_critic",
@@ -58,7 +55,6 @@ _CRITIC_ONLY = (
     "critic_epochs",
     "critic_step_batch_size",
     "init_value_with_reward",
-    "privileged_column",
     "whiten_rewards",
 )
 """Options that must keep their default without a critic."""
@@ -169,12 +165,6 @@ def _check_critic(config: Any) -> None:
             "but with critic_layout 'shared' the value loss trains the policy's hidden states, so the critic cannot "
             "take steps of its own; set both to null, or choose critic_layout: separate or adapter"
         )
-    if config.privileged_column is not None and config.critic_layout not in _READS_ROWS:
-        raise ValueError(
-            f"privileged_column is {config.privileged_column!r}, but with critic_layout {config.critic_layout!r} the "
-            "critic reads the policy's hidden states, which must not depend on that text; set critic_layout to "
-            f"{' or '.join(_READS_ROWS)}, or privileged_column: null"
-        )
     if config.critic_pretraining_explained_variance is not None and not config.critic_pretraining_steps:
         raise ValueError(
             f"critic_pretraining_explained_variance is {config.critic_pretraining_explained_variance}, but "
@@ -276,9 +266,8 @@ def _check_sizes(config: Any) -> None:
         )
     longest, budget = config.longest_row, config.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
-        parts = "query_len + response_len" + (" + privileged_len" if config.privileged_column is not None else "")
         raise ValueError(
-            f"max_tokens_per_micro_batch ({budget}) is less than {parts} ({longest}), so a response "
+            f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({longest}), so a response "
             f"of full length would not fit into any micro-batch; set it to {longest} or more, or to null"
         )
     if config.reward_weights == []:

@@ -24,17 +24,6 @@ class CriticOptions(LearningOptions):
         "separate = the critic has its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA "
         "adapter on the policy's base.",
     )
-    privileged_column: str | None = argument(
-        None,
-        "Dataset column with text that only the critic reads, before the prompt, such as the reference answer; null = "
-        "none. It is tokenized as plain text with a newline at its end. For critic_layout separate and adapter; "
-        "evaluation does not need it.",
-    )
-    privileged_len: int = argument(
-        256,
-        "Maximum length of that text with its newline, in tokens; overlong_prompts says what happens to longer ones.",
-        at_least=1,
-    )
     vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0)
     value_loss: Literal["squared", "huber"] = argument(
         "squared",

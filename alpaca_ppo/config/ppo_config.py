@@ -132,11 +132,8 @@ class PPOConfig(CriticOptions):
 
     @property
     def longest_row(self) -> int:
-        """Most tokens that a model reads of a row: prompt, response and, before them, the text of a privileged
-        critic.
-        """
-        privileged = 0 if self.privileged_column is None else self.privileged_len
-        return privileged + self.query_len + self.response_len
+        """Most tokens that a model reads of a row: prompt and response."""
+        return self.query_len + self.response_len
 
     @property
     def micro_batch_tokens(self) -> int:

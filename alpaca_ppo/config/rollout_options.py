@@ -15,9 +15,8 @@ class RolloutOptions(EvaluationOptions):
     query_len: int = argument(192, "Maximum length of a prompt, in tokens.", at_least=1, group="Prompts")
     overlong_prompts: Literal["drop", "truncate", "error"] = argument(
         "drop",
-        "What to do with prompts longer than query_len, or whose text of privileged_column is longer than "
-        "privileged_len: drop and count them, cut off their beginning (a response continues the end of a prompt) and "
-        "count them, or raise an error.",
+        "What to do with prompts longer than query_len: drop and count them, cut off their beginning (a response "
+        "continues the end of a prompt) and count them, or raise an error.",
     )
     prompt_column: str = argument("prompt", "Dataset column that holds the prompt, as text or messages.")
     prompt_template: str | None = argument(
@@ -66,9 +65,8 @@ class RolloutOptions(EvaluationOptions):
     )
     max_tokens_per_micro_batch: int | None = argument(
         None,
-        "Tokens per micro-batch of an optimizer step, on one device, of prompts and responses and of what a privileged "
-        "critic reads before them; null = step_per_device_batch_size times the longest row, query_len + response_len "
-        "(+ privileged_len, if privileged_column is set).",
+        "Tokens per micro-batch of an optimizer step, on one device, of prompts and responses; null = "
+        "step_per_device_batch_size times the longest row, query_len + response_len.",
         at_least=1,
     )
     ppo_epochs: int = argument(2, "Passes over each step's rollouts.", at_least=1)

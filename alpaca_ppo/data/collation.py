@@ -15,7 +15,6 @@ def collate_prompts(
     *,
     pad_token_id: int,
     query_len: int,
-    privileged_len: int | None = None,
 ) -> PromptBatch:
     """Returns one batch of B prompts, each padded on the left to `query_len` tokens.
 
@@ -23,16 +22,15 @@ def collate_prompts(
     and must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
 
     Args:
-        items: B items of a `PromptDataset`, each with `input_ids` and `row`, and all or none with `privileged_ids`.
+        items: B items of a `PromptDataset`, each with `input_ids` and `row`.
         indices: their B indices in that dataset, which become `prompt_ids`.
         pad_token_id: fills `queries`. It may equal the eos id or occur inside a prompt, because the mask comes from the
             prompts' lengths and not from ids.
         query_len: Q, in tokens.
-        privileged_len: P, in tokens; needed for items with `privileged_ids`.
 
     Returns:
         queries (B, Q) int64, query_attn_masks (B, Q) int64 (1 = a token of the prompt), prompt_ids (B,) int64, rows (B
-        dictionaries); for items with `privileged_ids`, privileged and privileged_attn_masks (B, P) int64.
+        dictionaries).
 
     Raises:
         ValueError: if `items` and `indices` differ in length, or a prompt has more than `query_len` tokens.
@@ -48,17 +46,12 @@ def collate_prompts(
                 "use the query_len that the prompts were prepared with"
             )
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
-    batch = PromptBatch(
+    return PromptBatch(
         queries=queries,
         query_attn_masks=masks,
         prompt_ids=torch.tensor(indices, dtype=torch.int64),
         rows=[item["row"] for item in items],
     )
-    if items and "privileged_ids" in items[0]:
-        assert privileged_len is not None
-        rows = [item["privileged_ids"] for item in items]
-        batch["privileged"], batch["privileged_attn_masks"] = left_padded(rows, privileged_len, pad_token_id)
-    return batch
 
 
 def left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:

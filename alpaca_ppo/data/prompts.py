@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.data.privileged import check_privileged_column, tokenize_privileged
 from alpaca_ppo.data.templates import PromptTemplate, resolve_template
 
 _CHUNK = 1000
@@ -32,14 +31,12 @@ class PromptDataset(Sequence[dict[str, Any]]):
     """The prompts that are not overlong, in the dataset's order.
 
     The index of a prompt is stable; it is the `prompt_id` that keys the prompt's random numbers. `ds[i]` is
-    `{"input_ids": list[int], "row": dict}`, and `privileged_ids` (list[int]) if there is a privileged column. `row`
-    holds every column of the dataset plus `prompt`: the text or messages before tokenization (with a template, the
-    rendered text, which replaces a column of that name).
+    `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text or messages
+    before tokenization (with a template, the rendered text, which replaces a column of that name).
 
     Attributes:
-        num_dropped: prompts that were longer than `query_len`, or whose privileged text was longer than
-            `privileged_len`.
-        num_cut: prompts that were too long in one of these ways, and whose beginning was cut off.
+        num_dropped: prompts that were longer than `query_len`.
+        num_cut: prompts that were too long, and whose beginning was cut off.
         from_template: whether the prompts are rendered by a prompt template, rather than those of a column.
         fingerprint: a hash of the token ids and of all columns, independent of where the rows were loaded from.
     """
@@ -52,7 +49,6 @@ class PromptDataset(Sequence[dict[str, Any]]):
         *,
         num_dropped: int,
         fingerprint: str,
-        privileged_ids: "Sequence[array[int]]" = (),
         num_cut: int = 0,
         from_template: bool = False,
     ) -> None:
@@ -60,7 +56,6 @@ class PromptDataset(Sequence[dict[str, Any]]):
         self._dataset = dataset
         self._input_ids = input_ids
         self._prompt_of = prompt_of
-        self._privileged_ids = privileged_ids
         self.num_dropped, self.num_cut = num_dropped, num_cut
         self.from_template = from_template
         self.fingerprint = fingerprint
@@ -92,8 +87,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         row = self._dataset[index]
-        privileged = {"privileged_ids": list(self._privileged_ids[index])} if self._privileged_ids else {}
-        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}, **privileged}
+        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}}
 
 
 def prepare_prompts(
@@ -105,8 +99,6 @@ def prepare_prompts(
     prompt_template: str | None = None,
     overlong: str = "drop",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    privileged_column: str | None = None,
-    privileged_len: int = 256,
     tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
 ) -> PromptDataset:
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
@@ -125,27 +117,20 @@ def prepare_prompts(
             at its beginning, because a response continues its end, which in a chat is what the template writes before
             an answer; a bos at its very beginning stays. The text in `row` is not cut.
         chat_template_kwargs: further arguments of the chat template.
-        privileged_column: the column with the text that only the critic reads (`data.privileged`); None = none.
-        privileged_len: the longest such text, in tokens; a prompt with a longer one is overlong too.
         tools_of: given where environments answer: returns the schemas of the tools that a row's prompt shows. A prompt
             may then be blank, for the environment to write; it has no tokens.
 
     Raises:
         ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
-            privileged text that prompts are made from too, or that is not text, or if no prompt is left.
+            or if no prompt is left.
     """
     _check_arguments(dataset, query_len, overlong)
     template = _template_of(dataset, prompt_column, prompt_template)
     prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
-    limits = {"query_len": query_len}
-    if privileged_column is not None:
-        used = (prompt_column,) if template is None else (*template.columns, template.optional or "")
-        check_privileged_column(privileged_column, dataset.column_names, used)
-        limits["privileged_len"] = privileged_len
     digest = hashlib.sha256()
     kind: type | None = None
     kept, num_cut = list[int](), 0
-    input_ids, privileged_ids = list["array[int]"](), list["array[int]"]()
+    input_ids = list["array[int]"]()
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
@@ -154,66 +139,34 @@ def prepare_prompts(
         prompts = [_checked_prompt(prompt_of, row, start + i, bool(tools_of)) for i, row in enumerate(rows)]
         kind = kind or type(prompts[0])
         _check_kind(prompts, kind, start)
-        own = {"query_len": _tokenize(prompts, rows, tokenizer, chat_template_kwargs, tools_of, start=start)}
-        if privileged_column is not None:
-            texts = columns[privileged_column]
-            own["privileged_len"] = tokenize_privileged(texts, tokenizer, column=privileged_column, start=start)
-        for i in range(size):
-            ids = {name: of_rows[i] for name, of_rows in own.items()}
-            if overlong == "truncate":
-                ids, was_cut = _cut(ids, limits, tokenizer.bos_token_id)
-                num_cut += was_cut
-            if _fit(ids, limits, start + i, overlong):
-                kept.append(start + i)
-                input_ids.append(array("i", ids["query_len"]))
-                digest.update(input_ids[-1])
-                privileged_ids += [array("i", ids["privileged_len"])] if "privileged_len" in ids else []
+        tokenized = _tokenize(prompts, rows, tokenizer, chat_template_kwargs, tools_of, start=start)
+        for number, ids in enumerate(tokenized, start):
+            if len(ids) > query_len:
+                if overlong == "error":
+                    raise ValueError(
+                        f"the prompt in row {number} has {len(ids)} tokens, more than query_len ({query_len}); raise "
+                        "query_len, or set overlong_prompts: drop or truncate"
+                    )
+                if overlong == "drop":
+                    continue
+                num_cut += 1
+                # A bos at the beginning stays, in the place of one of the last tokens.
+                bos = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+                ids = bos + ids[len(ids) - query_len + len(bos) :]
+            kept.append(number)
+            input_ids.append(array("i", ids))
+            digest.update(input_ids[-1])
     if not kept:
-        what = " or ".join(f"{name} ({limit})" for name, limit in limits.items())
-        raise ValueError(f"all {len(dataset)} prompts have more tokens than {what}; raise {' or '.join(limits)}")
+        raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
     return PromptDataset(
         dataset.select(kept),
         input_ids,
         prompt_of,
         num_dropped=len(dataset) - len(kept),
         fingerprint=digest.hexdigest()[:16],
-        privileged_ids=privileged_ids,
         num_cut=num_cut,
         from_template=template is not None,
     )
-
-
-def _cut(
-    ids_of: Mapping[str, list[int]], limits: Mapping[str, int], bos: int | None
-) -> tuple[dict[str, list[int]], bool]:
-    """The last tokens of each list that is beyond its limit, and whether any is; a bos at the beginning stays, in the
-    place of one of them.
-    """
-    ends = {}
-    for name, ids in ids_of.items():
-        surplus = max(0, len(ids) - limits[name])
-        kept = [ids[0]] if surplus and ids[0] == bos else []
-        ends[name] = kept + ids[surplus + len(kept) :]
-    return ends, ends != dict(ids_of)
-
-
-def _fit(ids_of: Mapping[str, list[int]], limits: Mapping[str, int], number: int, overlong: str) -> bool:
-    """Whether row `number` is within the `limits`: the token ids by the option that bounds their count.
-
-    Raises:
-        ValueError: if it is not, and `overlong` is "error".
-    """
-    for name, ids in ids_of.items():
-        if len(ids) <= limits[name]:
-            continue
-        if overlong == "error":
-            what = "prompt" if name == "query_len" else "privileged text"
-            raise ValueError(
-                f"the {what} in row {number} has {len(ids)} tokens, more than {name} ({limits[name]}); raise {name}, "
-                "or set overlong_prompts: drop or truncate"
-            )
-        return False
-    return True
 
 
 def _json_value(value: Any) -> Any:

@@ -68,15 +68,13 @@ class Sizes:
     """Tokens per prompt."""
     response: int
     """Tokens per response."""
-    privileged: int = 0
-    """Tokens before each prompt that only the critic reads."""
     replies: bool = False
     """Whether something may answer the policy in the middle of a response."""
 
     @property
     def longest_row(self) -> int:
-        """Tokens of a row as the critic reads it."""
-        return self.privileged + self.query + self.response
+        """Tokens of a prompt and its response."""
+        return self.query + self.response
 
 
 def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False) -> Measurements:
@@ -356,16 +354,15 @@ class _Passes:
         return score
 
     def _packed_rows(self, rows: int, tokens: int) -> tuple[PackedRows, PackedRows]:
-        """Rows of equal length, of which the critic reads `tokens` tokens in all, as policy and critic read them; in
-        prompts and responses as of maximal length.
+        """Rows of equal length with `tokens` tokens in all, as policy and critic read them; in prompts and responses
+        as of maximal length.
 
         Without padding they would lie end to end; as rows of their own they take as much.
         """
         sizes, length = self._sizes, math.ceil(tokens / rows)
         picked = torch.zeros(rows * math.ceil(sizes.response * length / sizes.longest_row), dtype=torch.long)
-        own = length - length * sizes.privileged // sizes.longest_row
-        policys, critics = (torch.zeros(rows, columns - 1, dtype=torch.long) for columns in (own, length))
-        return PackedRows(policys, picked, picked, picked), PackedRows(critics, picked, picked, picked)
+        packed = PackedRows(torch.zeros(rows, length - 1, dtype=torch.long), picked, picked, picked)
+        return packed, packed
 
     def _pass(self, name: str, states_of: Callable[[], Tensor], head_of: Callable[[Tensor], Tensor]) -> Measurements:
         """Measures one pass, with its backward pass if gradients are enabled."""

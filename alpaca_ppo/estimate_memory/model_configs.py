@@ -109,7 +109,7 @@ def check_run(args: PPOConfig, stage: int, policy: Any, critic: Any) -> None:
     """
     check_positions(policy, args)
     if args.uses_critic:
-        check_positions(critic, args, owner="critic", privileged=True)
+        check_positions(critic, args, owner="critic")
     check_four_bit(stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError(

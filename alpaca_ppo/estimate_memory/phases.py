@@ -56,7 +56,6 @@ def sizes_of(args: PPOConfig, processes: int, *, replies: bool = False) -> Sizes
         micro_tokens=micro_tokens,
         query=args.query_len,
         response=args.response_len,
-        privileged=args.longest_row - args.query_len - args.response_len,
         # A response of one column has no room for a reply.
         replies=replies and args.response_len > 1 and GENERATION_BACKENDS.trait(args.generation_backend, "takes_turns"),
     )

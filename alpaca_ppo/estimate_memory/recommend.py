@@ -133,11 +133,9 @@ def changes(settings: Settings) -> list[list[Change]]:
         lora["reference"] = "adapter_off"
     # On a base in bfloat16, autocast would only add copies of the adapters.
     half: Change = {"dtype": "bfloat16", **({"bf16": False} if args.bf16 else {})}
-    # A critic that reads the policy's states cannot read a text before the prompt, and cannot take steps of its own if
-    # it trains them (`config.checks`).
-    reads_states = args.privileged_column is None
+    # A critic that trains the policy's states cannot take steps of its own (`config.checks`).
     layouts = ["adapter"] if adapters else []
-    layouts += ["shared"] if reads_states and not args.separate_critic_steps else []
+    layouts += ["shared"] if not args.separate_critic_steps else []
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.use_cpu or sharding.stage == 3
     # A backend that refills its slots samples a prompt's responses in any number of them.

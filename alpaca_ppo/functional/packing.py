@@ -173,36 +173,6 @@ def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:
     return query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)
 
 
-def critic_rows(
-    queries: Tensor,
-    query_attn_masks: Tensor,
-    responses: Tensor,
-    response_mask: Tensor,
-    privileged: Tensor | None = None,
-    privileged_attn_masks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first four arguments as a critic reads them: with the tokens of `privileged` before those of the prompt.
-
-    Args:
-        queries: (B, Q) int64, left-padded.
-        query_attn_masks: (B, Q), 1 = real.
-        responses: (B, R) int64, returned as it is.
-        response_mask: (B, R) bool, returned as it is.
-        privileged: (B, P) int64, left-padded; None returns all as it is.
-        privileged_attn_masks: (B, P), 1 = real; given with `privileged`.
-
-    Returns:
-        queries (B, P + Q) and their masks, left-padded, and the two of the response.
-    """
-    if privileged is None or privileged_attn_masks is None:
-        return queries, query_attn_masks, responses, response_mask
-    ids = torch.cat([privileged, queries], dim=1)
-    masks = torch.cat([privileged_attn_masks.to(query_attn_masks.dtype), query_attn_masks], dim=1)
-    # Padding goes to the left, and tokens keep their order.
-    order = masks.long().argsort(dim=1, stable=True)
-    return ids.gather(1, order), masks.gather(1, order), responses, response_mask
-
-
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Positions that count real tokens from 0, and 0 on padding: `attention_mask` (B, T), 1 = real, gives (B, T)."""
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
-from alpaca_ppo.functional.packing import PackedRows, critic_rows, pack_rows
+from alpaca_ppo.functional.packing import PackedRows, pack_rows
 from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.critic_head import CriticHead
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
@@ -112,23 +112,16 @@ class ActorCritic(nn.Module):
         query_attn_masks: Tensor,
         responses: Tensor,
         response_mask: Tensor,
-        privileged: Tensor | None = None,
-        privileged_attn_masks: Tensor | None = None,
         *,
         device: torch.device | None = None,
     ) -> tuple[PackedRows, PackedRows]:
-        """Returns the rows as the policy and as the critic read them, the critic's with the tokens of `privileged`
-        before the prompt; see `pack_rows` and `critic_rows`.
-        """
+        """Returns the rows as the policy and as the critic read them; see `pack_rows`."""
         rows = (queries, query_attn_masks, responses, response_mask)
         packed = self.policy.pack(*rows, device=device)
         policy_layout, critic_layout = self.layouts
-        if privileged is None and critic_layout == policy_layout:
+        if critic_layout == policy_layout:
             return packed, packed
-        # `PPOConfig` refuses the column for a critic that reads the policy's states.
-        assert privileged is None or self.critic is None or not self.critic.shares_states
-        own_rows = critic_rows(*rows, privileged, privileged_attn_masks)
-        return packed, pack_rows(*own_rows, **critic_layout._asdict(), device=device)
+        return packed, pack_rows(*rows, **critic_layout._asdict(), device=device)
 
     def forward(
         self,
@@ -136,8 +129,6 @@ class ActorCritic(nn.Module):
         query_attn_masks: Tensor,
         responses: Tensor,
         response_mask: Tensor,
-        privileged: Tensor | None = None,
-        privileged_attn_masks: Tensor | None = None,
         *,
         temperature: float,
         chunk_size: int,
@@ -155,8 +146,6 @@ class ActorCritic(nn.Module):
             query_attn_masks: (B, Q), 1 = a real token.
             responses: (B, R) int64, right-padded.
             response_mask: (B, R) bool, True = chosen by the policy.
-            privileged: (B, P) int64, left-padded; tokens that only the critic reads, before the prompt. None = none.
-            privileged_attn_masks: (B, P), 1 = a real token; given with `privileged`.
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
             with_policy: False runs only the critic; no gradient reaches the policy then.
@@ -166,9 +155,7 @@ class ActorCritic(nn.Module):
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
             packed: what `pack` returned for these rows, if the caller has it.
         """
-        packed_rows, packed_critic_rows = packed or self.pack(
-            queries, query_attn_masks, responses, response_mask, privileged, privileged_attn_masks
-        )
+        packed_rows, packed_critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         logprobs = entropies = states = None
         critic = self.critic if with_critic else None
         if with_policy or (critic is not None and critic.shares_states):

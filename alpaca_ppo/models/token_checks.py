@@ -12,23 +12,19 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.loading import load_processing_class
 
 
-def check_positions(config: Any, args: PPOConfig, *, owner: str = "model", privileged: bool = False) -> None:
+def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> None:
     """Checks that the longest prompt and response together fit the model of the transformers configuration `config`.
 
     Args:
         config: of the model.
         args: of the run.
         owner: what the model is, for the error.
-        privileged: whether it also reads the text of `privileged_column`, if the run has one.
 
     Raises:
         ValueError: if they can exceed its `max_position_embeddings`, or the length beyond which it rotates keys and
             queries by other frequencies.
     """
-    parts = ["query_len", "response_len"]
-    if privileged and args.privileged_column is not None:
-        parts.append("privileged_len")
-    check_lengths(config, {name: getattr(args, name) for name in parts}, owner=owner)
+    check_lengths(config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:

@@ -9,27 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.packing import row_lengths
-
 ROW_KEYS = ("queries", "query_attn_masks", "responses", "response_mask")
 """What a forward pass reads, in the order of its arguments."""
-
-PRIVILEGED_KEYS = ("privileged", "privileged_attn_masks")
-"""What a critic reads before the prompt, in the order of the further arguments; only with `privileged_column`."""
 
 
 def row_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """The entries of `batch` that a forward pass of `ActorCritic` reads, in the order of its arguments."""
-    rows = {key: batch[key] for key in ROW_KEYS}
-    return rows | {key: batch[key] for key in PRIVILEGED_KEYS if key in batch}
-
-
-def longest_lengths(batch: Mapping[str, Any]) -> Tensor:
-    """(B,) int64, the tokens of each row in the pass where it has the most: those of prompt and response, holes
-    included, and of the text that a privileged critic reads before them.
-    """
-    lengths = row_lengths(batch["query_attn_masks"], batch["response_mask"])
-    return lengths + batch["privileged_attn_masks"].sum(dim=1) if "privileged" in batch else lengths
+    return {key: batch[key] for key in ROW_KEYS}
 
 
 class DeviceBatch(NamedTuple):

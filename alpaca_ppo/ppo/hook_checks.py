@@ -12,7 +12,6 @@ from torch import Tensor
 from alpaca_ppo.functional.masked import zero_outside
 from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.ppo.device_rows import PRIVILEGED_KEYS
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
@@ -53,8 +52,7 @@ def check_full_softmax(sampling_params: SamplingParams) -> None:
 
 
 def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
-    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added,
-    and the privileged text if the prompts have it.
+    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
@@ -78,7 +76,6 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         **samples,
         # Always computed from `prompts`; values that the hook returned under these names are ignored.
-        **{name: prompts[name].repeat_interleave(n, dim=0) for name in PRIVILEGED_KEYS if name in prompts},  # type: ignore[literal-required]
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
         "sample_ids": sample_ids,
     }

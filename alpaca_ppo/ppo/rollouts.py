@@ -18,18 +18,16 @@ from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_ov
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.environments.episodes import Episodes
-from alpaca_ppo.functional.packing import PackedRows, critic_rows, pack_rows
+from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
 from alpaca_ppo.generation import Generation, Turns, generate
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
 from alpaca_ppo.ppo.device_rows import (
-    PRIVILEGED_KEYS,
     ROW_KEYS,
     DeviceBatch,
     DeviceRows,
-    longest_lengths,
     row_tensors,
 )
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
@@ -79,25 +77,19 @@ class EvaluationSettings:
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
-    """One batch of all prompts of `batches` (at least one), padded on the left to the longest Q.
-
-    It has privileged text if the first of them has: others may be dummies.
-    """
+    """One batch of all prompts of `batches` (at least one), padded on the left to the longest Q."""
 
     def joined(key: str) -> Tensor:
         tensors: list[Tensor] = [batch[key] for batch in batches]  # type: ignore[literal-required]
         width = max(tensor.size(1) for tensor in tensors)
         return torch.cat([torch.nn.functional.pad(tensor, (width - tensor.size(1), 0)) for tensor in tensors])
 
-    merged = PromptBatch(
+    return PromptBatch(
         queries=joined("queries"),
         query_attn_masks=joined("query_attn_masks"),
         prompt_ids=torch.cat([batch["prompt_ids"] for batch in batches]),
         rows=[row for batch in batches for row in batch["rows"]],
     )
-    if "privileged" in batches[0]:
-        merged.update({key: joined(key) for key in PRIVILEGED_KEYS})  # type: ignore[typeddict-item]
-    return merged
 
 
 def sample_responses(
@@ -179,7 +171,7 @@ class EvaluatedRows:
     read them alike.
 
     Args:
-        samples: rows with the ROW_KEYS, on the CPU; with the PRIVILEGED_KEYS if the critic reads more than the policy.
+        samples: rows with the ROW_KEYS, on the CPU.
         settings: sizes of the passes.
         device: where the models are.
     """
@@ -191,7 +183,7 @@ class EvaluatedRows:
         self._device = device
         self._chunks: dict[bool, list[list[int]]] = {}
         self._batches: dict[bool, list[DeviceBatch]] = {}
-        self._packed: dict[tuple[bool, int, RowLayout, bool], PackedRows] = {}
+        self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
 
     def passes(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
         """The rows of each pass of `model`, their tensors on the device, and what `model.pack` returns for them."""
@@ -201,15 +193,14 @@ class EvaluatedRows:
             self._batches[free] = list(DeviceRows(self._rows, self._chunks[free], self._device))
         for number, (rows, batch) in enumerate(zip(self._chunks[free], self._batches[free], strict=True)):
             if isinstance(model, Policy):
-                packed = self._pack(batch, (free, number, model.layout, False))
+                packed = self._pack(batch, (free, number, model.layout))
                 yield rows, [batch.device[key] for key in ROW_KEYS], packed
             else:
-                policys, critics = model.layouts
-                keys = (free, number, policys, False), (free, number, critics, "privileged" in self._rows)
-                yield rows, list(batch.device.values()), tuple(self._pack(batch, key) for key in keys)
+                both = tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
+                yield rows, list(batch.device.values()), both
 
     def _divide(self, padding_free: bool) -> list[list[int]]:
-        lengths = longest_lengths(self._rows).tolist()
+        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
         settings = self.settings
         if padding_free and settings.max_tokens is not None:
             chunks = chunks_by_tokens(lengths, settings.max_tokens, group=self._group)
@@ -217,12 +208,11 @@ class EvaluatedRows:
             chunks = chunks_by_length(lengths, settings.per_device_batch_size)
         return chunks + [[] for _ in range(settings.most_passes(len(chunks)) - len(chunks))]
 
-    def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout, bool]) -> PackedRows:
+    def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
         if key not in self._packed:
-            _, _, layout, privileged = key
             # On the CPU: the device need not be asked for lengths.
-            rows = critic_rows(*batch.host.values()) if privileged else [batch.host[name] for name in ROW_KEYS]
-            self._packed[key] = pack_rows(*rows, **layout._asdict(), device=self._device)
+            rows = [batch.host[name] for name in ROW_KEYS]
+            self._packed[key] = pack_rows(*rows, **key[2]._asdict(), device=self._device)
         return self._packed[key]
 
 

@@ -30,9 +30,9 @@ from alpaca_ppo.distributed.optimizer import (
 )
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
-from alpaca_ppo.functional.packing import PackedRows
+from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.device_rows import DeviceRows, longest_lengths, row_tensors, upload
+from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
 from alpaca_ppo.ppo.hook_checks import NonFiniteUpdate, check_loss, non_finite
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import StatsAccumulator
@@ -174,7 +174,7 @@ class Updater:
         that did not fit into memory. If there are any, the gradient is incomplete and must be dropped.
         """
         mask = rollouts["response_mask"][rows]
-        lengths = longest_lengths(rollouts)[rows].tolist()
+        lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])[rows].tolist()
         plan = self.budget.plan(lengths)[self.accelerator.process_index]
         stats, failure, self._faults = StatsAccumulator(), None, []
         # Gradients of an update that was skipped or interrupted, or did not fit into memory, must not reach this one.

@@ -43,8 +43,7 @@ def logged_rollouts(trainer: Any, rollouts: Rollouts, step: int) -> list[dict[st
 def add_tokens(trainer: Any, rollouts: Rollouts, rows: Sequence[dict[str, Any]]) -> None:
     """Adds `tokens` to those of an evaluation's `rows` that answer its first `num_inspected_prompts` prompts.
 
-    Values and entropies take a pass of the models over these rows; a critic with privileged text is left out, because
-    eval prompts have none.
+    Values and entropies take a pass of the models over these rows.
 
     Args:
         trainer: of the run.
@@ -57,7 +56,7 @@ def add_tokens(trainer: Any, rollouts: Rollouts, rows: Sequence[dict[str, Any]])
     if not len(chosen):
         return
     few: Any = {name: value[chosen] for name, value in rollouts.items()}  # type: ignore[index]
-    with_critic = trainer.critic_head is not None and args.privileged_column is None
+    with_critic = trainer.critic_head is not None
     few |= _evaluated(trainer, few, with_critic=with_critic, poll=lambda: None)
     for place, i in enumerate(chosen.tolist()):
         rows[i]["tokens"] = rollout_tables.token_entries(few, trainer.processing_class, place)

@@ -380,8 +380,7 @@ class RolloutTrainer(BaseTrainer):
     def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
         """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
         pad = self.sampling_params.pad_token_id
-        lengths = {"query_len": self.args.query_len, "privileged_len": self.args.privileged_len}
-        return collate_prompts(items, prompt_ids, pad_token_id=pad, **lengths)
+        return collate_prompts(items, prompt_ids, pad_token_id=pad, query_len=self.args.query_len)
 
     def dummy_prompts(self, count: int) -> PromptBatch:
         """Dummy prompts for a rank that has fewer prompts than another, so that all ranks make the same passes."""

@@ -67,13 +67,10 @@ def make_prompts(
     processing_class: Any,
     args: PPOConfig,
     environments: GivenEnvironments = NO_ENVIRONMENTS,
-    *,
-    privileged: bool = True,
 ) -> PromptDataset:
     """The tokenized prompts of `dataset`; overlong ones are dropped or raise an error (`overlong_prompts`).
 
-    Without `privileged` they have no text of `privileged_column`: evaluation runs no critic. Prompts show the tools of
-    `environments`.
+    Prompts show the tools of `environments`.
 
     Raises:
         ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary.
@@ -87,8 +84,6 @@ def make_prompts(
         prompt_template=args.prompt_template,
         overlong=args.overlong_prompts,
         chat_template_kwargs=args.chat_template_kwargs,
-        privileged_column=args.privileged_column if privileged else None,
-        privileged_len=args.privileged_len,
         tools_of=schemas_of(environments),
     )
 
@@ -120,12 +115,12 @@ def make_eval_prompts(
     if dataset is None:
         return {}
     if not isinstance(dataset, Mapping):
-        return {"": make_prompts(dataset, processing_class, args, environments, privileged=False)}
+        return {"": make_prompts(dataset, processing_class, args, environments)}
     check_set_names(dataset)
     prompts = {}
     for name, rows in dataset.items():
         try:
-            prompts[name] = make_prompts(rows, processing_class, args, environments, privileged=False)
+            prompts[name] = make_prompts(rows, processing_class, args, environments)
         except ValueError as error:
             raise ValueError(f"eval set {name!r}: {error}") from error
     return prompts
@@ -207,7 +202,7 @@ def make_sampling_params(
     check_positions(policy.config, args)
     if actor_critic.critic is not None:
         backbone: Any = actor_critic.critic.backbone
-        check_positions((policy if backbone is None else backbone).config, args, owner="critic", privileged=True)
+        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     turn_end = resolve_turn_end(processing_class, args.chat_template_kwargs) if chat else None

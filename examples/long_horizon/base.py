@@ -22,16 +22,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return as_pretrained(tokenizer)
 
 
-def write_base(
-    folder: Path, *, hidden_size: int, num_layers: int, num_heads: int, seed: int, privileged_len: int = 0
-) -> None:
-    """Writes tokenizer and untrained model to `folder`; it reads `privileged_len` tokens before a prompt."""
+def write_base(folder: Path, *, hidden_size: int, num_layers: int, num_heads: int, seed: int) -> None:
+    """Writes tokenizer and untrained model to `folder`."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=len(tokenizer),
-        n_positions=privileged_len + QUERY_LEN + RESPONSE_LEN,
+        n_positions=QUERY_LEN + RESPONSE_LEN,
         n_embd=hidden_size,
         n_layer=num_layers,
         n_head=num_heads,

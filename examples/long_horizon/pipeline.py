@@ -16,17 +16,15 @@ from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import read_yaml
 from examples import train_sft
 from examples.long_horizon.base import write_base
-from examples.long_horizon.other_data import PLURALS_COLUMN, plurals_of, privileged_texts, uneven_prompts
+from examples.long_horizon.other_data import uneven_prompts
 from examples.long_horizon.rows import (
     GRADES,
-    PRIVILEGED_CRITIC,
-    PRIVILEGED_PROMPTS,
     SMALL_CRITIC,
     UNEVEN_PROMPTS,
     Sizes,
     settings_of,
 )
-from examples.long_horizon.task import STEPS, Teacher, draw_prompt
+from examples.long_horizon.task import Teacher, draw_prompt
 from examples.mini_farm.pipeline import EXAMPLES, KEEP_NOTHING, PACKAGE, PRESETS, SUPERVISED
 from examples.mini_farm.splits import write_rows
 from examples.mini_farm.stages import run_stage
@@ -95,33 +93,6 @@ class Experiment:
         return self._pretrained("small_critic", base, self.data)
 
     @cached_property
-    def privileged_critic(self) -> Path:
-        """As `small_critic`, of demonstrations that begin with their right plurals."""
-        base = self._base("privileged_base", self.arguments.hidden_size // 2, privileged_len=STEPS)
-        return self._pretrained("privileged_critic", base, self.privileged_data)
-
-    @cached_property
-    def privileged_data(self) -> Path:
-        """Demonstrations that begin with their right plurals, and the prompts of `data` with a column of them."""
-        settings = {"seed": self.arguments.data_seed, "demonstrations": self.arguments.demonstrations}
-
-        def fill(folder: Path) -> None:
-            write_rows(folder / DEMONSTRATIONS, privileged_texts(settings["seed"], settings["demonstrations"]))
-            for split in (PROMPTS, HELD_OUT):
-                prompts = [row["prompt"] for row in _lines(self.data / split)]
-                rows = [{"prompt": prompt, PLURALS_COLUMN: plurals_of(prompt)} for prompt in prompts]
-                write_rows(folder / split, rows)
-
-        return run_stage(
-            self.root / "privileged_data",
-            "data with the right plurals",
-            fill,
-            settings=settings,
-            parents=[self.data],
-            sources=_code("task", "other_data"),
-        )
-
-    @cached_property
     def uneven_data(self) -> Path:
         """Prompts of uneven difficulty, and the held-out prompts of `data`."""
         settings = {"seed": self.arguments.data_seed}
@@ -139,8 +110,8 @@ class Experiment:
             sources=_code("task", "other_data"),
         )
 
-    def _base(self, name: str, hidden_size: int, **sizes: int) -> Path:
-        settings = {"hidden_size": hidden_size, "num_layers": self.arguments.num_layers, "num_heads": 4, **sizes}
+    def _base(self, name: str, hidden_size: int) -> Path:
+        settings = {"hidden_size": hidden_size, "num_layers": self.arguments.num_layers, "num_heads": 4}
         settings["seed"] = self.arguments.data_seed
         return run_stage(
             self.root / name,
@@ -171,8 +142,8 @@ class Experiment:
         """Returns the folder of the run of `row` with `seed`; metrics.jsonl begins and ends with an evaluation."""
         settings: dict[str, Any] = {**settings_of(row, self.sizes), "seed": seed}
         # A row may name a critic or data of its own.
-        data = {None: "data", UNEVEN_PROMPTS: "uneven_data", PRIVILEGED_PROMPTS: "privileged_data"}
-        critic = {SMALL_CRITIC: "small_critic", PRIVILEGED_CRITIC: "privileged_critic"}
+        data = {None: "data", UNEVEN_PROMPTS: "uneven_data"}
+        critic = {SMALL_CRITIC: "small_critic"}
         prompts: Path = getattr(self, data[settings.get("dataset_name")])
         models = [self.pretrained]
         given: dict[str, Any] = {"reward_funcs": GRADES, **settings, "dataset_name": prompts / PROMPTS}

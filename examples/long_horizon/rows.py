@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from examples.long_horizon.other_data import PLURALS_COLUMN
-from examples.long_horizon.task import STEPS
-
 Settings = dict[str, Any]
 
 GRADES = "examples.long_horizon.task:grades"
@@ -15,7 +12,7 @@ GRADES = "examples.long_horizon.task:grades"
 PPO, VAPO, GRPO, PASS = "PPO, lam 0.95", "VAPO", "GRPO, 8 samples", "GRPO, pass or fail"
 MARKS, UNEVEN = "GRPO, grade and true marks", "GRPO, pass or fail, uneven prompts"
 QUANTILE, SMALL = "quantile critic", "small critic"
-SMALL_CRITIC, PRIVILEGED_CRITIC, UNEVEN_PROMPTS, PRIVILEGED_PROMPTS = "small", "privileged", "uneven", "privileged"
+SMALL_CRITIC, UNEVEN_PROMPTS = "small", "uneven"
 """Names of models and data in the settings of rows, where `Experiment` puts the folder or file."""
 _VAPO: Settings = {
     "num_return_sequences": 8,
@@ -87,16 +84,6 @@ OTHERS: Mapping[str, tuple[str, Settings]] = {
     "mixed with the upper tail": (QUANTILE, _QUANTILE | {"risk_level": "0.5*neutral+0.5*upper:0.2"}),
     "HL-Gauss critic": (VAPO, _VAPO | _SUPPORT | {"critic": "hl_gauss"}),
     SMALL: (VAPO, _SMALL),
-    "small critic that reads the plurals": (
-        SMALL,
-        _VAPO
-        | {
-            "value_model_name_or_path": PRIVILEGED_CRITIC,
-            "dataset_name": PRIVILEGED_PROMPTS,
-            "privileged_column": PLURALS_COLUMN,
-            "privileged_len": STEPS,
-        },
-    ),
     "CISPO loss": (VAPO, _VAPO | {"policy_loss": "cispo", "cliprange": 0.99, "cliprange_high": 0.8}),
     "DPPO loss": ("VAPO without clip-higher", _without("cliprange_high") | {"policy_loss": "dppo"}),
     "SAPO loss": (GRPO, _GRPO | _BY_SEQUENCE | {"policy_loss": "sapo"}),

@@ -38,11 +38,3 @@ def test_a_prompt_longer_than_query_len_is_refused():
 def test_each_prompt_needs_an_index():
     with pytest.raises(ValueError, match=r"items \(1\) and indices \(2\)"):
         collate_prompts([item(1)], [0, 1], pad_token_id=0, query_len=2)
-
-
-def test_privileged_text_is_padded_on_the_left_to_its_own_width():
-    items = [{**item(5), "privileged_ids": [7, 8]}, {**item(6), "privileged_ids": []}]
-    batch = collate_prompts(items, [0, 1], pad_token_id=0, query_len=1, privileged_len=3)
-    assert_close(batch["privileged"], torch.tensor([[0, 7, 8], [0, 0, 0]]))
-    assert_close(batch["privileged_attn_masks"], torch.tensor([[0, 1, 1], [0, 0, 0]]))
-    assert "privileged" not in collate_prompts([item(5)], [0], pad_token_id=0, query_len=1, privileged_len=3)

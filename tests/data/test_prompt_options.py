@@ -5,7 +5,7 @@ from datasets import Dataset
 
 from alpaca_ppo.data import prepare_prompts
 from alpaca_ppo.generation import resolve_turn_end
-from tests.data.test_prompts import ASSISTANT, NAMED, ONE, THREE, TWO, USER, WORDS, prepare
+from tests.data.test_prompts import ASSISTANT, ONE, THREE, TWO, USER, WORDS, prepare
 from tests.data.tokenizers import chat_tokenizer, framing_tokenizer, turn_tokenizer
 from tests.tiny_models import BOS, EOS
 
@@ -58,15 +58,6 @@ def test_a_long_conversation_keeps_what_the_template_writes_before_an_answer():
     prompts = prepare([CHAT], chat_tokenizer(WORDS), query_len=5, overlong="truncate")
     # Whole: bos user one two eos bos assistant.
     assert prompts[0]["input_ids"] == [BOS, TWO, EOS, BOS, ASSISTANT]
-
-
-def test_long_privileged_text_loses_its_beginning_too():
-    rows = [{"prompt": "one", "hint": "one two three named"}, {"prompt": "one two three", "hint": "one"}]
-    options = {"privileged_column": "hint", "privileged_len": 2, "overlong": "truncate"}
-    prompts = prepare(rows, query_len=2, **options)
-    assert [prompts[i]["privileged_ids"] for i in range(2)] == [[THREE, NAMED], [ONE]]
-    # Both rows are cut, each in one of its texts.
-    assert prompts.num_cut == 2
 
 
 @pytest.mark.parametrize("column", ["image", "images", "pixel_values", "video", "videos"])

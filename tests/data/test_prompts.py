@@ -260,39 +260,3 @@ def test_a_row_that_the_chat_template_refuses_is_named():
     rows = [{"prompt": [{"role": role, "content": "one"}]} for role in ("user", "user", "system")]
     with pytest.raises(ValueError, match="the chat template refuses the messages in row 2, .*roles must alternate"):
         prepare(rows, tokenizer)
-
-
-def test_privileged_text_is_plain_text_and_a_newline():
-    rows = [{"prompt": "a", "answer": "bc"}, {"prompt": "b", "answer": ""}]
-    tokenizer = byte_tokenizer()
-    prompts = prepare(rows, tokenizer, privileged_column="answer", privileged_len=3)
-    assert [tokenizer.decode(item["privileged_ids"]) for item in prompts] == ["bc\n", "\n"]
-    assert [bytes_of(item) for item in prompts] == [b"a", b"b"]
-    # Special tokens are the prompt's alone.
-    framed = prepare([{"prompt": "one", "hint": "two"}], chat_tokenizer(WORDS), privileged_column="hint")
-    assert framed[0]["input_ids"] == [BOS, ONE] and framed[0]["privileged_ids"] == [TWO]
-    assert "privileged_ids" not in prepare(rows, tokenizer)[0]
-
-
-def test_privileged_text_over_its_length_drops_the_prompt_or_is_an_error():
-    rows = [{"prompt": "one", "hint": "two two two"}, {"prompt": "two", "hint": "three one"}]
-    prompts = prepare(rows, privileged_column="hint", privileged_len=2)
-    assert prompts.num_dropped == 1 and prompts[0]["privileged_ids"] == [THREE, ONE] and len(prompts) == 1
-    with pytest.raises(ValueError, match=r"privileged text in row 0 has 3 tokens, more than privileged_len \(2\)"):
-        prepare(rows, privileged_column="hint", privileged_len=2, overlong="error")
-    with pytest.raises(ValueError, match=r"all 2 .* than query_len \(8\) or privileged_len \(1\); raise query_len or"):
-        prepare(rows, privileged_column="hint", privileged_len=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"privileged_column": "answer"}, "no column 'answer'; its columns are .*set privileged_column"),
-        ({"privileged_column": "prompt"}, "privileged_column is 'prompt', but the prompts are made from that column"),
-        ({"privileged_column": "hint", "prompt_template": "{hint} {prompt}"}, "'hint', but the prompts are made from"),
-        ({"privileged_column": "number"}, "privileged_column 'number' is 7 in row 0; it must be text"),
-    ],
-)
-def test_privileged_text_that_is_none_or_no_secret_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        prepare([{"prompt": "one", "hint": "two", "number": 7}], **options)

@@ -19,7 +19,6 @@ from alpaca_ppo.estimate_memory.estimator import EstimateArguments, MemoryEstima
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.estimate_memory.measure import measure
-from alpaca_ppo.estimate_memory.model_configs import check_run
 from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, predict, sizes_of
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
@@ -98,8 +97,7 @@ def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None,
     before = live.live
     words = [f"w{10 + i % 50}" for i in range(args.query_len)]
     # Every other prompt is a little shorter, so that there is padding.
-    hint = " ".join(words[:1] * args.privileged_len)
-    prompts = [{"prompt": " ".join(words[i % 2 :]), "hint": hint} for i in range(2 * ROWS)]
+    prompts = [{"prompt": " ".join(words[i % 2 :])} for i in range(2 * ROWS)]
     trainer = MeasuredTrainer(
         model=AutoModelForCausalLM.from_config(config or llama(), dtype=getattr(torch, args.dtype)),
         reward_funcs=length,
@@ -168,18 +166,10 @@ def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, ove
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), (ratios, predicted, measured)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "overrides"),
-    [
-        ({"hidden_size": 256, "num_hidden_layers": 2}, {}),
-        ({"hidden_size": 64, "num_hidden_layers": 1}, {"privileged_column": "hint", "privileged_len": 64}),
-    ],
-    ids=["wide", "small and privileged"],
-)
-def test_a_critic_of_another_size_takes_the_estimated_memory(sizes, overrides, tmp_path, fresh_state):
+def test_a_critic_of_another_size_takes_the_estimated_memory(tmp_path, fresh_state):
     AcceleratorState._reset_state(True)
-    args = settings(output_dir=str(tmp_path), response_len=16, **overrides)
-    value = llama(**sizes)
+    args = settings(output_dir=str(tmp_path), response_len=16)
+    value = llama(hidden_size=256, num_hidden_layers=2)
     # As a folder of the model names it.
     value.architectures = ["LlamaForCausalLM"]
     torch.manual_seed(0)
@@ -189,33 +179,12 @@ def test_a_critic_of_another_size_takes_the_estimated_memory(sizes, overrides, t
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), (ratios, predicted, measured)
 
 
-def test_what_the_critic_reads_before_the_prompt_is_in_its_passes_alone():
-    """Rows of 64 tokens, of which the critic reads 128."""
-    plain, privileged = settings(), settings(privileged_column="hint", privileged_len=QUERY + RESPONSE)
-    of_plain, of_privileged = (measure(Models(llama()), args, sizes_of(args, 1)) for args in (plain, privileged))
-    for name, size in of_privileged.items():
-        passes = name.startswith("critic/") and name.endswith((".backbone", ".saved"))
-        assert size > of_plain[name] * 1.2 if passes and "train" in name else size >= of_plain[name], name
-        assert passes or name.startswith("critic/") or size == of_plain[name], name
-
-
-def test_rows_of_a_privileged_critic_fit_its_positions():
-    """512 of them, for a prompt of 16, a response of 48, and 448 tokens before them."""
-    check_run(settings(privileged_column="hint", privileged_len=448), 0, llama(), llama())
-    longer = settings(privileged_column="hint", privileged_len=449)
-    check_run(longer, 0, llama(), llama(max_position_embeddings=513))
-    with pytest.raises(ValueError, match=r"privileged_len \(449\) is more than the critic's max_position"):
-        check_run(longer, 0, llama(max_position_embeddings=513), llama())
-
-
 def test_no_change_is_proposed_to_a_layout_that_a_run_would_refuse():
     cases: list[tuple[dict[str, Any], bool, list[str]]] = [
         ({}, False, ["shared"]),
         ({}, True, ["adapter", "shared"]),
         ({"critic_epochs": 2}, False, []),
         ({"critic_epochs": 2}, True, ["adapter"]),
-        ({"privileged_column": "hint"}, False, []),
-        ({"privileged_column": "hint"}, True, ["adapter"]),
         ({"init_value_with_reward": True}, False, []),
     ]
     for options, lora, layouts in cases:

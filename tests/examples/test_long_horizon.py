@@ -16,8 +16,6 @@ from examples.long_horizon.base import build_tokenizer
 from examples.long_horizon.other_data import (
     LEVELS,
     PROMPTS_PER_LEVEL,
-    plurals_of,
-    privileged_texts,
     uneven_prompts,
 )
 from examples.long_horizon.other_rewards import passes, true_marks
@@ -121,15 +119,6 @@ def test_uneven_prompts_are_equally_often_of_each_level_of_difficulty():
     assert prompts == uneven_prompts(0) != uneven_prompts(1)
 
 
-def test_a_privileged_text_begins_with_its_right_plurals(text):
-    prompt, _ = text
-    assert plurals_of(prompt).split() == [PLURALS[noun] for noun in prompt.split()[:STEPS]]
-    row = privileged_texts(0, 1)[0]
-    words = row["prompt"].split()
-    assert words[:STEPS] == plurals_of(" ".join(words[STEPS:])).split() and len(words) == STEPS + QUERY_LEN
-    assert sum(right_steps(" ".join(words[STEPS:]), row["completion"])) > 0
-
-
 def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch):
     stages, commands = {}, []
 
@@ -142,20 +131,19 @@ def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch)
     monkeypatch.setattr(pipeline.subprocess, "run", lambda command, **_: commands.append(command))
     experiment = Experiment(HorizonArguments(root=str(tmp_path)))
     runs = [
-        experiment.run("small critic that reads the plurals", seed=1),
+        experiment.run("small critic", seed=1),
         experiment.run("GRPO, pass or fail, uneven prompts", seed=1),
     ]
-    assert stages[runs[0].name][1] == ["privileged_data", "pretrained", "privileged_critic"]
+    assert stages[runs[0].name][1] == ["data", "pretrained", "small_critic"]
     assert stages[runs[1].name][1] == ["uneven_data", "pretrained"]
-    assert stages["privileged_critic"][1] == ["privileged_data", "privileged_base"]
-    assert (stages["base"][0]["hidden_size"], stages["privileged_base"][0]["hidden_size"]) == (64, 32)
-    assert stages["privileged_base"][0]["privileged_len"] == STEPS
+    assert stages["small_critic"][1] == ["data", "small_base"]
+    assert (stages["base"][0]["hidden_size"], stages["small_base"][0]["hidden_size"]) == (64, 32)
     for run in runs:
         stages[run.name][2](run)
     values = [dict(zip(command, command[1:], strict=False)) for command in commands]
-    assert [Path(value["--dataset_name"]).parent.name for value in values] == ["privileged_data", "uneven_data"]
-    assert [Path(value["--eval_dataset_name"]).parent.name for value in values] == ["privileged_data", "uneven_data"]
-    assert values[0]["--value_model_name_or_path"] == str(tmp_path / "privileged_critic")
+    assert [Path(value["--dataset_name"]).parent.name for value in values] == ["data", "uneven_data"]
+    assert [Path(value["--eval_dataset_name"]).parent.name for value in values] == ["data", "uneven_data"]
+    assert values[0]["--value_model_name_or_path"] == str(tmp_path / "small_critic")
     assert "--value_model_name_or_path" not in values[1]
 
 

@@ -4,12 +4,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.functional.packing import Span, critic_rows, pack_rows, position_ids
+from alpaca_ppo.functional.packing import Span, pack_rows, position_ids, row_lengths
 
 
 def test_positions_count_real_tokens():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
+
+
+def test_the_length_of_a_row_counts_the_holes_before_its_last_token():
+    mask = torch.tensor([[True, False, True], [True, False, False]])
+    assert row_lengths(torch.tensor([[0, 1], [1, 1]]), mask).tolist() == [1 + 3, 2 + 1]
 
 
 def test_packed_rows_start_at_column_zero_and_end_before_the_last_response_token():
@@ -77,19 +82,6 @@ def test_without_any_response_one_token_stays():
     dummy = pack_rows(*ROWS[:3], torch.zeros(4, 3, dtype=torch.bool), padding_free=True)
     assert dummy.input_ids.tolist() == [[5]] and dummy.spans == (Span(0, 1),)
     assert dummy.states.numel() == dummy.rows.numel() == 0
-
-
-def test_privileged_tokens_lie_between_padding_and_prompt():
-    queries, masks = torch.tensor([[0, 5, 6], [0, 0, 7], [8, 9, 10]]), torch.tensor([[0, 1, 1], [0, 0, 1], [1, 1, 1]])
-    # The pad id may be a token; the second row has no privileged text.
-    privileged, its_masks = torch.tensor([[0, 0], [3, 3], [0, 21]]), torch.tensor([[1, 1], [0, 0], [0, 1]])
-    responses, response_mask = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2, dtype=torch.bool)
-    rows = critic_rows(queries, masks, responses, response_mask, privileged, its_masks)
-    assert rows[1].tolist() == [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]
-    read = [row[mask.bool()].tolist() for row, mask in zip(*rows[:2], strict=True)]
-    assert read == [[0, 0, 5, 6], [7], [21, 8, 9, 10]]
-    assert rows[2] is responses and rows[3] is response_mask
-    assert critic_rows(queries, masks, responses, response_mask)[0] is queries
 
 
 def test_an_empty_prompt_is_refused_by_row():

@@ -116,16 +116,12 @@ CASES: dict[str, Case] = {
         value_loss="huber", cliprange_value=0.05, vf_coef=2.0, ppo_epochs=3, sources=("tokens",), holes=True
     ),
     "scalar, bounded": case(value_min=-0.05, value_max=0.02, vf_coef=2.0, ppo_epochs=3, lam=0.5),
-    "scalar, privileged": case(
-        privileged_column="hint", privileged_len=3, rollout_batch_size=3, num_return_sequences=2, holes=True, lam=0.5
-    ),
-    "quantile, privileged, adapter": case(
+    "scalar, two responses to a prompt": case(rollout_batch_size=3, num_return_sequences=2, holes=True, lam=0.5),
+    "quantile, adapter": case(
         critic="quantile",
         num_quantiles=4,
         critic_layout="adapter",
         lora=True,
-        privileged_column="hint",
-        privileged_len=4,
         critic_pretraining_steps=1,
         lam=0.5,
     ),

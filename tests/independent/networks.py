@@ -26,8 +26,6 @@ class Row(NamedTuple):
     """Up to the last chosen token; tokens that something else wrote are part of the context."""
     chosen: list[bool]
     """One for each of `response`: whether the policy chose the token."""
-    privileged: list[int] = []
-    """What a privileged critic reads before the prompt."""
 
 
 class PolicyRow(NamedTuple):

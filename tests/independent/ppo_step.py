@@ -167,8 +167,6 @@ class IndependentPPO:
         return self.networks.policy_row(weights, row, temperature=self.config["temperature"])
 
     def _critic(self, weights: Weights, row: Row, taus: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.config["privileged_column"] is not None:
-            row = row._replace(prompt=row.privileged + row.prompt)
         states = self.networks.critic_states(weights, row)
         return heads.predictions(part(weights, "head"), states, self.config, taus)
 

@@ -75,8 +75,6 @@ def test_the_trainer_learns_from_what_an_independent_ppo_learns_from(runs, name)
     [
         ("scalar, values clipped hard", {"cliprange_value": None}),
         ("scalar, shared, warm-up", {"weight_decay": 0.0}),
-        ("scalar, privileged", {"privileged_column": None}),
-        ("quantile, privileged, adapter", {"privileged_column": None}),
         ("c51, narrow support", {"value_max": 2.0}),
         ("scalar, huber", {"value_loss": "squared"}),
         ("scalar, huber, clipped", {"cliprange_value": None}),

@@ -25,7 +25,7 @@ from tests.independent.cases import SOURCES, Case
 from tests.independent.networks import Networks, Row, Weights
 from tests.independent.ppo_step import IndependentPPO, Randomness, Samples
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import HINTS, hinted_prompts, tiny_trainer
+from tests.tiny_runs import tiny_trainer
 
 STEPS = 2
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -148,8 +148,6 @@ def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
     policy = copy.deepcopy(_language_model(case.family))
     plain = copy.deepcopy(policy)
     arguments: dict[str, Any] = {"reward_funcs": [SOURCES[name] for name in case.sources]}
-    if "privileged_column" in case.options:
-        arguments["train_dataset"] = hinted_prompts()
     if case.lora:
         arguments["peft_config"] = LoraConfig(**LORA)
     trainer_class = type("Recorder", (Recorder,), {"case": case})
@@ -236,11 +234,10 @@ def _repeated(samples: Samples, repeats: int) -> Samples:
 def _sample(record: dict[str, Any], case: Case) -> Samples:
     rows, scores = [], []
     ids = record["prompt_ids"].repeat_interleave(record["n"]).tolist()
-    for prompt, real, response, mask, number in zip(
-        record["queries"], record["query_attn_masks"], record["responses"], record["response_mask"], ids, strict=True
-    ):
-        end, hint = int(mask.nonzero()[-1]) + 1, [int(word[1:]) for word in HINTS[number].split()]
-        rows.append(Row(prompt[real.bool()].tolist(), response[:end].tolist(), mask[:end].tolist(), hint))
+    parts = (record[name] for name in ("queries", "query_attn_masks", "responses", "response_mask"))
+    for prompt, real, response, mask in zip(*parts, strict=True):
+        end = int(mask.nonzero()[-1]) + 1
+        rows.append(Row(prompt[real.bool()].tolist(), response[:end].tolist(), mask[:end].tolist()))
         scores.append([_score(SOURCES[name], response[mask].tolist()) for name in case.sources])
     logprobs = [row[mask] for row, mask in zip(record["rollout_logprobs"], record["response_mask"], strict=True)]
     return Samples(rows, ids, record["stopped"].tolist(), logprobs, scores)

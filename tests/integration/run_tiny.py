@@ -41,7 +41,6 @@ from tests.tiny_runs import (  # noqa: E402
     LargestFile,
     Steep,
     count_even,
-    hinted_prompts,
     poisoned,
     prompts,
     tiny_trainer,
@@ -175,8 +174,6 @@ def made_trainer(
         arguments["reward_funcs"] = [count_even, flaky_reward]
     if disagreeing:
         arguments["reward_funcs"], overrides["trainer_class"] = logging_constant, DifferentEvaluations
-    if "privileged_column" in overrides:
-        arguments["train_dataset"] = hinted_prompts()
     if eval_prompts:
         arguments["eval_dataset"] = prompts(eval_prompts)
     if eval_named:

@@ -50,7 +50,7 @@ RUNS = {
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
-    "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum", "privileged_column=hint"),
+    "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
     "lora_separate": (
@@ -72,7 +72,6 @@ RUNS = {
         "rollout_batch_size=3",
         "num_return_sequences=2",
         "eval_prompts=5",
-        *("privileged_column=hint", "privileged_len=3"),
     ),
     # A loss that is NaN on one rank.
     "skipping": SKIPPING,

@@ -38,7 +38,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "critic_pretraining_steps": 1,
         "weight_decay": 0.1,
-        "privileged_column": "hint",
         "num_inspected_prompts": 2,
     },
     # Prompts at 10 a step: one for the last step, and one rank without; odd numbers of rows to evaluate.

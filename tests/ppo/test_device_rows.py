@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from alpaca_ppo.ppo.device_rows import DeviceRows, longest_lengths, upload
+from alpaca_ppo.ppo.device_rows import DeviceRows, upload
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
@@ -28,14 +28,3 @@ def test_what_is_changed_in_a_batch_reaches_neither_the_rollouts_nor_another_bat
     assert seen == [[[4.0, 5.0]], [[0.0, 1.0]], [[0.0, 1.0], [2.0, 3.0]], [[0.0, 1.0]]]
     assert rows["advantages"].tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     assert torch.equal(rows["response_mask"], mask)
-
-
-def test_the_length_of_a_row_counts_what_only_the_critic_reads():
-    rows = {
-        "query_attn_masks": torch.tensor([[0, 1], [1, 1]]),
-        # Up to the last chosen token, with a hole.
-        "response_mask": torch.tensor([[True, False, True], [True, False, False]]),
-    }
-    assert longest_lengths(rows).tolist() == [1 + 3, 2 + 1]
-    text = {"privileged": torch.zeros(2, 4), "privileged_attn_masks": torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])}
-    assert longest_lengths(rows | text).tolist() == [1 + 1 + 3, 4 + 2 + 1]
