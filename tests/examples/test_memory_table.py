@@ -15,6 +15,9 @@ GIB = 2**30
 SMALL = ["--hidden_size=192", "--intermediate_size=512", "--num_hidden_layers=3", "--query_len=24", "--response_len=40"]
 
 
+pytestmark = pytest.mark.proof
+
+
 @pytest.fixture(autouse=True)
 def fresh_state():
     """Each cell has its own precision; Accelerate keeps one a process."""

@@ -104,6 +104,7 @@ def warm_processes(monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
 
 
+@pytest.mark.proof
 def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(laboratory, tmp_path, warm_processes):
     root, _ = laboratory
     trained = (root / "reward_model" / "stage.json").stat().st_mtime_ns
@@ -124,6 +125,7 @@ def test_results_and_over_optimisation_add_to_the_report_on_the_same_models(labo
     assert (root / "reward_model" / "stage.json").stat().st_mtime_ns == trained
 
 
+@pytest.mark.proof
 def test_algorithms_and_adapters_are_compared_on_the_same_models(laboratory, tmp_path, monkeypatch, warm_processes):
     root, _ = laboratory
     report = tmp_path / "RESULTS.md"

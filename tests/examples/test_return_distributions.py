@@ -25,12 +25,14 @@ def learned(request, tmp_path_factory):
     return request.param, {name: predict(critic, name) for name in DISTRIBUTIONS}
 
 
+@pytest.mark.proof
 def test_every_critic_learns_the_mean_within_five_percent(learned):
     _, predictions = learned
     for name, distribution in DISTRIBUTIONS.items():
         assert predictions[name].mean == pytest.approx(distribution.tail_mean(1.0), rel=0.05), name
 
 
+@pytest.mark.proof
 def test_every_distributional_critic_learns_the_lowest_tenth_within_ten_percent(learned):
     kind, predictions = learned
     for name, distribution in DISTRIBUTIONS.items():
@@ -40,6 +42,7 @@ def test_every_distributional_critic_learns_the_lowest_tenth_within_ten_percent(
             assert predictions[name].tail_mean == pytest.approx(distribution.tail_mean(TAIL), rel=0.1), name
 
 
+@pytest.mark.proof
 def test_quantile_critics_learn_the_quartiles_within_a_tenth_of_the_deviation(learned):
     kind, predictions = learned
     for name, distribution in DISTRIBUTIONS.items():
@@ -51,6 +54,7 @@ def test_quantile_critics_learn_the_quartiles_within_a_tenth_of_the_deviation(le
             assert predictions[name].quartiles is None
 
 
+@pytest.mark.proof
 def test_distribution_functions_begin_at_the_first_atom_or_the_first_upper_edge(learned):
     kind, predictions = learned
     # 129 atoms over [-8, 8], or 129 bins of 16 / 129.
@@ -115,6 +119,7 @@ def test_the_table_has_the_mean_error_and_the_largest_over_the_seeds():
     assert lines[1].split() == ["steady", "scalar", "mean", "3.000", "3.050", "3.000", "..", "3.100", "+1.7%", "3.3%"]
 
 
+@pytest.mark.proof
 def test_the_command_writes_table_and_figure_to_the_output_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         return_distributions, "run", lambda **given: made_up_predictions() if given["seeds"] == 2 else None
@@ -125,6 +130,7 @@ def test_the_command_writes_table_and_figure_to_the_output_folder(tmp_path, monk
     assert (tmp_path / "out" / "return_distributions.txt").read_text() in capsys.readouterr().out
 
 
+@pytest.mark.proof
 def test_the_figure_is_large_enough_and_its_file_is_small(tmp_path):
     plot_distributions(made_up_predictions(), tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as image:
