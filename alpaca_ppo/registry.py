@@ -228,22 +228,17 @@ probabilities to returns between two ends, `PPOConfig.value_support`."""
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend",
     {
-        "auto": {"stops_before_tokens": True, "refills": True, "takes_turns": True, "takes_stop_strings": True},
-        "slots": {"stops_before_tokens": True, "refills": True, "takes_turns": True, "takes_stop_strings": True},
-        "decode": {"stops_before_tokens": True, "takes_stop_strings": True},
-        "generate": {"own_cache": True, "takes_stop_strings": True},
+        "auto": {"refills": True, "takes_turns": True, "takes_stop_strings": True},
+        "slots": {"refills": True, "takes_turns": True, "takes_stop_strings": True},
+        "generate": {"takes_stop_strings": True},
     },
     {
-        "stops_before_tokens": False,
-        "own_cache": False,
         "refills": False,
         "takes_turns": False,
         "takes_stop_strings": False,
     },
 )
-"""`stops_before_tokens`: can be stopped before any token, on all ranks at once where these generate in lockstep.
-`own_cache`: keeps its keys and values in a cache of `transformers` instead of the preallocated one.
-`refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished.
+"""`refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished.
 `takes_turns`: lets responses go on after appended tokens (`generation.turns`).
 `takes_stop_strings`: ends responses at `SamplingParams.stop_strings`."""
 

@@ -126,7 +126,7 @@ def packed(machine: Machine, dtype: torch.dtype) -> str:
     model = machine.model(dtype)
     policy = Policy(model)
     require(supports_packing(model), "the model is not packed at all")
-    responses = sample(model, backend="decode")
+    responses = sample(model, backend="generate")
     queries, mask = (tensor.repeat_interleave(4, dim=0) for tensor in prompts(model))
     rows = (queries, mask, responses.responses, responses.response_mask)
     logprobs = []
@@ -142,20 +142,10 @@ def packed(machine: Machine, dtype: torch.dtype) -> str:
     )
 
 
-def slots_are_decode(machine: Machine) -> str:
-    """The tokens of refilled slots against the plain loop."""
+def slots_are_generate(machine: Machine) -> str:
+    """The tokens of refilled slots against `model.generate`."""
     model = machine.model()
-    return equal_tokens(sample(model, backend="slots", slots=5), sample(model, backend="decode"))
-
-
-def captured_is_uncaptured(machine: Machine) -> str:
-    """The tokens of decode steps captured in CUDA graphs against the same steps launched one by one."""
-    model = machine.model()
-    ways = (sample(model, backend="slots", slots=5, cuda_graphs=graphs) for graphs in (True, False))
-    figure = equal_tokens(*ways)
-    if not machine.gpus:
-        raise NotHere(f"nothing is captured on a CPU; uncaptured twice: {figure}")
-    return figure
+    return equal_tokens(sample(model, backend="slots", slots=5), sample(model, backend="generate"))
 
 
 class Logs(TrainerCallback):
@@ -205,31 +195,6 @@ def train(
     for step in range(steps):
         logs.steps.append(trainer.step(trainer.prompt_batches(step)))
     return trainer, logs.steps
-
-
-def decodes_new_weights(machine: Machine) -> str:
-    """Decoding in the trainer's block in bfloat16, where captured steps read copies of the weights, after an update:
-    against uncaptured steps that cast the weights themselves, and against decoding before the update.
-    """
-    # Large enough a step that the weights change in bfloat16, too.
-    trainer, _ = train(machine, 1, bf16=True, mismatch_action="ignore", learning_rate=0.01, total_episodes=2 * ROWS)
-    engine = trainer.updater.engine
-
-    def captured() -> Tensor:
-        with engine.autocast(sampling=True), engine.sampling() as (model, _):
-            return sample(model, backend="slots", slots=5).responses
-
-    before = captured()
-    trainer.step(trainer.prompt_batches(1))
-    after = captured()
-    with trainer.accelerator.autocast():
-        uncaptured = sample(trainer.actor_critic.policy.model, backend="slots", slots=5, cuda_graphs=False).responses
-    as_uncaptured, as_before = (int((after == other).all(dim=1).sum()) for other in (uncaptured, before))
-    # Rounding may decide a choice here and there.
-    return require(
-        as_uncaptured >= 0.8 * len(after) and as_before <= 0.5 * len(after),
-        f"{as_uncaptured} of {len(after)} responses as with uncaptured steps, {as_before} as before the update",
-    )
 
 
 def half_precision_mismatch(machine: Machine) -> str:
@@ -322,17 +287,17 @@ def four_roles(machine: Machine) -> str:
 
 
 def bandwidth(machine: Machine) -> str:
-    """Decoding in slots: its share of the memory's bandwidth, and its speed against the uncaptured loop."""
+    """Decoding in slots: its share of the memory's bandwidth, and its speed against `model.generate`."""
     half = torch.bfloat16 if machine.gpus else torch.float32
     model = build("1.5B" if machine.gpus else "tiny", machine.device, half)
     sizes = (
         {"rows": 64, "prompt_len": 128, "tokens": 128} if machine.gpus else {"rows": 2, "prompt_len": 4, "tokens": 4}
     )
     peak = peak_of(machine.device, 8192 if machine.gpus else 64)
-    ours, loop = (decoding_speed(model, way, peak, **sizes) for way in ("slots", "decode"))
+    ours, loop = (decoding_speed(model, way, peak, **sizes) for way in ("slots", "generate"))
     figure = (
         f"{ours.tokens_per_second:.0f} tokens/s at {sizes['rows']} rows, {ours.bandwidth_share:.0%} of the bandwidth "
-        f"({peak.source}), {ours.tokens_per_second / loop.tokens_per_second:.1f} times the uncaptured loop"
+        f"({peak.source}), {ours.tokens_per_second / loop.tokens_per_second:.1f} times model.generate"
     )
     return require(not machine.gpus or ours.bandwidth_share >= 0.2, figure)
 
@@ -341,9 +306,7 @@ Check = Callable[[Machine], str]
 CHECKS: dict[str, Check] = {
     "packed = padded rows, float32": lambda machine: packed(machine, torch.float32),
     "packed = padded rows, bfloat16": lambda machine: packed(machine, torch.bfloat16),
-    "refilled slots = plain decoding, float32": slots_are_decode,
-    "captured = uncaptured decode steps, float32": captured_is_uncaptured,
-    "decoding after an update uses the new weights": decodes_new_weights,
+    "refilled slots = model.generate, float32": slots_are_generate,
     "sampler = trainer in bfloat16": half_precision_mismatch,
     "old_policy: auto saves a pass": saves_a_pass,
     "out of memory: smaller micro-batches, same numbers": recovers_memory,

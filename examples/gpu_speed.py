@@ -136,12 +136,12 @@ def _continuous_batching(model: PreTrainedModel, prompts: Tensor, tokens: int) -
 
 WAYS: dict[str, Callable[[PreTrainedModel, Tensor, int], None]] = {
     "slots": lambda model, prompts, tokens: _own(model, prompts, tokens, backend="slots"),
-    "decode": lambda model, prompts, tokens: _own(model, prompts, tokens, backend="decode"),
+    "generate": lambda model, prompts, tokens: _own(model, prompts, tokens, backend="generate"),
     "static cache": _static_cache,
     "continuous batching": _continuous_batching,
 }
-"""Ways to sample: this package's slots (captured in graphs on CUDA) and its eager loop, `model.generate` with a static
-cache, and transformers' continuous batching, which on a CPU takes half a minute for whatever it does."""
+"""Ways to sample: this package's slots, `model.generate` with its choice of tokens and with a static cache, and
+transformers' continuous batching, which on a CPU takes half a minute for whatever it does."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def decoding_speed(
     model: PreTrainedModel, way: str, peak: Peak, *, rows: int, prompt_len: int = 128, tokens: int = 256
 ) -> DecodingSpeed:
     """The speed of `WAYS[way]` with `rows` rows, without prefill: the second half of the tokens is timed, as the
-    difference of two calls. A call of either length comes first, in which kernels are compiled and graphs captured.
+    difference of two calls. A call of either length comes first, in which kernels are compiled.
     """
     device = model.device
     prompts = torch.randint(2, model.config.vocab_size, (rows, prompt_len), device=device)

@@ -39,7 +39,7 @@ eval_answer_func eval_best_of_by eval_opponent eval_judge eval_judge_model eval_
 max_concurrent_environments tool_timeout environment_timeout
 trust_remote_code reward_retries reward_retry_pause failed_rewards
 mismatch_action mismatch_check_steps entropy_logging_steps kept_logits_gib max_tokens_per_micro_batch padding_free
-cuda_graphs compile_decoding num_inspected_prompts report report_token_mb stop_on print_samples_every
+num_inspected_prompts report report_token_mb stop_on print_samples_every
 """.split()
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
 _COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]

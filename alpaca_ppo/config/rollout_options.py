@@ -76,15 +76,9 @@ class RolloutOptions(EvaluationOptions):
     generation_backend: str = argument(
         "auto",
         "How responses are sampled: slots decodes rollout_per_device_batch_size rows at once and gives the places of "
-        "ended rows to waiting prompts; decode finishes one batch before the next; auto takes slots, or decode where "
-        "the model or sharded parameters do not allow them; generate is for models whose KV cache cannot drop rows.",
+        "ended rows to waiting prompts; generate runs model.generate on one batch after the other; auto takes slots, "
+        "or generate where the model or sharded parameters do not allow them.",
         registry=GENERATION_BACKENDS,
-    )
-    cuda_graphs: bool = argument(
-        True, "On a GPU, capture decode steps in CUDA graphs; the KV cache then stays allocated between rollouts."
-    )
-    compile_decoding: bool = argument(
-        False, "Compile decode steps: minutes for each shape; on a CPU, steps of one row become 1.6 to 3 times as fast."
     )
     truncate_tokens: list[str | int] | None = argument(
         None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."

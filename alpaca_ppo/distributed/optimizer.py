@@ -10,7 +10,6 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.registry import GENERATION_BACKENDS
 
 # Devices that have torch's fused AdamW for every floating-point dtype.
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -91,11 +90,6 @@ def make_engine(
         micro_batches=micro_batches,
         step_per_device_batch_size=args.step_per_device_batch_size,
     )
-
-
-def replays_decoding(args: PPOConfig) -> bool:
-    """Whether the run may capture and replay decode steps if it trains on a GPU (`generation.graphs`)."""
-    return args.cuda_graphs and bool(GENERATION_BACKENDS.trait(args.generation_backend, "refills"))
 
 
 def check_covers_trainable(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:

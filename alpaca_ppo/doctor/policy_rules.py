@@ -367,7 +367,7 @@ def sampler_mismatch(history: History) -> Finding | None:
         f"mismatch/logprob_abs_mean is {recent[0]:.3g} nats per token; rounding explains {bound:g} at most",
         "a model whose recurrent state or padding makes sampling differ from one pass over the row (RecurrentGemma "
         "through generate: 0.2 nats), a sampler with other logits or older weights, or dropout",
-        "try generation_backend: generate or decode, or rollout_per_device_batch_size equal to num_return_sequences; "
+        "try generation_backend: generate, or rollout_per_device_batch_size equal to num_return_sequences; "
         + ("" if corrected else "set old_policy: correct, which weights the loss by the ratio; ")
         + "docs/troubleshooting.md has the causes one by one",
     )

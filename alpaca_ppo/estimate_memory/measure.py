@@ -35,9 +35,8 @@ from alpaca_ppo.estimate_memory.fake_models import (
 )
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.functional.packing import PackedRows, position_ids
-from alpaca_ppo.generation.kv_cache import GROWTH, decode_cache
 from alpaca_ppo.generation.slot_cache import SlotCache
-from alpaca_ppo.generation.slot_extend import NewTokens, extend
+from alpaca_ppo.generation.slot_passes import NewTokens, extend
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
@@ -140,8 +139,7 @@ def _named_errors(models: Models) -> Iterator[None]:
 
 
 def _has_own_cache(args: PPOConfig) -> bool:
-    own_cache: bool = GENERATION_BACKENDS.trait(args.generation_backend, "own_cache")
-    return own_cache
+    return args.generation_backend == "generate"
 
 
 def _cache_sizes(config: Any, args: PPOConfig, sizes: Sizes, column: float) -> Measurements:
@@ -161,19 +159,10 @@ def _cache_sizes(config: Any, args: PPOConfig, sizes: Sizes, column: float) -> M
         layers = config.get_text_config().num_hidden_layers
         # An accelerator's cache has its full size from the start.
         return {"policy/kv_cache": layers * layer, "policy/kv_layer": layer if args.use_cpu else 0.0}
-    plain = _has_own_cache(args)
-    # The cache grows by the new token and GROWTH free columns.
-    columns = _cached_columns(config, sizes, growth=1 if plain else 1 + GROWTH)
-    # A layer that grows is held twice for a moment; with transformers' own cache first its keys, then its values.
-    growing = column * max(columns) / (2 if plain else 1)
-    return {"policy/kv_cache": column * sum(columns), "policy/kv_layer": growing}
-
-
-def _cached_columns(config: Any, sizes: Sizes, *, growth: int) -> list[int]:
-    """Columns of each layer's cache after a full response, free ones included, if it grows by `growth` at a time."""
-    full = sizes.query + growth * math.ceil((sizes.response - 1) / growth)
-    layers = DynamicCache(config=config).layers
-    return [min(full, a.sliding_window) if isinstance(a, DynamicSlidingWindowLayer) else full for a in layers]
+    full, layers = sizes.query + sizes.response - 1, DynamicCache(config=config).layers
+    columns = [min(full, a.sliding_window) if isinstance(a, DynamicSlidingWindowLayer) else full for a in layers]
+    # While a layer grows, first its keys and then its values are held twice.
+    return {"policy/kv_cache": column * sum(columns), "policy/kv_layer": column * max(columns) / 2}
 
 
 def _next_logits(model: Any, cache: DynamicCache, rows: int, new: int, width: int) -> Tensor:
@@ -225,8 +214,7 @@ class _Passes:
         model.eval()
         self._begin()
         with self._autocast():
-            accepted = inspect.signature(type(model).forward).parameters
-            cache = DynamicCache(config=model.config) if plain else decode_cache(model, accepted)
+            cache = DynamicCache(config=model.config)
             # `generate` computes the prompt again for every sample.
             _next_logits(model, cache, rows if plain else sizes.prompts, sizes.query, sizes.query)
             found = {"policy/prefill": self._peak()}

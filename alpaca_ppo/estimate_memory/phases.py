@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.optimizer import replays_decoding
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import Sizes, measure
 from alpaca_ppo.estimate_memory.sharding import DeviceMemory, Sharding
@@ -103,8 +102,6 @@ class _Step:
         self._measured, self._args, self._sharding = measured, args, sharding
         self._device = DeviceMemory(measured, args, sharding)
         self._weights = self._device.weights
-        replays = replays_decoding(args) and not args.use_cpu and sharding.stage != 3
-        self._kept_cache = measured["policy/kv_cache"] if replays else 0.0
 
     def moments(self) -> Iterator[PhaseMemory]:
         """The moments of a step that can be a phase's peak, in order of time."""
@@ -131,7 +128,6 @@ class _Step:
             weights=weights,
             gradients=device.gradient_buffers,
             optimizer=device.optimizer,
-            kv_cache=self._kept_cache,
         )
 
     def _rollout(self) -> Iterator[PhaseMemory]:

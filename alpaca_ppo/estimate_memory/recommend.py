@@ -9,7 +9,6 @@ from typing import Any
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments
-from alpaca_ppo.distributed.optimizer import replays_decoding
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
@@ -151,8 +150,6 @@ def changes(settings: Settings) -> list[list[Change]]:
         _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, fewest_rows),
         _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
         [{"kept_logits_gib": 0.0}] if args.kept_logits_gib else [],
-        # Frees the cache, and copies of trained weights, after each rollout.
-        [{"cuda_graphs": False}] if replays_decoding(args) and not args.use_cpu and sharding.stage != 3 else [],
         reference,
         [{"bf16": True}] if in_float32 and not args.bf16 else [],
         ([lora] if lora else []) + ([lora | half] if in_float32 else []),

@@ -1,7 +1,7 @@
 """The sampler: from prompts to responses, with the log-prob of every chosen token.
 
-`generate` is its entry point. The package has its own decode loop over a key-value cache and its own choice of tokens;
-it does not depend on rewards, other processes or the configuration object.
+`generate` is its entry point. The package has its own decode loop (slots) and its own choice of tokens; it does not
+depend on rewards, other processes or the configuration object.
 """
 
 from alpaca_ppo.generation.backends import register_generation_backend

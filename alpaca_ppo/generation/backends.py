@@ -6,16 +6,13 @@ The built-in backends choose each token by the same numbers, so they sample the 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.decode import decode
-from alpaca_ppo.generation.hf_generate import decode_with_generate
-from alpaca_ppo.generation.responses import Generation, ResponseBuffer
+from alpaca_ppo.generation.hf_generate import sample_with_generate
+from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import OnFinished, sample_in_slots
@@ -29,8 +26,6 @@ Backend = Callable[..., Generation]
 def register_generation_backend(
     name: str,
     *,
-    stops_before_tokens: bool = False,
-    own_cache: bool = False,
     refills: bool = False,
     takes_turns: bool = False,
     takes_stop_strings: bool = False,
@@ -39,22 +34,15 @@ def register_generation_backend(
 
     A backend is a function
 
-        backend(model, queries, query_attn_masks, *, sampling_params, prompt_ids, any_rank, before_token) -> Generation
+        backend(model, queries, query_attn_masks, *, sampling_params, prompt_ids, before_token) -> Generation
 
     that samples `sampling_params.num_return_sequences` responses to each prompt. `model` is in eval mode and computes
     no gradients; `queries` (B, Q) int64, left-padded, `query_attn_masks` (B, Q) int64 and `prompt_ids` (B,) are on its
-    device. `any_rank` and `before_token` are those of `generate`: a backend that runs a model whose parameters are
-    sharded over ranks (ZeRO 3 without `ds3_gather_for_generation`) must use `any_rank`, and a slow one should call
-    `before_token` regularly. To sample the same tokens as the built-in backends, draw the random numbers from
-    `sampling_params.random_keys(prompt_ids)`.
+    device. `before_token` is that of `generate`; a slow backend should call it regularly. To sample the same tokens as
+    the built-in backends, draw the random numbers from `sampling_params.random_keys(prompt_ids)`.
 
     Args:
         name: the value of `generation_backend` that selects it.
-        stops_before_tokens: `before_token` may raise at any call, and where `any_rank` is given, every rank calls it
-            equally often. A signal can then end the sampling of sharded parameters between two tokens; otherwise it
-            takes effect after the sampling.
-        own_cache: as with `transformers`' `generate`, the cache grows by one token at a time, and each prompt is
-            computed once per sample; otherwise as with `decode`. Only the memory estimate depends on it.
         refills: the backend also gets `slots`, how many rows to sample at once (None: all), and `on_finished`, to be
             called once for each row with `generate`'s arguments, or None; a rollout then passes it all its prompts.
             Otherwise a rollout calls the backend with chunks of prompts.
@@ -69,21 +57,17 @@ def register_generation_backend(
     """
     return GENERATION_BACKENDS.register(
         name,
-        stops_before_tokens=stops_before_tokens,
-        own_cache=own_cache,
         refills=refills,
         takes_turns=takes_turns,
         takes_stop_strings=takes_stop_strings,
     )
 
 
-def resolve_backend(name: str, model: PreTrainedModel, any_rank: Callable[[bool], bool] | None) -> str:
-    """Returns the backend that `name` stands for: for `auto`, `slots` if the model can be sampled so and its parameters
-    are whole (`any_rank` is None), and otherwise `decode`.
-    """
+def resolve_backend(name: str, model: PreTrainedModel) -> str:
+    """Returns the backend that `name` stands for: `auto` is `slots` if the model allows it, else `generate`."""
     if name != "auto":
         return name
-    return "decode" if any_rank is not None or slot_problem(model) else "slots"
+    return "generate" if slot_problem(model) else "slots"
 
 
 def run_backend(
@@ -93,7 +77,6 @@ def run_backend(
     *,
     sampling_params: SamplingParams,
     prompt_ids: Tensor,
-    any_rank: Callable[[bool], bool] | None,
     before_token: Callable[[], Any],
     slots: int | None = None,
     on_finished: OnFinished | None = None,
@@ -133,7 +116,6 @@ def run_backend(
         query_attn_masks,
         sampling_params=sampling_params,
         prompt_ids=prompt_ids,
-        any_rank=any_rank,
         before_token=before_token,
         **({"slots": slots, "on_finished": on_finished and report} if refills else {}),
         **({"turns": turns} if takes_turns else {}),
@@ -169,69 +151,26 @@ def _check_generation(generation: Any, backend: str, shape: tuple[int, int]) -> 
     return generation
 
 
-def _fill_buffer(
-    run_model: Callable[..., None],
-    model: PreTrainedModel,
-    queries: Tensor,
-    query_attn_masks: Tensor,
-    *,
-    sampling_params: SamplingParams,
-    prompt_ids: Tensor,
-    any_rank: Callable[[bool], bool] | None,
-    before_token: Callable[[], Any],
-) -> Generation:
-    """The responses that `run_model` (`decode` or `decode_with_generate`) writes into a `ResponseBuffer`."""
-    responses = ResponseBuffer(
-        sampling_params.random_keys(prompt_ids),
-        sampling_params,
-        logprob_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
-        before_token=before_token,
-    )
-    run_model(
-        model,
-        queries,
-        query_attn_masks,
-        num_return_sequences=sampling_params.num_return_sequences,
-        max_new_tokens=sampling_params.max_new_tokens,
-        responses=responses,
-        any_rank=any_rank,
-    )
-    return responses.finish()
+GENERATION_BACKENDS.implement("generate")(sample_with_generate)
 
 
 @GENERATION_BACKENDS.implement("auto")
 def _resolved(
-    model: PreTrainedModel,
-    *prompts: Tensor,
-    sampling_params: SamplingParams,
-    any_rank: Any,
-    turns: Turns | None,
-    **keywords: Any,
+    model: PreTrainedModel, *prompts: Tensor, sampling_params: SamplingParams, turns: Turns | None, **keywords: Any
 ) -> Generation:
     """The responses of the backend that suits the model; turns leave no choice."""
-    name = resolve_backend("auto", model, any_rank) if turns is None else "slots"
-    params = replace(sampling_params, backend=name)
-    return run_backend(model, *prompts, sampling_params=params, any_rank=any_rank, turns=turns, **keywords)
+    params = replace(sampling_params, backend=resolve_backend("auto", model) if turns is None else "slots")
+    return run_backend(model, *prompts, sampling_params=params, turns=turns, **keywords)
 
 
 @GENERATION_BACKENDS.implement("slots")
-def _in_slots(
-    model: PreTrainedModel, *prompts: Tensor, any_rank: Any, turns: Turns | None, **keywords: Any
-) -> Generation:
+def _in_slots(model: PreTrainedModel, *prompts: Tensor, turns: Turns | None, **keywords: Any) -> Generation:
     """`sample_in_slots`, for models that support it."""
-    problem = slot_problem(model) if any_rank is None else "its parameters are sharded over ranks"
+    problem = slot_problem(model)
     if problem is None:
         return sample_in_slots(model, *prompts, turns=turns, **keywords)
-    remedy = "set generation_backend: auto or decode"
-    if turns is not None:
-        remedy = "responses of several turns need slots, so " + (
-            "use a model of another family" if any_rank is None else "set ds3_gather_for_generation: true"
-        )
+    remedy = "set generation_backend: auto" if turns is None else "responses of several turns need slots"
     raise ValueError(
         f"generation_backend is slots, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot be "
         f"sampled in slots: {problem}; {remedy}"
     )
-
-
-GENERATION_BACKENDS.implement("decode")(partial(_fill_buffer, decode))
-GENERATION_BACKENDS.implement("generate")(partial(_fill_buffer, decode_with_generate))

@@ -19,7 +19,7 @@ from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 
-# Tensors that are kept for the next call must not be inference tensors, which only a call in inference mode may change.
+# Buffers that a forward pass replaces, such as rotary frequencies, must not become inference tensors.
 @torch.inference_mode(False)
 @torch.no_grad()
 def generate(
@@ -44,9 +44,6 @@ def generate(
     truncate_after: int = 0,
     stop_strings: StopStrings | None = None,
     backend: str = "auto",
-    cuda_graphs: bool = True,
-    compile_decoding: bool = False,
-    any_rank: Callable[[bool], bool] | None = None,
     before_token: Callable[[], Any] = lambda: None,
     slots: int | None = None,
     on_finished: OnFinished | None = None,
@@ -81,14 +78,9 @@ def generate(
         truncate_after: see `truncate_token_ids`; in tokens, with `turns` of the turn.
         stop_strings: end a response (with `turns`: a turn) with the token that completes one of them, which is part of
             the response; text of the prompt, or of an earlier turn, does not count. None = none.
-        backend: "slots" is this package's own loop, which fills the places of ended rows; "decode" is its loop for
-            models that cannot be sampled so; "auto" chooses between these two; "generate" runs `model.generate`, for
-            models whose cache does not support dropping rows; others are added by `register_generation_backend`.
-        cuda_graphs: with "slots" on a GPU, True captures decode steps in CUDA graphs, and keeps the KV cache allocated
-            between calls with the same model.
-        compile_decoding: with "slots", True runs decode steps through `torch.compile`.
-        any_rank: returns whether its argument is True on any rank. Pass it if the model's parameters are sharded over
-            ranks (ZeRO 3); all ranks then make the same number of forward passes.
+        backend: "slots" is this package's own loop, which fills the places of ended rows; "generate" runs
+            `model.generate`, for models that cannot be sampled so; "auto" chooses between the two; others are added by
+            `register_generation_backend`.
         before_token: called before tokens are chosen; an exception in it ends the sampling.
         slots: with "slots", the rows that are decoded at once; None takes all, as do backends without slots.
         on_finished: called with rows whose responses are complete, a list of indices in any order, and a `Generation`
@@ -97,9 +89,8 @@ def generate(
             "auto" then takes. None ends every response there.
 
     Raises:
-        ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's cache does not
-            support dropping rows, the model's logits are not finite, the backend does not take turns, or
-            `compile_decoding` is not possible for the model.
+        ValueError: if an argument is out of range, a prompt is empty or not left-padded, the model's logits are not
+            finite, or the backend does not take turns.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -112,8 +103,6 @@ def generate(
         num_return_sequences=num_return_sequences,
         do_sample=do_sample,
         backend=backend,
-        cuda_graphs=cuda_graphs,
-        compile_decoding=compile_decoding,
     )
     params = replace(params, top_k=top_k, top_p=top_p, sampling_round=sampling_round, sample_ids=sample_ids)
     params = replace(params, seed=seed, step=step)
@@ -124,7 +113,6 @@ def generate(
             *_trim(queries, query_attn_masks, model.device),
             sampling_params=params,
             prompt_ids=prompt_ids.to(model.device),
-            any_rank=any_rank,
             before_token=before_token,
             slots=slots,
             on_finished=None if on_finished is None else partial(_report, on_finished),

@@ -1,8 +1,7 @@
-"""Sampling with transformers' `model.generate`, for models whose cache does not support dropping rows.
+"""Sampling with transformers' `model.generate`, for models that cannot be sampled in slots.
 
-It gives the same tokens as the decode loop, more slowly. `model.generate` only runs the model: a logits processor lets
-the `ResponseBuffer` choose each token and masks all others. Every option of the model's generation config that changes
-logits is switched off.
+`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others.
+Every option of the model's generation config that changes logits is switched off.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,32 +19,38 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from alpaca_ppo.generation.responses import ResponseBuffer
+from alpaca_ppo.generation.responses import Generation, ResponseRows
+from alpaca_ppo.generation.sampling_params import SamplingParams
 
 
-def decode_with_generate(
+def sample_with_generate(
     model: PreTrainedModel,
     queries: Tensor,
-    attention_mask: Tensor,
+    query_attn_masks: Tensor,
     *,
-    num_return_sequences: int,
-    max_new_tokens: int,
-    responses: ResponseBuffer,
-    any_rank: Callable[[bool], bool] | None = None,
-) -> None:
-    """Extends `responses` as `decode.decode` does, from float32 logits, which `model.generate` converts to."""
-    plain = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True)
+    sampling_params: SamplingParams,
+    prompt_ids: Tensor,
+    before_token: Callable[[], Any] = lambda: None,
+) -> Generation:
+    """Returns responses to `queries`, as `sample_in_slots` does, from float32 logits, which `model.generate` makes."""
+    keys, n = sampling_params.random_keys(prompt_ids), sampling_params.num_return_sequences
+    rows = ResponseRows(sampling_params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
+    index = torch.arange(len(keys), device=keys.device)
+    rows.rows[:], rows.keys[:], rows.limits[:], rows.running[:] = index, keys, sampling_params.max_new_tokens, True
+    plain = GenerationConfig(
+        max_new_tokens=sampling_params.max_new_tokens, do_sample=False, num_beams=1, use_cache=True
+    )
     # PreTrainedModel itself has no `generate`; models inherit it from GenerationMixin.
     runner: Any = model
     with _generation_config(model, plain):
         runner.generate(
-            queries.repeat_interleave(num_return_sequences, dim=0),
-            attention_mask=attention_mask.repeat_interleave(num_return_sequences, dim=0),
+            queries.repeat_interleave(n, dim=0),
+            attention_mask=query_attn_masks.repeat_interleave(n, dim=0),
             generation_config=plain,
-            logits_processor=LogitsProcessorList([_ChooseFromBuffer(responses, queries.size(1))]),
-            stopping_criteria=StoppingCriteriaList([_StopFromBuffer(responses)]),
-            synced_gpus=any_rank is not None,
+            logits_processor=LogitsProcessorList([_Choose(rows, before_token)]),
+            stopping_criteria=StoppingCriteriaList([_Stop(rows)]),
         )
+    return rows.generation(index)
 
 
 @contextmanager
@@ -59,25 +64,23 @@ def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iter
         model.generation_config = own
 
 
-class _ChooseFromBuffer(LogitsProcessor):
-    """Lets the buffer choose the next token, and leaves only that token possible."""
+class _Choose(LogitsProcessor):
+    """Lets `rows` choose the next tokens, and leaves only these possible."""
 
-    def __init__(self, responses: ResponseBuffer, prompt_width: int) -> None:
-        self._responses, self._prompt_width = responses, prompt_width
+    def __init__(self, rows: ResponseRows, before_token: Callable[[], Any]) -> None:
+        self._rows, self._before_token = rows, before_token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows = torch.arange(len(scores), device=scores.device)
-        position = input_ids.size(1) - self._prompt_width
-        self._responses.extend(scores, position, rows)
-        tokens = self._responses.tokens_at(position, rows)
-        return scores.fill_(float("-inf")).scatter_(1, tokens.unsqueeze(1), 0.0)
+        self._before_token()
+        self._rows.choose(scores, slice(None))
+        return scores.fill_(float("-inf")).scatter_(1, self._rows.tokens.unsqueeze(1), 0.0)
 
 
-class _StopFromBuffer(StoppingCriteria):
-    """Reports the rows that have stopped in the buffer."""
+class _Stop(StoppingCriteria):
+    """Reports the rows that have ended."""
 
-    def __init__(self, responses: ResponseBuffer) -> None:
-        self._responses = responses
+    def __init__(self, rows: ResponseRows) -> None:
+        self._rows = rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        return ~self._responses.running
+        return ~self._rows.running

@@ -1,11 +1,10 @@
-"""The responses of one call of the sampler, in preallocated rows that grow token by token.
+"""The responses of one call of the sampler: preallocated rows, which grow token by token.
 
-Every backend that runs a model itself passes logits to a `ResponseBuffer`, so tokens do not depend on the backend.
+Both built-in backends only run the model, and pass its logits to a `ResponseRows`, so tokens do not depend on the
+backend.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,62 +32,91 @@ class Generation:
     tokens."""
 
 
-class ResponseBuffer:
-    """Chooses the next token of each row, stores it, and tracks which rows are still running.
+class ResponseRows:
+    """N responses, and the state of the S of them that are being sampled, each in a slot.
+
+    The tensors are changed in place, and nothing of them is read by the host.
 
     Args:
-        keys: (N,) int64, the key of each row's random numbers.
         params: how tokens are chosen and what ends a row.
-        logprob_dtype: dtype of the stored log-probs.
-        before_token: called before the tokens of each position are chosen; it may raise to end the sampling.
+        rows: N.
+        slots: S.
+        dtype: of the model.
+        device: of the model.
     """
 
     def __init__(
-        self,
-        keys: Tensor,
-        params: SamplingParams,
-        *,
-        logprob_dtype: torch.dtype,
-        before_token: Callable[[], Any] = lambda: None,
+        self, params: SamplingParams, *, rows: int, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape, device = (len(keys), params.max_new_tokens), keys.device
-        self._keys, self._params, self._before_token = keys, params, before_token
-        self._stop_rule = StopRule(
-            params.stop_token_ids,
-            truncate_token_ids=params.truncate_token_ids,
-            truncate_after=params.truncate_after,
-            stop_strings=params.stop_strings,
-            device=device,
-        )
-        self._tokens = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
-        self._mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
-        self._matched = torch.zeros(len(keys), dtype=torch.long, device=device)
-        """(N,) how much of a stop string each row ends with."""
-        self.running = torch.ones(len(keys), dtype=torch.bool, device=device)
-        """(N,) bool, True = no token has ended the row yet."""
+        self._params = params
+        self._stop_rule = StopRule(params, device)
+        # One row more takes what idle slots write.
+        self._scratch_row, shape = rows, (rows + 1, params.max_new_tokens)
+        self.responses = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
+        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        logprob_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
+        self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=device)
+        """(N + 1,) bool, True = a stop or truncate token or a stop string ended its last turn."""
 
-    def extend(self, logits: Tensor, position: int, rows: Tensor) -> None:
-        """Chooses and stores the tokens at `position` of `rows` (N',), whose logits are (N', V).
+        def of_slots() -> Tensor:
+            return torch.zeros(slots, dtype=torch.long, device=device)
 
-        Rows that stopped earlier do not change.
+        self.tokens = of_slots()
+        """(S,) int64: the token that each slot reads next."""
+        self.lengths = of_slots()
+        """(S,) int64: tokens in the cache. This is also the column that is written next and, where a row runs, the
+        position id of `tokens`."""
+        self.positions = of_slots()
+        """(S,) int64: the response position that is chosen next."""
+        self.turn_starts = of_slots()
+        """(S,) int64: the response position at which the turn began; 0 in a response of one turn."""
+        self.limits = of_slots()
+        """(S,) int64: the response position before which the row must end."""
+        self.rows = of_slots() + self._scratch_row
+        """(S,) int64: the response in each slot; the scratch row for an idle slot."""
+        self.keys = of_slots()
+        """(S,) int64: the key of the row's random numbers."""
+        self.matched = of_slots()
+        """(S,) int64: the state of `StopStrings.advance`, from the start of the turn on; 0 without stop strings."""
+        self.running = torch.zeros(slots, dtype=torch.bool, device=device)
+        """(S,) bool: False for a row that has ended and for an idle slot."""
+
+    @property
+    def of_slots(self) -> tuple[Tensor, ...]:
+        """The tensors with an entry per slot."""
+        counts = (self.lengths, self.positions, self.turn_starts, self.limits)
+        return self.tokens, *counts, self.rows, self.keys, self.matched, self.running
+
+    def choose(self, logits: Tensor, slots: Tensor | slice) -> None:
+        """Chooses the next token of the rows in `slots` that run, records it, and advances these rows by one position.
+
+        `lengths` are left to the caller, since the chosen tokens are not yet in the cache.
+
+        Args:
+            logits: (N', V), of the next token in each of `slots`.
+            slots: which slots: their indices (N',) int64, each at most once, or a slice.
         """
-        self._before_token()
-        params, running = self._params, self.running[rows]
-        numbers = uniforms(self._keys[rows], position) if params.do_sample else None
+        params, running, positions = self._params, self.running[slots], self.positions[slots]
+        numbers = uniforms(self.keys[slots], positions) if params.do_sample else None
         tokens, logprobs = choose_tokens(
             logits, numbers, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
         )
-        self._tokens[rows, position] = tokens.where(running, params.pad_token_id)
-        self._logprobs[rows, position] = logprobs.where(running, 0.0).to(self._logprobs.dtype)
-        self._mask[rows, position] = running
-        ends, self._matched[rows] = self._stop_rule.read(self._stop_rule(tokens, position), self._matched[rows], tokens)
-        self.running[rows] = running & ~ends
+        in_turn = positions - self.turn_starts[slots]
+        ends, self.matched[slots] = self._stop_rule(tokens, in_turn, self.matched[slots])
+        rows = self.rows[slots].where(running, self._scratch_row)
+        # The position of a row that has ended may be R, which the scratch row does not have.
+        columns = positions * running
+        self.responses.index_put_((rows, columns), tokens)
+        self.logprobs.index_put_((rows, columns), logprobs.to(self.logprobs.dtype))
+        self.mask.index_put_((rows, columns), running)
+        self.stopped.index_put_((rows,), ends)
+        goes_on = running & ~ends & (positions + 1 < self.limits[slots])
+        # From here on `running` and `positions`, which are views if `slots` is a slice, hold the new values.
+        self.tokens[slots] = tokens.where(running, self.tokens[slots])
+        self.positions[slots] = positions + running
+        self.running[slots] = goes_on
 
-    def tokens_at(self, position: int, rows: Tensor) -> Tensor:
-        """Returns the tokens (N',) at `position` of `rows`, which the model reads next."""
-        return self._tokens[rows, position]
-
-    def finish(self) -> Generation:
-        """Returns the responses; rows that are still running count as not stopped."""
-        return Generation(self._tokens, self._mask, self._logprobs, ~self.running)
+    def generation(self, rows: Tensor) -> Generation:
+        """Returns the responses `rows` (N',)."""
+        return Generation(self.responses[rows], self.mask[rows], self.logprobs[rows], self.stopped[rows])

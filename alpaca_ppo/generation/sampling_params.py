@@ -39,10 +39,6 @@ class SamplingParams:
     evaluation, like `top_k`."""
     backend: str = "auto"
     """Name of the generation backend."""
-    cuda_graphs: bool = True
-    """On a GPU, True captures the steps of the backend `slots` in CUDA graphs; see `generation.graphs`."""
-    compile_decoding: bool = False
-    """True runs the steps of the backend `slots` through `torch.compile`."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0

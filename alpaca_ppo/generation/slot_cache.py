@@ -31,7 +31,7 @@ class SlotCache(Cache):
 
     It is passed to the model as `past_key_values`. `start_step` or `start_extend` says where the states of the next
     forward pass go. Storage is allocated by the first pass, in the dtype of its states, and zero at first, because a
-    masked column must be finite. Its addresses change in `reserve` only.
+    masked column must be finite.
 
     Args:
         slots: S, rows.
@@ -100,11 +100,6 @@ class SlotCache(Cache):
             self._indices[heads] = (index if isinstance(self._pass.read_slots, int) else index.T).flatten()
         return self._indices[heads]
 
-    def clear(self) -> None:
-        """Makes all columns zero again: a call that ended in NaN must leave none for the next one."""
-        for kept in (kept for storage in self._storage.values() for kept in storage):
-            kept.zero_()
-
     def copy(self, source: int, targets: Sequence[int], columns: int) -> None:
         """Copies the first `columns` columns of slot `source` to the slots `targets`."""
         for kept in (kept for storage in self._storage.values() for kept in storage):
@@ -120,7 +115,7 @@ class SlotCache(Cache):
             kept[other, :, :columns].copy_(states)
 
     def reserve(self, columns: int) -> None:
-        """Enlarges the cache to at least `columns` columns: the states are copied, to other addresses."""
+        """Enlarges the cache to at least `columns` columns; the states are copied."""
         if columns <= self.columns:
             return
         filled, self.columns = self.columns, columns

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.generation.slot_cache import SlotCache
-from alpaca_ppo.generation.slot_extend import NewTokens, extend
-from alpaca_ppo.generation.slot_step import SlotState, read_tokens
+from alpaca_ppo.generation.slot_passes import NewTokens, extend, read_next
 from alpaca_ppo.models.modes import eval_mode
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
 from alpaca_ppo.models.packing_probe import once_per_kind, packing_problem
@@ -56,10 +55,8 @@ def _problem(model: PreTrainedModel) -> str | None:
     prompts = (5, 2)
     cache = SlotCache(slots=2, columns=8)
     found = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(prompts)])]
-    state = SlotState.idle(2, scratch_row=0, device=device)
-    state.tokens.copy_(torch.tensor([row[n] for row, n in zip(rows, prompts, strict=True)]))
-    state.lengths.copy_(torch.tensor(prompts))
-    found.append(read_tokens(model, cache, state, slots=2, columns=6))
+    tokens = torch.tensor([row[n] for row, n in zip(rows, prompts, strict=True)], device=device)
+    found.append(read_next(model, cache, tokens, torch.tensor(prompts, device=device), columns=6))
     found.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(prompts)]))
     for i, (row, n) in enumerate(zip(rows, prompts, strict=True)):
         whole: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]

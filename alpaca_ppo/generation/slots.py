@@ -5,8 +5,8 @@ however many prompts there are. A row whose turn has ended may go on after appen
 these are known it keeps its slot, and the others go on without it.
 
 The loop alternates between two passes, `_admit` and `_decode`, and looks after each at which rows have ended. Here is
-only who takes part in them: what a step computes is in `generation.slot_step`, how prompts are read in
-`generation.slot_prompts`.
+only who takes part in them: what they compute is in `generation.slot_passes`, how tokens are chosen in
+`generation.responses`, how prompts are read in `generation.slot_prompts`.
 """
 
 import math
@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.graphs import SlotMemory, current_device, slot_memory
-from alpaca_ppo.generation.responses import Generation
+from alpaca_ppo.generation.responses import Generation, ResponseRows
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.shared_beginnings import PromptGroup, group_prompts
-from alpaca_ppo.generation.slot_extend import NewTokens
-from alpaca_ppo.generation.slot_prompts import SlotPrompts
-from alpaca_ppo.generation.slot_step import choose_and_record
+from alpaca_ppo.generation.slot_cache import SlotCache
+from alpaca_ppo.generation.slot_passes import NewTokens, read_next
+from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
 
 OnFinished = Callable[[list[int], Generation], Any]
@@ -65,7 +63,7 @@ BUCKETED = StepShapes(
     growth=1 << 30,
     admission_cost=4.0,
 )
-"""For steps that are captured or compiled, and for an accelerator, which is to be asked rarely."""
+"""For an accelerator, which is to be asked rarely and to allocate its cache once."""
 
 
 def sample_in_slots(
@@ -81,7 +79,7 @@ def sample_in_slots(
     before_token: Callable[[], Any] = lambda: None,
     shapes: StepShapes | None = None,
 ) -> Generation:
-    """Returns responses to `queries`, the same tokens as `decode` samples.
+    """Returns responses to `queries`.
 
     Args:
         model: a model that `slot_probe.slot_problem` finds no problem with.
@@ -95,9 +93,6 @@ def sample_in_slots(
         before_token: called before the tokens of each pass are chosen, and several times a second while all rows wait
             for answers; an exception in it ends the sampling.
         shapes: of the steps; None chooses by the device.
-
-    Raises:
-        RuntimeError: if steps have no effect, so that a row would never end.
     """
     prompts = [
         [token for token, real in zip(tokens, mask, strict=True) if real]
@@ -105,26 +100,11 @@ def sample_in_slots(
     ]
     keys = sampling_params.random_keys(prompt_ids)
     if shapes is None:
-        exact = queries.device.type == "cpu" and not sampling_params.compile_decoding
-        shapes = EXACT if exact else BUCKETED
-    slots = min(slots or len(keys), len(keys))
-    longest, groups = max(map(len, prompts)), group_prompts(prompts)
-    most_columns = shapes.columns(longest + sampling_params.max_new_tokens)
-    with (
-        current_device(queries.device),
-        slot_memory(
-            model,
-            sampling_params,
-            slots=slots,
-            extra_slots=SlotPrompts.extra_slots(groups, sampling_params.num_return_sequences),
-            columns=min(shapes.columns(longest + shapes.growth), most_columns),
-            rows=len(keys),
-        ) as memory,
-    ):
-        loop = _SlotLoop(model, prompts, groups, keys, sampling_params, slots, shapes, memory, most_columns)
-        loop.on_finished, loop.turns, loop.before_token = on_finished, turns, before_token
-        loop.run()
-        return loop.generation()
+        shapes = EXACT if queries.device.type == "cpu" else BUCKETED
+    loop = _SlotLoop(model, prompts, keys, sampling_params, min(slots or len(keys), len(keys)), shapes)
+    loop.on_finished, loop.turns, loop.before_token = on_finished, turns, before_token
+    loop.run()
+    return loop.out.generation(torch.arange(len(keys), device=keys.device))
 
 
 @dataclass
@@ -155,13 +135,10 @@ class _SlotLoop:
     Args:
         model: see `sample_in_slots`.
         prompts: token ids of each prompt.
-        groups: which prompts begin alike.
         keys: (N,) int64, the key of each row's random numbers, n rows a prompt.
         params: how tokens are chosen.
         slots: S.
         shapes: of the steps.
-        memory: the tensors of the steps, with at least S slots.
-        most_columns: that a row can have.
     """
 
     on_finished: OnFinished | None
@@ -172,17 +149,17 @@ class _SlotLoop:
         self,
         model: PreTrainedModel,
         prompts: list[list[int]],
-        groups: list[PromptGroup],
         keys: Tensor,
         params: SamplingParams,
         slots: int,
         shapes: StepShapes,
-        memory: SlotMemory,
-        most_columns: int,
     ) -> None:
-        self._model, self._keys, self._params = model, keys, params
-        self._slots, self._shapes, self._memory, self._most_columns = slots, shapes, memory, most_columns
-        self._cache, self._state, self._outputs, self._rules = memory.cache, memory.state, memory.outputs, memory.rules
+        self._model, self._keys, self._params, self._slots, self._shapes = model, keys, params, slots, shapes
+        self.out = ResponseRows(params, rows=len(keys), slots=slots, dtype=model.dtype, device=keys.device)
+        longest, groups = max(map(len, prompts)), group_prompts(prompts)
+        self._most_columns = shapes.columns(longest + params.max_new_tokens)
+        columns = min(shapes.columns(longest + shapes.growth), self._most_columns)
+        self._cache = SlotCache(slots + SlotPrompts.extra_slots(groups, params.num_return_sequences), columns)
         n = params.num_return_sequences
         self._lengths = list(map(len, prompts))
         self._prompts = SlotPrompts(model, self._cache, prompts, groups, n)
@@ -210,15 +187,6 @@ class _SlotLoop:
                 continue
             self._look()
             self._hear(timeout=0)
-
-    def generation(self) -> Generation:
-        """Returns the responses of all rows."""
-        return self._responses(torch.arange(len(self._keys), device=self._keys.device))
-
-    def _responses(self, rows: Tensor) -> Generation:
-        # A copy, because the next call may get the same buffers.
-        out = self._outputs
-        return Generation(out.responses[rows], out.mask[rows], out.logprobs[rows], out.stopped[rows])
 
     def _answered(self) -> list[int]:
         """The slots whose rows can begin another turn."""
@@ -266,7 +234,7 @@ class _SlotLoop:
         self._choose(logits)
 
     def _start(self, slots: list[int]) -> Tensor:
-        """Writes the rows that the host has put into `slots` into the state, and returns the slots as a tensor."""
+        """Writes the rows that the host has put into `slots` to the device, and returns the slots as a tensor."""
         rows = [self._busy[slot] for slot in slots]
         for row in rows:
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
@@ -274,17 +242,16 @@ class _SlotLoop:
                 row.limit = self.turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
         numbers = [(r.index, r.length, r.position, r.turn_start, r.limit) for r in rows]
         index, indices, *values = torch.tensor([slots, *zip(*numbers, strict=True)], device=self._keys.device)
-        state = self._state
-        state.rows[index], state.keys[index], state.running[index] = indices, self._keys[indices], True
-        state.matched[index] = 0
-        state.lengths[index], state.positions[index], state.turn_starts[index], state.limits[index] = values
+        out = self.out
+        out.rows[index], out.keys[index], out.running[index], out.matched[index] = indices, self._keys[indices], True, 0
+        out.lengths[index], out.positions[index], out.turn_starts[index], out.limits[index] = values
         return index
 
     def _choose(self, logits: dict[int, Tensor]) -> None:
         """Chooses the next tokens of the rows that the host has put into slots, from the logits (V,) after each."""
         index = self._start(list(logits))
         self.before_token()
-        choose_and_record(torch.stack(list(logits.values())), self._state, self._outputs, self._rules, slots=index)
+        self.out.choose(torch.stack(list(logits.values())), index)
         for slot in logits:
             self._busy[slot].position += 1
 
@@ -305,7 +272,7 @@ class _SlotLoop:
             else:
                 self._cache.copy(source, [hole], row.length)
         to, of = torch.tensor([movers + holes, holes + movers], device=self._keys.device)
-        for values in vars(self._state).values():
+        for values in self.out.of_slots:
             values[to] = values[of]
 
     def _step_slots(self, slots: int) -> int:
@@ -314,36 +281,30 @@ class _SlotLoop:
     def _decode(self) -> None:
         """Makes the steps up to the next look."""
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
-        if steps <= 0:
-            # The flags of the last look are from before its last step.
-            self._check_ended()
         slots = self._step_slots(max(self._busy) + 1)
         self._idle_steps += steps * len(self._answered())
-        for step in range(steps):
+        for _ in range(steps):
             self.before_token()
             # A row that has ended on the device counts on here until the next look.
             longest = max(row.length for row in self._busy.values())
             # One more column, into which a slot writes whose row ends with this step and then idles.
             self._reserve(longest + 2)
-            if step == steps - 1:
-                self._memory.request_running()
-            columns = min(self._shapes.columns(1 + longest), self._most_columns)
-            self._memory.step(self._model, slots=slots, columns=columns)
+            self._step(slots, min(self._shapes.columns(1 + longest), self._most_columns))
             for row in self._busy.values():
                 row.length += 1
                 row.position += 1
 
-    def _check_ended(self) -> None:
-        """Raises a RuntimeError if a row still runs on the device though all have reached their limits on the host."""
-        running = self._memory.running()
-        rows = [row.index for slot, row in self._busy.items() if running[slot]]
-        if rows:
-            raise RuntimeError(
-                f"decode steps of {type(self._model).__name__} had no effect: the responses {rows} still run after as "
-                f"many steps as they may have tokens (max_new_tokens is {self._params.max_new_tokens}); set "
-                f"cuda_graphs ({self._params.cuda_graphs}) and compile_decoding ({self._params.compile_decoding}) to "
-                f"false"
-            )
+    def _step(self, slots: int, columns: int) -> None:
+        """Reads the next token of the first `slots` slots, over `columns` columns of the cache, and chooses a token for
+        those that run. Rows that have ended are computed too, but record nothing and do not advance.
+        """
+        lengths, running = self.out.lengths[:slots], self.out.running[:slots]
+        # A row that has ended stays at its last position: the next one may be more than the model has.
+        positions = (lengths + running - 1).clamp(min=0)
+        tokens = self.out.tokens[:slots]
+        logits = read_next(self._model, self._cache, tokens, lengths, columns=columns, position_ids=positions)
+        lengths.add_(running)
+        self.out.choose(logits, slice(0, slots))
 
     def _reserve(self, columns: int) -> None:
         """Enlarges the cache for rows of `columns` columns, rounded up."""
@@ -353,7 +314,7 @@ class _SlotLoop:
 
     def _look(self) -> None:
         """Ends the turns of rows that no longer run: finishes these rows, or asks how they go on."""
-        running = self._memory.running()
+        running = self.out.running.tolist()
         ended = {slot: self._busy.pop(slot) for slot in list(self._busy) if not running[slot]}
         if ended and self.turns is not None:
             self._end_turns(self.turns, ended)
@@ -369,15 +330,15 @@ class _SlotLoop:
         """Reports rows whose responses are complete."""
         if self.on_finished is not None and rows:
             indices = [row.index for row in rows]
-            self.on_finished(indices, self._responses(torch.tensor(indices, device=self._keys.device)))
+            self.on_finished(indices, self.out.generation(torch.tensor(indices, device=self._keys.device)))
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
         """Asks how the rows that were in the slots `ended` go on, and finishes those that have no tokens left."""
-        state, outputs, width = self._state, self._outputs, self._params.max_new_tokens
+        out, width = self.out, self._params.max_new_tokens
         slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
         # The host may have counted steps that a row no longer took.
-        exact = torch.stack([state.lengths[slots], state.positions[slots], outputs.stopped[rows]], dim=1).tolist()
-        texts = zip(outputs.responses[rows].tolist(), outputs.mask[rows].tolist(), strict=True)
+        exact = torch.stack([out.lengths[slots], out.positions[slots], out.stopped[rows]], dim=1).tolist()
+        texts = zip(out.responses[rows].tolist(), out.mask[rows].tolist(), strict=True)
         done, asked = list[_Row](), dict[int, Turn]()
         for (slot, row), numbers, (response, mask) in zip(ended.items(), exact, texts, strict=True):
             row.length, row.position, stopped = numbers
@@ -416,16 +377,16 @@ class _SlotLoop:
 
     def _take(self, slot: int, reply: Reply) -> list[_Row]:
         """Appends an answer to the row that is held in `slot`; returns the row if its response ends there."""
-        row, outputs, width = self._held[slot], self._outputs, self._params.max_new_tokens
+        row, width = self._held[slot], self._params.max_new_tokens
         appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
         if appended is not None:
             end = min(row.position + len(appended), width)
             kept = torch.tensor(appended[: end - row.position], dtype=torch.long, device=self._keys.device)
-            outputs.responses[row.index, row.position : end] = kept
+            self.out.responses[row.index, row.position : end] = kept
             row.position = end
             if end < width:
                 # The last token of the turn has not been read yet.
                 row.unread = [row.last, *appended]
                 return []
-            outputs.stopped[row.index] = False
+            self.out.stopped[row.index] = False
         return [self._held.pop(slot)]

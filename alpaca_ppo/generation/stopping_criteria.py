@@ -10,54 +10,33 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from alpaca_ppo.generation.stop_strings import StopStrings
+from alpaca_ppo.generation.sampling_params import SamplingParams
 
 
 class StopRule:
-    """Decides whether a token ends its response.
+    """Decides whether a token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`."""
 
-    Args:
-        stop_token_ids: end a response at any position.
-        truncate_token_ids: end a response once at least `truncate_after` of its tokens precede them.
-        truncate_after: see `truncate_token_ids`; in tokens.
-        stop_strings: end a response with the token that completes one of them; None = none.
-        device: device of the tokens to check.
-    """
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self._stop_ids = torch.tensor(sorted(set(params.stop_token_ids)), dtype=torch.long, device=device)
+        self._truncate_ids = torch.tensor(sorted(set(params.truncate_token_ids)), dtype=torch.long, device=device)
+        self._truncate_after, self._strings = params.truncate_after, params.stop_strings
 
-    def __init__(
-        self,
-        stop_token_ids: Sequence[int],
-        *,
-        truncate_token_ids: Sequence[int] = (),
-        truncate_after: int = 0,
-        stop_strings: StopStrings | None = None,
-        device: torch.device,
-    ) -> None:
-        self._stop_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.long, device=device)
-        self._truncate_ids = torch.tensor(sorted(set(truncate_token_ids)), dtype=torch.long, device=device)
-        self._truncate_after = truncate_after
-        self.stop_strings = stop_strings
+    def __call__(self, tokens: Tensor, positions: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (N,) bool, True for a token that ends its row, and the next `matched`.
 
-    def __call__(self, tokens: Tensor, position: Tensor | int) -> Tensor:
-        """Returns (N,) bool: True if a token of `tokens` (N,), at position `position` (from 0), ends its row.
-
-        `position` is the same for all rows, or (N,) int64. In a response of several turns it counts from the turn's
-        first token. Stop strings are not looked at: see `read`.
+        Args:
+            tokens: (N,) int64, one per row.
+            positions: (N,) int64, of these tokens in their turns.
+            matched: (N,) int64, the states of `StopStrings.advance`; returned as they are without stop strings.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
-        if len(self._truncate_ids) == 0:
-            return ends
-        return ends | ((tokens.unsqueeze(1) == self._truncate_ids).any(dim=1) & (position >= self._truncate_after))
-
-    def read(self, ends: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `ends` (N,) bool, also True for a token that completes a stop string, and the rows' next `states`.
-
-        `states` (N,) int64 are those of `StopStrings.advance`; without stop strings, both are returned as they are.
-        """
-        if self.stop_strings is None:
-            return ends, states
-        states = self.stop_strings.advance(states, tokens)
-        return ends | (states == self.stop_strings.completed), states
+        if len(self._truncate_ids):
+            cut = (tokens.unsqueeze(1) == self._truncate_ids).any(dim=1)
+            ends = ends | (cut & (positions >= self._truncate_after))
+        if self._strings is not None:
+            matched = self._strings.advance(matched, tokens)
+            ends = ends | (matched == self._strings.completed)
+        return ends, matched
 
 
 def configured_stop_tokens(

@@ -349,8 +349,6 @@ def _run(result: Translation, values: Mapping[str, Any]) -> None:
             value = values.get(f"{ROLLOUT}.val_kwargs.{name}")
             if value is not None and 0 < value and not (name == "top_p" and value == 1):
                 result.set(f"eval_{name}", value)
-    if values.get(f"{ROLLOUT}.enforce_eager"):
-        result.set("cuda_graphs", False, "enforce_eager")
 
 
 def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

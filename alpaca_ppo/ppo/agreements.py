@@ -46,13 +46,13 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
 
 
 def agree_on_backend(sampling_params: SamplingParams, engine: Engine) -> SamplingParams:
-    """`sampling_params` with the backend `decode` instead of `auto` if the policy cannot be sampled in slots on every
+    """`sampling_params` with the backend `generate` instead of `auto` if the policy cannot be sampled in slots on every
     process. All ranks must call this.
     """
     if sampling_params.backend != "auto" or engine.accelerator.num_processes == 1:
         return sampling_params
     with engine.sampling() as model:
-        backend = resolve_backend("auto", model, None)
+        backend = resolve_backend("auto", model)
     if any_rank(backend != "slots", engine.accelerator):
-        return replace(sampling_params, backend="decode")
+        return replace(sampling_params, backend="generate")
     return sampling_params

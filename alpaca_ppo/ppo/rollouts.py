@@ -135,7 +135,7 @@ def sample_responses(
         "stopped": torch.zeros(count * n, dtype=torch.bool),
         "rollout_logprobs": torch.zeros(count * n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
     }
-    backend = resolve_backend(sampling_params.backend, model, None)
+    backend = resolve_backend(sampling_params.backend, model)
     chunks = [list(range(count))]
     if turns is None and not GENERATION_BACKENDS.trait(backend, "refills"):
         chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))

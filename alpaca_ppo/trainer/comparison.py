@@ -119,8 +119,7 @@ class Contest:
         trainer = self.trainer
         engine, collector = trainer.updater.engine, trainer.collector
         params = setup.evaluation_sampling_params(trainer.sampling_params, trainer.args)
-        # Graphs are captured for one set of weights, the policy's.
-        params = replace(params, num_return_sequences=1, cuda_graphs=False)
+        params = replace(params, num_return_sequences=1)
         batches = trainer.collate(prompts, range(len(prompts)))
         local = collector.local_prompts(engine, batches, trainer.dummy_prompts)
         answers: list[tuple[list[int], str]] = []

@@ -232,8 +232,6 @@ def make_sampling_params(
         ),
         num_return_sequences=args.num_return_sequences,
         backend=args.generation_backend,
-        cuda_graphs=args.cuda_graphs,
-        compile_decoding=args.compile_decoding,
     )
 
 

@@ -16,7 +16,7 @@ ASKED = {**COMPARED, "eval_judge": "https://h/v1", "eval_judge_model": "m"}
         ({"eval_temperature": 0.6}, "eval_temperature is 0.6, which applies"),
         ({"eval_num_samples": 4}, "eval_num_samples is 4, but eval_do_sample is False"),
         (
-            {**SAMPLED, "generation_backend": "decode", "rollout_per_device_batch_size": 2},
+            {**SAMPLED, "generation_backend": "generate", "rollout_per_device_batch_size": 2},
             r"eval_num_samples \(4\) is larger than rollout_per_device_batch_size \(2\)",
         ),
         ({"eval_best_of_by": "scores"}, "eval_best_of_by is 'scores', but eval_num_samples is 1"),

@@ -86,9 +86,9 @@ from tests.registered import temporary_choices
         ),
         ({"critic_epochs": 0}, "critic_epochs is 0; it must be at least 1 or null"),
         (
-            {"num_return_sequences": 33, "generation_backend": "decode"},
+            {"num_return_sequences": 33, "generation_backend": "generate"},
             r"num_return_sequences \(33\) is larger than rollout_per_device_batch_size \(32\), but generation_backend "
-            r"'decode' samples .* set rollout_per_device_batch_size to 33 or more, or generation_backend: auto",
+            r"'generate' samples .* set rollout_per_device_batch_size to 33 or more, or generation_backend: auto",
         ),
         (
             {"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64},

@@ -110,7 +110,7 @@ def test_a_run_interrupted_again_and_again_is_the_run_that_never_was(
     torch.manual_seed(0)
     whole = tiny_trainer(tmp_path / "whole", **run)
     # Ten prompts and four slots: a signal comes while slots are refilled, too.
-    assert resolve_backend(whole.args.generation_backend, whole.actor_critic.policy.model, None) == "slots"
+    assert resolve_backend(whole.args.generation_backend, whole.actor_critic.policy.model) == "slots"
     assert whole.args.rollout_batch_size > whole.args.rollout_per_device_batch_size
     torch.manual_seed(1)
     whole.train()

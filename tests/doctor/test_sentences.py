@@ -81,7 +81,7 @@ SENTENCES = {
     ),
     "a mismatch that is corrected": (
         "sampler_mismatch error", "remedy", {}, {"old_policy": "correct"},
-        "try generation_backend: generate or decode, or rollout_per_device_batch_size equal to num_return_sequences; "
+        "try generation_backend: generate, or rollout_per_device_batch_size equal to num_return_sequences; "
         "docs/troubleshooting.md has the causes one by one",
     ),
 }  # fmt: skip

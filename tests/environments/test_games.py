@@ -245,7 +245,7 @@ def test_an_error_in_an_environment_ends_the_run_by_name(tmp_path, method, messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"generation_backend": "decode"}, "generation_backend is 'decode', which samples responses of one turn"),
+        ({"generation_backend": "generate"}, "generation_backend is 'generate', which samples responses of one turn"),
         ({"model": tiny_causal_lm("bloom")}, "BloomForCausalLM cannot be sampled over several turns: .*another family"),
     ],
 )
@@ -264,7 +264,7 @@ def test_an_environment_that_only_makes_prompts_needs_no_slots(tmp_path):
 
     settings = {"num_return_sequences": 2, "total_episodes": 10, "max_turn_tokens": None}
     runs = []
-    for backend in ("slots", "decode"):
+    for backend in ("slots", "generate"):
         trainer = play(tmp_path / backend, Prompts, generation_backend=backend, **settings)
         trainer.train()
         runs.append(trainer.last["responses"])

@@ -23,8 +23,6 @@ from alpaca_ppo.estimate_memory.phases import CAUSES, PHASES, peak_by_phase, pre
 from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, changes, single_changes
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.estimate_memory.table import table
-from alpaca_ppo.generation import register_generation_backend
-from tests.registered import temporary_choices
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 QUERY, RESPONSE, ROWS, VOCABULARY = 16, 48, 8, 4096
@@ -286,10 +284,10 @@ def test_a_critic_of_bins_has_logits_and_a_bias_for_each(kind):
 def test_the_cache_holds_keys_and_values_of_every_layer():
     decoded, in_slots, on_device = (
         measure(Models(llama()), chosen, sizes_of(chosen, 1))
-        for chosen in (settings(generation_backend="decode"), settings(), settings(use_cpu=False))
+        for chosen in (settings(generation_backend="generate"), settings(), settings(use_cpu=False))
     )
-    # 8 rows, 2 key-value heads of 32, keys and values of 4 bytes, 4 layers, 16 + 65 columns.
-    assert decoded["policy/kv_cache"] == 8 * 2 * 32 * 2 * 4 * 4 * (16 + 65)
+    # 8 rows, 2 key-value heads of 32, keys and values of 4 bytes, 4 layers, 16 + 47 columns.
+    assert decoded["policy/kv_cache"] == 8 * 2 * 32 * 2 * 4 * 4 * (16 + 47)
     # A slot more, for what all prompts begin with; 16 + 48 columns, which a layer that grows has twice.
     assert in_slots["policy/kv_cache"] == 4 * in_slots["policy/kv_layer"] == 9 * 2 * 32 * 2 * 4 * 4 * (16 + 48)
     # On an accelerator a multiple of 256 columns, once and for all.
@@ -339,7 +337,7 @@ def test_an_update_keeps_logits_within_their_budget():
 
 
 def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
-    args = settings(num_return_sequences=4, adv_estimator="rloo", generation_backend="decode")
+    args = settings(num_return_sequences=4, adv_estimator="rloo")
     ours, theirs = (
         measure(Models(llama()), chosen, sizes_of(args, 1))
         for chosen in (args, replace(args, generation_backend="generate"))
@@ -350,18 +348,6 @@ def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
     assert 3.5 < theirs["policy/prefill"] / ours["policy/prefill"] < 4.1
     # A copy of the logits in float32: 8 rows of 4096.
     assert theirs["policy/choose"] - ours["policy/choose"] >= 8 * VOCABULARY * 4
-
-
-def test_a_registered_backend_is_estimated_by_its_kind_of_cache():
-    with temporary_choices():
-        register_generation_backend("like_decode")(len)
-        register_generation_backend("like_generate", own_cache=True)(len)
-        args = settings(num_return_sequences=4, adv_estimator="rloo")
-        found = {
-            name: measure(Models(llama()), replace(args, generation_backend=name), sizes_of(args, 1))
-            for name in ("decode", "like_decode", "generate", "like_generate")
-        }
-    assert found["like_decode"] == found["decode"] != found["generate"] == found["like_generate"]
 
 
 def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
@@ -389,9 +375,9 @@ def test_a_critic_that_another_run_saved_brings_its_own_adapter(tmp_path):
 
 
 def test_a_sliding_layer_caches_its_window_alone():
-    config, args = tiny_config("gemma3", sliding_window=8), settings(generation_backend="decode")
+    config, args = tiny_config("gemma3", sliding_window=8), settings(generation_backend="generate")
     found = measure(Models(config), args, sizes_of(args, 1))
-    assert found["policy/kv_cache"] == found["policy/kv_column"] * (8 + 81)
+    assert found["policy/kv_cache"] == found["policy/kv_column"] * (8 + 63)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gpt2", "gpt_neox", "opt", "gemma2", "phi", "bloom"])
@@ -511,10 +497,10 @@ def test_sampling_shows_its_cache_though_the_prompts_pass_is_higher():
     assert (moments["sampling"].kv_cache, moments["sampling"].logits) == (2.0, 3.0)
     assert moments["prefill"].total > moments["sampling"].total
     # On an accelerator the cache of slots is whole from the start, in place of the prompts' own, 0.5.
-    args = settings(use_cpu=False, cuda_graphs=False)
+    args = settings(use_cpu=False)
     prefill, *_, update = peak_by_phase(found, args, Sharding())[1:]
     assert (prefill.activations, prefill.kv_cache, update.kv_cache) == (8.5, 2.0, 0.0)
-    args = settings(use_cpu=False, cuda_graphs=False, generation_backend="decode")
+    args = settings(use_cpu=False, generation_backend="generate")
     assert peak_by_phase(found, args, Sharding())[1] == moments["prefill"]
 
 
@@ -725,18 +711,6 @@ def test_a_reference_is_not_offloaded_where_host_memory_is_device_memory():
 
     assert singles(settings(use_cpu=False), is_offloaded) == ["reference: copy_offloaded"]
     assert singles(settings(), is_offloaded) == []
-
-
-def test_decode_steps_are_not_captured_where_that_saves_memory():
-    def captures_none(s: Settings) -> bool:
-        return not s.args.cuda_graphs
-
-    assert singles(settings(use_cpu=False), captures_none) == ["cuda_graphs: false"]
-    assert singles(settings(use_cpu=False, cuda_graphs=False), lambda s: False) == []
-    assert singles(settings(use_cpu=False, generation_backend="decode"), captures_none) == []
-    assert singles(settings(), captures_none) == []
-    sharded = Settings(settings(use_cpu=False), LoraArguments(), Sharding(2, stage=3))
-    assert not any(change["fits"] for change in single_changes(sharded, weight(captures_none), 2.0))
 
 
 def test_a_policy_that_is_an_adapter_gets_the_changes_of_one(folder, tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_reading_long_replies_takes_the_estimated_memory(samples):
 def test_replies_need_turns_a_second_column_and_a_model_that_can_be_sampled_in_slots():
     args = settings(output_dir="none")
     assert sizes_of(args, 1, replies=True).replies and not sizes_of(args, 1).replies
-    for overrides in ({"generation_backend": "decode"}, {"response_len": 1}):
+    for overrides in ({"generation_backend": "generate"}, {"response_len": 1}):
         assert not sizes_of(settings(output_dir="none", **overrides), 1, replies=True).replies
     assert measured(tiny_config("bloom"))[0]["policy/replies"] == 0
 

@@ -54,7 +54,7 @@ def test_a_registered_backend_gets_trimmed_prompts_and_the_sampling_params() -> 
         seed=1,
         step=2,
     )
-    assert given["any_rank"] is None and given["before_token"]() is None
+    assert given["before_token"]() is None
     assert not given["training"] and not given["grad"] and model.training
     assert len(set(generation.responses[:, 0].tolist())) > 1 and generation.logprobs[0].tolist() == [-1.0, -1.0, 0.0]
 
@@ -83,8 +83,8 @@ def test_what_a_registered_backend_returns_is_checked(returned: Any, message: st
 def test_a_backend_is_registered_with_its_traits() -> None:
     with temporary_choices():
         register_generation_backend("plain")(len)
-        register_generation_backend("mine", stops_before_tokens=True, own_cache=True)(len)
-        for trait in ("stops_before_tokens", "own_cache"):
+        register_generation_backend("mine", refills=True, takes_turns=True)(len)
+        for trait in ("refills", "takes_turns"):
             assert not GENERATION_BACKENDS.trait("plain", trait) and GENERATION_BACKENDS.trait("mine", trait)
 
 
@@ -143,7 +143,7 @@ def test_a_backend_without_slots_reports_all_rows_at_the_end() -> None:
         QUERIES,
         MASK,
         **SETTINGS,
-        backend="decode",
+        backend="generate",
         slots=1,
         on_finished=lambda rows, finished: seen.append((rows, finished)),
     )

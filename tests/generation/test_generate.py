@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation import Generation, decode, generate
+from alpaca_ppo.generation import Generation, generate
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm
 
@@ -100,7 +100,6 @@ def test_all_backends_sample_the_same_tokens(arch: str, overrides: dict[str, Any
     model = tiny_causal_lm(arch, **overrides)
     for do_sample in (True, False):
         expected = run(model, backend="generate", do_sample=do_sample)
-        assert_same(run(model, backend="decode", do_sample=do_sample), expected)
         assert_same(run(model, backend="auto", do_sample=do_sample, slots=5), expected)
 
 
@@ -116,42 +115,6 @@ def test_a_half_precision_model_gives_float32_logprobs_of_its_own_logits(arch: s
         expected = full_forward_logprobs(model.float(), PROMPTS[0], longest.responses[j, :length], 1.0)
         # bfloat16 has eight bits of precision, so the float32 model with the same weights is only close.
         assert (longest.logprobs[j, :length] - expected).abs().median() < 0.1
-
-
-def test_dropping_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    often = {"max_new_tokens": 20, "stop_token_ids": range(2, 64, 6), "backend": "decode"}
-    for arch, overrides in (("llama", {}), ("bloom", {}), ("opt", {}), ("gemma3", {"sliding_window": 4})):
-        model = tiny_causal_lm(arch, **overrides)
-        leaving, endless = run(model, **often), run(model, max_new_tokens=20, stop_token_ids=[])
-        assert 8 <= leaving.stopped.sum() < 12 and len(leaving.response_mask.sum(dim=1).unique()) >= 4
-        assert not endless.stopped.any() and endless.response_mask.all()
-        kept = leaving.response_mask
-        assert torch.equal(leaving.responses[kept], endless.responses[kept])
-        assert_close(leaving.logprobs[kept], endless.logprobs[kept], rtol=1e-5, atol=1e-5)
-        for share, every in ((2.0, 1), (1e-9, 1), (1 / 8, 4), (1e-9, 7)):
-            monkeypatch.setattr(decode, "_MIN_DROP_SHARE", share)
-            monkeypatch.setattr(decode, "_steps_between_checks", lambda device, every=every: every)
-            assert_same(run(model, **often), leaving)
-        monkeypatch.undo()
-
-
-def test_a_prompt_is_computed_once_and_stopped_rows_are_not_computed() -> None:
-    model = tiny_causal_lm("llama")
-    shapes: list[tuple[int, int]] = []
-    logits: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    model.lm_head.register_forward_hook(lambda _, args, output: logits.append(output.size(1)))
-    lengths = run(model, max_new_tokens=20, stop_token_ids=range(2, 64, 6), backend="decode").response_mask.sum(dim=1)
-    # Four prompts, not twelve, without the two columns of padding only; then one token per row. One logit row each.
-    assert shapes[0] == (4, 7) and {width for _, width in shapes[1:]} == {1}
-    assert set(logits) == {1}
-    # The forward pass on the token at t is for rows longer than t + 1; up to an eighth of its rows may have stopped.
-    assert len(shapes) == lengths.max()
-    for t, (count, _) in enumerate(shapes[1:]):
-        alive = int((lengths > t + 1).sum())
-        assert alive <= count <= max(alive, alive * 8 / 7)
 
 
 def test_several_samples_of_a_prompt_are_those_of_separate_calls() -> None:
@@ -192,7 +155,7 @@ def test_threads_change_no_token() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_the_models_generation_config_does_not_matter(backend: str) -> None:
     model = tiny_causal_lm("llama")
     plain = run(model, backend=backend)
@@ -239,7 +202,7 @@ def test_a_pad_token_that_is_the_stop_token_still_counts_as_chosen() -> None:
     assert torch.equal(torch.isin(last, torch.tensor([EOS, 7, 9, 10, 11])), same.stopped)
 
 
-@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_responses_may_stop_at_the_first_token_or_never(backend: str) -> None:
     model = tiny_causal_lm("gpt2")
     at_once = run(model, stop_token_ids=range(64), backend=backend)
@@ -284,7 +247,7 @@ def modes(model: PreTrainedModel) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_a_model_in_train_mode_with_checkpointing_samples_the_same_and_keeps_its_modes(backend: str) -> None:
     for arch in ("gpt2", "llama", "phi" if backend == "slots" else "bloom"):
         model = tiny_causal_lm(arch)
@@ -300,7 +263,7 @@ def test_a_model_in_train_mode_with_checkpointing_samples_the_same_and_keeps_its
         assert not actual.logprobs.requires_grad and not actual.logprobs.is_inference()
 
 
-@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None:
     model = tiny_causal_lm("llama").train()
     model.model.norm.eval()
@@ -316,7 +279,7 @@ def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None
     assert modes(model) == before and model.generation_config is config and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("backend", ["slots", "decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
     model = tiny_causal_lm("llama")
     model.lm_head.weight.data[5] = float("nan")
@@ -334,7 +297,7 @@ def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
         ({"top_k": 0}, r"top_k \(0\)"),
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
         ({"top_p": 1.5}, r"top_p \(1.5\)"),
-        ({"backend": "vllm"}, "generation_backend is 'vllm'; choose one of auto, slots, decode, generate"),
+        ({"backend": "vllm"}, "generation_backend is 'vllm'; choose one of auto, slots, generate"),
         ({"slots": 0}, r"slots \(0\) must be at least 1; None decodes all rows at once"),
     ],
 )
@@ -351,7 +314,6 @@ def test_the_fields_of_sampling_params_are_keywords_of_generate() -> None:
         "queries",
         "query_attn_masks",
         "prompt_ids",
-        "any_rank",
         "before_token",
         "slots",
         "on_finished",

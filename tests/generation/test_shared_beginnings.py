@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from alpaca_ppo.generation import shared_beginnings
-from alpaca_ppo.generation.shared_beginnings import group_prompts
+from alpaca_ppo.generation import slot_prompts
+from alpaca_ppo.generation.slot_prompts import group_prompts
 
 SYSTEM = list(range(100))
 
@@ -81,7 +81,7 @@ def saved(prompts: list[list[int]]) -> int:
 
 
 def test_hardly_any_division_saves_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_beginnings, "MIN_COMMON", 2)
+    monkeypatch.setattr(slot_prompts, "MIN_COMMON", 2)
     draw, several, best_ones = random.Random(0), 0, 0
     for _ in range(100):
         # Up to nine tokens, an eighth of which is less than two.

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from alpaca_ppo.generation import slot_probe
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.generation.slot_probe import slot_problem
-from tests.generation.test_generate import assert_same, run
+from tests.generation.test_generate import run
 from tests.tiny_models import PACKED, PADDED, tiny_causal_lm, tiny_config
 
 
@@ -20,35 +20,19 @@ def test_rounding_in_half_precision_is_no_problem() -> None:
         assert arch in PACKED and slot_problem(tiny_causal_lm(arch, dtype=torch.bfloat16)) is None
 
 
-def test_other_families_are_not_and_auto_decodes_them() -> None:
+def test_other_families_are_not_and_auto_generates_them() -> None:
     for arch in PADDED:
         model = tiny_causal_lm(arch)
         assert slot_problem(model) is not None
-        assert resolve_backend("auto", model, None) == "decode"
+        assert resolve_backend("auto", model) == "generate"
     model = tiny_causal_lm("bloom")
-    decoded = run(model, backend="decode")
+    decoded = run(model, backend="generate")
     found = run(model, slots=2)
     assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(decoded).values(), strict=True))
     with pytest.raises(
         ValueError, match="generation_backend is slots, but BloomForCausalLM .* cannot be sampled in slo"
     ):
         run(model, backend="slots")
-
-
-def test_sharded_parameters_are_decoded_in_lockstep() -> None:
-    model = tiny_causal_lm("llama")
-    asked: list[bool] = []
-
-    def any_rank(here: bool) -> bool:
-        asked.append(here)
-        return here
-
-    assert_same(run(model, any_rank=any_rank), run(model))
-    assert asked[-1] is False and asked[0] is True
-    with pytest.raises(
-        ValueError, match="its parameters are sharded over ranks; set generation_backend: auto or decode"
-    ):
-        run(model, backend="slots", any_rank=any_rank)
 
 
 class Forgetful(LlamaForCausalLM):

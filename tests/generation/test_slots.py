@@ -1,7 +1,6 @@
-"""The slot loop gives the tokens of the decode loop, whatever shares the slots and whoever waits."""
+"""The slot loop gives the tokens of plain passes over whole rows, whatever shares the slots and whoever waits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation import Generation, SamplingParams, generate, graphs, slot_step
-from alpaca_ppo.generation import slots as slot_loop
+from alpaca_ppo.functional.rng import uniforms
+from alpaca_ppo.generation import Generation, SamplingParams, slot_passes
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
+from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import is_installed
 from tests.generation.test_generate import PROMPT_IDS, PROMPTS, assert_same, padded
 from tests.models.test_packed_sequences import InFloat64
@@ -49,7 +49,8 @@ def model_of(arch: str, **overrides: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def in_slots(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> Generation:
-    settings = {**SETTINGS, **{key: arguments.pop(key) for key in list(arguments) if key in SETTINGS}}
+    names = {field.name for field in fields(SamplingParams)}
+    settings = {**SETTINGS, **{key: arguments.pop(key) for key in list(arguments) if key in names}}
     # A model with hooks is tried each time, and its passes would be counted.
     assert is_installed(model) or slot_problem(model) is None
     return sample_in_slots(
@@ -61,16 +62,35 @@ def in_slots(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **argum
     )
 
 
-def decoded(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **settings: Any) -> Generation:
-    prompt_ids = torch.tensor(PROMPT_IDS)
-    return generate(model, *padded(prompts), prompt_ids=prompt_ids, backend="decode", **{**SETTINGS, **settings})
+@torch.no_grad()
+def plain(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **changes: Any) -> Generation:
+    """The responses by a pass over the whole row for each token."""
+    params = SamplingParams(**{**SETTINGS, **changes})
+    n, width = params.num_return_sequences, params.max_new_tokens
+    ids = torch.tensor(PROMPT_IDS) if len(prompts) == len(PROMPT_IDS) else torch.arange(len(prompts))
+    keys, shape = params.random_keys(ids), (len(prompts) * n, width)
+    responses, mask = torch.full(shape, PAD), torch.zeros(shape, dtype=torch.bool)
+    logprobs, stopped = torch.zeros(shape, dtype=torch.float64), torch.zeros(len(keys), dtype=torch.bool)
+    for row, key in enumerate(keys):
+        tokens = list(prompts[row // n])
+        for t in range(width):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[:, -1]
+            numbers = uniforms(key.view(1), t) if params.do_sample else None
+            choice = choose_tokens(logits, numbers, temperature=params.temperature)
+            token = int(choice.tokens)
+            tokens.append(token)
+            responses[row, t], mask[row, t], logprobs[row, t] = token, True, choice.logprobs
+            if token in params.stop_token_ids or (token in params.truncate_token_ids and t >= params.truncate_after):
+                stopped[row] = True
+                break
+    return Generation(responses, mask, logprobs, stopped)
 
 
 @pytest.mark.parametrize("arch", PACKED)
-def test_slots_sample_what_the_decode_loop_samples_on_every_family_that_packs(arch: str) -> None:
+def test_slots_sample_what_plain_passes_choose_on_every_family_that_packs(arch: str) -> None:
     model = model_of(arch)
     with InFloat64():
-        expected = decoded(model)
+        expected = plain(model)
         # Five slots for twelve rows: three prompts share them, and one has a sample that starts later.
         assert_same(in_slots(model, slots=5, shapes=BUCKETS), expected, 1e-10)
         assert_same(in_slots(model, slots=None), expected, 1e-10)
@@ -81,41 +101,35 @@ def test_slots_sample_what_the_decode_loop_samples_on_every_family_that_packs(ar
 def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str, overrides: dict[str, Any]) -> None:
     model = model_of(arch, **overrides)
     for prompts in (PROMPTS, SYSTEM):
-        expected = decoded(model, prompts)
+        expected = plain(model, prompts)
         for slots in (1, 2, 3, 7, 12, None):
             for shapes in (EXACT, BUCKETS):
                 assert_same(in_slots(model, prompts, slots=slots, shapes=shapes), expected, 1e-10)
         assert_same(in_slots(model, prompts, slots=12, shapes=TIGHT), expected, 1e-10)
     greedy = {"do_sample": False, "num_return_sequences": 1, "stop_token_ids": (), "truncate_token_ids": ()}
-    queries, mask = padded(PROMPTS)
-    arguments = {**SETTINGS, **greedy, "prompt_ids": torch.tensor(PROMPT_IDS)}
-    assert_same(
-        generate(model, queries, mask, backend="slots", slots=3, **arguments),
-        generate(model, queries, mask, backend="decode", **arguments),
-        1e-10,
-    )
+    assert_same(in_slots(model, slots=3, **greedy), plain(model, **greedy), 1e-10)
 
 
 def test_idle_slots_see_something_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = model_of("gemma3", sliding_window=4), slot_step.dense_attention
+    model, dense = model_of("gemma3", sliding_window=4), slot_passes.dense_attention
 
     def strict(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *settings: Any) -> Tensor:
         # Some kernels answer NaN here.
         assert (mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()
-        return plain(query, key, value, mask, *settings)
+        return dense(query, key, value, mask, *settings)
 
-    monkeypatch.setattr(slot_step, "dense_attention", strict)
+    monkeypatch.setattr(slot_passes, "dense_attention", strict)
     # The longest row ends after three tokens, the others after up to twelve.
     prompts = [COMMON + SYSTEM[0], *PROMPTS[1:]]
     settings = {"num_return_sequences": 1, "stop_token_ids": tuple(range(2, 64, 9)), "seed": 2}
-    assert_same(in_slots(model, prompts, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
+    assert_same(in_slots(model, prompts, shapes=TIGHT, **settings), plain(model, prompts, **settings), 1e-10)
 
 
 def test_idle_slots_need_no_position_beyond_those_of_the_rows() -> None:
     # Each prompt has 5 tokens, and the last of 12 new tokens is never read.
     model, prompts = model_of("gpt2", n_positions=16), [[5, 6, 7, 8, 9]] * 4
     settings = {"truncate_token_ids": ()}
-    assert_same(in_slots(model, prompts, slots=3, shapes=TIGHT, **settings), decoded(model, prompts, **settings), 1e-10)
+    assert_same(in_slots(model, prompts, slots=3, shapes=TIGHT, **settings), plain(model, prompts, **settings), 1e-10)
 
 
 class Passes:
@@ -158,7 +172,7 @@ def test_a_beginning_is_shared_only_if_every_prompt_goes_on_after_it() -> None:
     _, prefills, steps = Passes(model).of(lambda: in_slots(model, equal, slots=12, max_new_tokens=1))
     # All but the last token of the shortest prompt, and then 1 + 1 + 2 + 2 tokens.
     assert prefills == [len(COMMON) - 1, 6] and steps == []
-    assert_same(in_slots(model, equal, slots=4), decoded(model, equal), 1e-10)
+    assert_same(in_slots(model, equal, slots=4), plain(model, equal), 1e-10)
 
 
 def test_prompts_of_several_beginnings_share_each_of_them_once() -> None:
@@ -169,7 +183,7 @@ def test_prompts_of_several_beginnings_share_each_of_them_once() -> None:
     prompts = [COMMON + [5], other + [6], COMMON + [9, 8], [40, 41], other + [7, 5], COMMON + [33], COMMON + [34]]
     ids = torch.arange(7)
     queries, mask = padded(prompts)
-    expected = generate(model, queries, mask, prompt_ids=ids, backend="decode", **SETTINGS)
+    expected = plain(model, prompts)
     passes = Passes(model)
     for slots in (1, 2, 4, 9, None):
         reported: list[int] = []
@@ -252,21 +266,3 @@ def test_an_exception_between_tokens_leaves_a_model_that_samples_the_same_again(
         assert len(calls) == stop_at
         found = in_slots(model, slots=3)
         assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
-
-
-def test_the_device_of_the_prompts_is_current_while_slots_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Streams and events are those of the current device.
-    assert graphs.current_device(torch.device("cuda", 1)).idx == 1
-    current: list[torch.device] = []
-
-    @contextmanager
-    def record(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        with graphs.current_device(device):
-            yield
-        current.pop()
-
-    monkeypatch.setattr(slot_loop, "current_device", record)
-    during: list[list[torch.device]] = []
-    in_slots(model_of("llama"), slots=3, before_token=lambda: during.append(list(current)))
-    assert during and all(devices == [torch.device("cpu")] for devices in during) and not current

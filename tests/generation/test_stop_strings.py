@@ -146,7 +146,7 @@ def sampled(backend: str, model: Any, **changes: Any) -> Generation:
 def free() -> tuple[Any, Generation, list[str]]:
     """A model of 270 byte-level tokens, responses without stop strings, and strings of several tokens from them."""
     model, tokenizer = tiny_causal_lm("llama", vocab_size=270), byte_level()
-    free = sampled("decode", model)
+    free = sampled("generate", model)
     pieces = [
         b"".join(token_bytes(tokenizer, 270)[token] for token in free.responses[row, start : start + 3].tolist())
         for row, start in ((0, 2), (4, 6), (8, 0))
@@ -164,7 +164,7 @@ def cut(free: Generation, tokenizer: Any, strings: list[str]) -> tuple[Tensor, T
     return mask, stopped
 
 
-@pytest.mark.parametrize("backend", ["auto", "slots", "decode", "generate", "shapes of a GPU"])
+@pytest.mark.parametrize("backend", ["slots", "generate", "shapes of a GPU"])
 def test_every_backend_ends_responses_at_stop_strings_and_keeps_their_tokens(free: Any, backend: str) -> None:
     model, whole, strings = free
     stop = StopStrings(strings, byte_level(), vocab_size=270)

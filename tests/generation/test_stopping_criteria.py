@@ -4,42 +4,26 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from alpaca_ppo.generation import resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
+from alpaca_ppo.generation import SamplingParams, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
 from alpaca_ppo.generation.stopping_criteria import StopRule
 from tests.data.tokenizers import CHATML, GEMMA, LLAMA_3, MISTRAL, PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, UNK, tiny_tokenizer
 
-CPU = torch.device("cpu")
-TOKENS = torch.tensor([2, 7, 9])
+
+def ends(stop: list[int], truncate: list[int], tokens: list[int], positions: list[int]) -> list[bool]:
+    params = SamplingParams(4, 1.0, 0, tuple(stop), truncate_token_ids=tuple(truncate), truncate_after=3)
+    rule, zeros = StopRule(params, torch.device("cpu")), torch.zeros(len(tokens), dtype=torch.long)
+    found, matched = rule(torch.tensor(tokens), torch.tensor(positions), zeros)
+    assert matched is zeros
+    return found.tolist()
 
 
-def test_stop_tokens_end_a_row_at_any_position() -> None:
-    rule = StopRule([7, 2], device=CPU)
-    assert [rule(TOKENS, position).tolist() for position in (0, 5)] == [[True, True, False]] * 2
-
-
-def test_truncate_tokens_end_a_row_only_after_enough_tokens() -> None:
-    rule = StopRule([2], truncate_token_ids=[9], truncate_after=3, device=CPU)
+def test_stop_tokens_end_a_row_at_any_position_and_truncate_tokens_after_enough_tokens() -> None:
+    assert ends([7, 2], [], [2, 7, 9], [0, 5, 5]) == [True, True, False]
     # Two tokens precede position 2, three precede position 3.
-    assert rule(TOKENS, 2).tolist() == [True, False, False]
-    assert rule(TOKENS, 3).tolist() == [True, False, True]
-
-
-def test_rows_at_positions_of_their_own_end_as_each_would_alone() -> None:
-    rule = StopRule([2], truncate_token_ids=[9], truncate_after=3, device=CPU)
-    assert rule(torch.tensor([9, 9, 2]), torch.tensor([2, 3, 0])).tolist() == [False, True, True]
-
-
-def test_a_token_that_both_stops_and_truncates_stops_at_any_position() -> None:
-    assert StopRule([9], truncate_token_ids=[9], truncate_after=3, device=CPU)(TOKENS, 0).tolist() == [
-        False,
-        False,
-        True,
-    ]
-
-
-def test_without_stop_tokens_no_row_ends() -> None:
-    assert StopRule([], device=CPU)(TOKENS, 0).tolist() == [False, False, False]
+    assert ends([2], [9], [9, 9, 2], [2, 3, 0]) == [False, True, True]
+    assert ends([9], [9], [9, 2], [0, 0]) == [True, False]
+    assert ends([], [], [2], [0]) == [False]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.functional.shaping import last_token_index
-from alpaca_ppo.generation import PENDING, Generation, SamplingParams, Turn, Turns, generate, slot_prompts, slot_step
-from alpaca_ppo.generation.slot_extend import NewTokens
+from alpaca_ppo.generation import PENDING, Generation, SamplingParams, Turn, Turns, generate, slot_passes, slot_prompts
+from alpaca_ppo.generation.slot_passes import NewTokens
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import EXACT, StepShapes
 from alpaca_ppo.generation.token_sampling import choose_tokens
@@ -156,18 +156,19 @@ def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_c
 @torch.no_grad()
 def test_every_token_is_read_once(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]) -> None:
     model, columns, in_steps, in_prompts = model_of("llama"), list[int](), list[tuple[int, int]](), list[int]()
-    read, extend = slot_step.read_tokens, slot_prompts.extend
+    read, extend = slot_passes.read_next, slot_prompts.extend
 
-    def count_step(*args: Any, slots: int, **how: Any) -> Tensor:
-        # Slots whose row has ended or waits for an answer are padding.
-        in_steps.append((slots, int(args[2].running[:slots].sum())))
-        return read(*args, slots=slots, **how)
+    def count_step(*args: Any, position_ids: Tensor, **how: Any) -> Tensor:
+        # Slots whose row has ended or waits for an answer are padding, and stay at their last position.
+        lengths = args[3]
+        in_steps.append((len(lengths), int((position_ids == lengths).sum())))
+        return read(*args, position_ids=position_ids, **how)
 
     def count_tokens(model: Any, cache: Any, new: Sequence[NewTokens]) -> Tensor:
         in_prompts.append(sum(len(entry.tokens) for entry in new))
         return extend(model, cache, new)
 
-    monkeypatch.setattr(slot_step, "read_tokens", count_step)
+    monkeypatch.setattr("alpaca_ppo.generation.slots.read_next", count_step)
     monkeypatch.setattr(slot_prompts, "extend", count_tokens)
     assert slot_problem(model) is None
     model.register_forward_pre_hook(
@@ -305,13 +306,13 @@ def test_turns_are_passed_to_backends_that_take_them_and_refused_by_others() -> 
     assert torch.equal(found[0].responses, found[1].responses)
     appended = found[0].responses.ne(PAD) & ~found[0].response_mask
     assert appended.any()
-    for backend in ("decode", "generate"):
+    for backend in ("generate",):
         with pytest.raises(
             ValueError, match=f"generation_backend is {backend}, .* one turn only.*: slots, or register"
         ):
             generate(model, queries, mask, **arguments, backend=backend, turns=Turns(Script()))
     for backend in ("auto", "slots"):
-        with pytest.raises(ValueError, match="Bloom.* cannot be sampled in slots: .*use a model of another family"):
+        with pytest.raises(ValueError, match="Bloom.* cannot be sampled in slots: .*several turns need slots"):
             generate(tiny_causal_lm("bloom"), queries, mask, **arguments, backend=backend, turns=Turns(Script()))
 
 

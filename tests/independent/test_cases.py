@@ -21,8 +21,6 @@ GROUPS = (
 """Groups of options that decide what is learned."""
 NOT_COMPARED = {
     "generation_backend": "tests/generation compares the samplers",
-    "cuda_graphs": "has no effect without a GPU; tests/generation/test_slot_step.py",
-    "compile_decoding": "takes minutes; tests/generation/test_slot_step.py",
     "truncate_after": "tests/generation: the independent PPO takes the sampled tokens",
     "truncate_tokens": "tests/generation",
     "stop_strings": "tests/generation/test_stop_strings.py",

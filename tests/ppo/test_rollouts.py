@@ -25,11 +25,10 @@ def rollouts_of(tmp_path, name, **overrides):
         {"rollout_per_device_batch_size": 1},
         {"rollout_per_device_batch_size": 3},
         {"generation_backend": "slots"},
-        {"generation_backend": "generate"},
     ],
 )
 def test_rollouts_do_not_depend_on_chunks_or_the_sampling_backend(overrides, tmp_path):
-    expected = rollouts_of(tmp_path, "a", rollout_per_device_batch_size=10, generation_backend="decode")
+    expected = rollouts_of(tmp_path, "a", rollout_per_device_batch_size=10, generation_backend="generate")
     actual = rollouts_of(tmp_path, "b", **overrides)
     assert expected.keys() == actual.keys()
     for key, value in expected.items():

@@ -371,7 +371,7 @@ def test_the_check_is_made_once_in_a_process_and_moves_no_number(stop_after, tmp
     def counting(model, queries, *args, sampling_params, **how):
         torch.rand(1)
         sampled.append((len(queries), sampling_params.max_new_tokens))
-        return GENERATION_BACKENDS.get("decode")(model, queries, *args, sampling_params=sampling_params, **how)
+        return GENERATION_BACKENDS.get("generate")(model, queries, *args, sampling_params=sampling_params, **how)
 
     with temporary_choices():
         GENERATION_BACKENDS.register("counting")(counting)

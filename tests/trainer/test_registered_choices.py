@@ -127,7 +127,7 @@ def copied_k3(difference: Tensor) -> Tensor:
         ({"adv_estimator": "gae"}, {"adv_estimator": "copied"}),
         ({"policy_loss": "clip"}, {"policy_loss": "copied"}),
         ({"kl_estimator": "k3", "kl_loss_type": "k3"}, {"kl_estimator": "copied", "kl_loss_type": "copied"}),
-        ({"generation_backend": "decode"}, {"generation_backend": "copied"}),
+        ({"generation_backend": "generate"}, {"generation_backend": "copied"}),
     ],
 )
 def test_a_registered_copy_of_a_built_in_choice_makes_the_same_run(built_in, registered, tmp_path):
@@ -135,7 +135,7 @@ def test_a_registered_copy_of_a_built_in_choice_makes_the_same_run(built_in, reg
         functional.register_adv_estimator("copied", needs_critic=True)(copied_gae)
         functional.register_policy_loss("copied")(copied_clip)
         functional.register_kl_estimator("copied")(copied_k3)
-        register_generation_backend("copied")(registry.GENERATION_BACKENDS.get("decode"))
+        register_generation_backend("copied")(registry.GENERATION_BACKENDS.get("generate"))
         common = {"use_kl_loss": True, "kl_loss_coef": 0.1, "dtype": torch.float64}
         expected = tiny_trainer(tmp_path / "built_in", **common, **built_in)
         expected.train()

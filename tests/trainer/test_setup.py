@@ -149,7 +149,7 @@ def test_rows_must_not_cross_the_length_at_which_their_rotations_change(make, re
 
 
 @pytest.mark.parametrize("model", [{"original": 8}, {"short": 4.0}], ids=["up to the switch", "one set of factors"])
-@pytest.mark.parametrize("backend", ["decode", "generate"])
+@pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_within_the_switch_or_with_one_set_of_factors_sampler_and_trainer_agree(model, backend, tmp_path):
     trainer = tiny_trainer(tmp_path, model=longrope(**model), generation_backend=backend, rollout_batch_size=40)
     rollouts = trainer.rollout(trainer.prompt_batches(0))

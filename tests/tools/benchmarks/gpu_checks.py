@@ -18,7 +18,7 @@ PEAK = Peak(1.0, 1.0, "invented")
 
 
 def test_every_way_decodes():
-    ways = ("slots", "decode", "static cache")
+    ways = ("slots", "generate", "static cache")
     lines = decoding_table(CPU, PEAK, shapes=["tiny"], rows=[2], ways=ways, dtype=torch.float32, prompt_len=3, tokens=4)
     assert lines[-1].startswith("| tiny, 2 rows | ")
     assert lines[-1].count("|") == len(ways) + 2

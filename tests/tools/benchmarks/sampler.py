@@ -56,10 +56,10 @@ def against_transformers(model: PreTrainedModel, stops: list[int], length: int) 
         return model.generate(queries, attention_mask=mask, generation_config=plain)
 
     lengths = ours().response_mask.sum(dim=1).float()
-    slots, decode, fallback, library = seconds(ours, lambda: ours("decode"), lambda: ours("generate"), theirs)
+    slots, fallback, library = seconds(ours, lambda: ours("generate"), theirs)
     print(
         f"prompts <= {length}, lengths {lengths.min():.0f} to {lengths.max():.0f}, mean {lengths.mean():.0f}: "
-        f"slots {slots:.3f} s; library / that {library / slots:.2f}, decode {decode / slots:.2f}, "
+        f"slots {slots:.3f} s; library / that {library / slots:.2f}, "
         f"fallback {fallback / slots:.2f}"
     )
 
@@ -77,7 +77,7 @@ def refilled(model: PreTrainedModel) -> None:
 
     def batches():
         for chunk in ids.split(BATCH):
-            generate(model, queries[chunk], mask[chunk], prompt_ids=chunk, backend="decode", **common)
+            generate(model, queries[chunk], mask[chunk], prompt_ids=chunk, backend="generate", **common)
 
     def slots():
         generate(model, queries, mask, prompt_ids=ids, backend="slots", slots=BATCH, **common)

@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "total_episodes": 30,
     "learning_rate": 3e-3,
     "kl_coef": 0.05,
-    "generation_backend": "decode",
+    "generation_backend": "slots",
     "old_policy": "recompute",
     # The default of earlier commits.
     "adam_epsilon": 1e-5,

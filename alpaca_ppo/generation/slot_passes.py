@@ -1,7 +1,8 @@
-"""One forward pass over new tokens of several slots, each row after the tokens that its slot holds already.
+"""The forward passes of the slot sampler: `extend` reads new tokens of some slots, `read_next` the next token of each.
 
-It serves the first tokens of a prompt, a prompt after a common prefix, and tokens that are appended to a response. The
-new tokens are packed into one sequence without padding.
+New tokens are those of a prompt, of a prompt after a common beginning, or appended to a response. They are packed into
+one sequence without padding. `read_next` is the step of decoding; it reads nothing back to the host. Which row sits in
+which slot is decided in `generation.slots`.
 """
 
 import inspect
@@ -105,3 +106,78 @@ class ExtendAttention:
             allowed = visible_columns(at, self.columns, sliding_window=sliding_window)
             self._allowed[sliding_window] = allowed.unsqueeze(1)
         return self._allowed[sliding_window]
+
+
+def read_next(
+    model: PreTrainedModel,
+    cache: SlotCache,
+    tokens: Tensor,
+    lengths: Tensor,
+    *,
+    columns: int,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Returns the logits (k, V) after the next token of each of the first k slots, whose states go into the cache.
+
+    Args:
+        model: the language model, with the attention of `models.packed_attention`.
+        cache: keys and values of the tokens that were read before.
+        tokens: (k,) int64.
+        lengths: (k,) int64, tokens that each slot holds before.
+        columns: how many columns of the cache are read; more than `lengths` of every row that counts.
+        position_ids: (k,) int64; None takes `lengths`.
+    """
+    cache.start_step(lengths, columns)
+    output = model(
+        input_ids=tokens.unsqueeze(1),
+        position_ids=(lengths if position_ids is None else position_ids).unsqueeze(1),
+        # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lengths.device),
+        past_key_values=cache,
+        use_cache=True,
+        packing=StepAttention(lengths, columns),
+    )
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+class StepAttention:
+    """The attention of `read_next`: the new token of each slot sees the tokens of its own slot.
+
+    Given to the model as `packing` (see `models.packed_attention`). Masks are made once per step and kind of layer.
+
+    Args:
+        lengths: (slots,) int64, the column of each slot's new token.
+        columns: how many columns of the cache are read.
+    """
+
+    def __init__(self, lengths: Tensor, columns: int) -> None:
+        self._lengths, self._columns = lengths, columns
+        self._allowed: dict[int | None, Tensor] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        """Returns (slots, 1, heads, width) for query (slots, heads, 1, d), key (slots, kv_heads, columns, d) and value
+        (slots, kv_heads, columns, width).
+        """
+        window = settings.sliding_window
+        plain = settings.softcap is None and settings.sinks is None
+        mask = self._bias(window, query.dtype) if plain else self._allow(window)
+        return dense_attention(query, key, value, mask, settings).transpose(1, 2)
+
+    def _allow(self, sliding_window: int | None) -> Tensor:
+        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column."""
+        if sliding_window not in self._allowed:
+            allowed = visible_columns(self._lengths, self._columns, sliding_window=sliding_window)
+            self._allowed[sliding_window] = allowed[:, None, None]
+        return self._allowed[sliding_window]
+
+    def _bias(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
+        """The same as numbers that are added to the scores: torch makes these of a boolean mask in every layer."""
+        kind = (sliding_window, dtype)
+        if kind not in self._biases:
+            allowed = self._allow(sliding_window)
+            self._biases[kind] = torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, float("-inf"))
+        return self._biases[kind]
