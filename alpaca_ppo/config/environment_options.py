@@ -25,19 +25,9 @@ class EnvironmentOptions(RolloutOptions):
         "with what environments and tools write. null = response_len alone.",
         at_least=1,
     )
-    max_concurrent_environments: int = argument(
-        64, "Calls of environments and tools that run at the same time on a process.", at_least=1
-    )
     tool_timeout: float | None = argument(
-        None, "Seconds for a tool call, after which the policy reads an error message; null waits.", above=0
-    )
-    environment_timeout: float | None = argument(
         None,
-        "Seconds for an environment's reset, reply or get_reward, after which the run stops with an error; null waits.",
+        "Seconds for a call of a tool, after which the policy reads an error message, and of an environment's reset, "
+        "reply or get_reward, after which the run stops with an error; null waits.",
         above=0,
-    )
-    allow_history_rewriting: bool = argument(
-        False,
-        "Train with a chat template that changes earlier turns when messages follow, on the turns as they were "
-        "sampled. When the model is used, it then reads other tokens than in training.",
     )

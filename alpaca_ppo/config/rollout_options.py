@@ -98,12 +98,6 @@ class RolloutOptions(EvaluationOptions):
         "LoRA reward model (folder or hub id) on the policy's base, as alpaca-ppo reward --use_peft writes it.",
     )
     reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
-    reward_retry_pause: float = argument(
-        1.0,
-        "Seconds before the first retry; each further pause is twice as long as the one before, up to a day.",
-        at_least=0,
-        at_most=86400,
-    )
     failed_rewards: Literal["error", "mask"] = argument(
         "error",
         "A response whose reward function raises (after the retries) or returns no finite score, or for which every "

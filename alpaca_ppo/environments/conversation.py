@@ -11,8 +11,8 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
+from alpaca_ppo.async_calls import error_text
 from alpaca_ppo.data.prompts import tokenize_prompts
-from alpaca_ppo.environments.texts import error_text
 
 Message = dict[str, Any]
 
@@ -25,7 +25,6 @@ _MARGIN = 32
 """Tokens that are kept of a text in addition to those needed, because the last ones depend on where it is cut."""
 _MANY = 1000
 """Calls: more than a turn has."""
-_OTHER_TOKENS = "The policy would be trained on other tokens than the template writes when it is used"
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ class Conversation:
         messages: whether prompts are messages, which the chat template writes; otherwise replies are plain text.
         chat_template_kwargs: further arguments of the chat template.
         stop_token_ids: what ends a turn.
-        allow_rewriting: whether the chat template may change earlier turns when later messages follow; what was sampled
-            stays as it is in any case.
     """
 
     def __init__(
@@ -59,13 +56,11 @@ class Conversation:
         messages: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
         stop_token_ids: Sequence[int],
-        allow_rewriting: bool = False,
     ) -> None:
         self.tokenizer, self.messages = tokenizer, messages
         self._keywords = dict(chat_template_kwargs or {})
         self._stop = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
-        self._allow_rewriting = allow_rewriting
 
     def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of text or messages; the tools of `schemas` are shown to the policy."""
@@ -179,15 +174,12 @@ class Conversation:
         for turn in range(turns):
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, answers, calls, schemas)
-            if self._allow_rewriting:
-                continue
             if thought and _ANSWER in first.text and _THOUGHT not in first.text:
                 raise self._rewriting("it leaves out what the policy thinks between <think> and </think>")
             if len(self._ids(first.closing)) > 1 and not first.text.endswith(first.closing + first.suffix):
                 raise ValueError(
                     f"{self._owner()} ends a turn with tool calls in another way than one without, after which it "
-                    f"writes {first.closing!r}. {_OTHER_TOKENS}. Set tokenizer.chat_template to one that ends both "
-                    "alike, or let turns with calls end as others do with allow_history_rewriting: true"
+                    f"writes {first.closing!r}; set tokenizer.chat_template to one that ends both alike"
                 )
             answer = _words("answer", turn)
             message = _assistant(thought + answer, self._named(calls))
@@ -199,9 +191,8 @@ class Conversation:
             if longer != expected:
                 raise ValueError(
                     f"{self._owner()} writes messages that come later, or are long, in another way than the first ones"
-                    f": {_difference(messages, expected, longer)}. {_OTHER_TOKENS}. Set tokenizer.chat_template to one "
-                    "that writes a message the same wherever it stands, or train on what it writes first with "
-                    "allow_history_rewriting: true"
+                    f": {_difference(messages, expected, longer)}; set tokenizer.chat_template to one that writes a "
+                    "message the same wherever it stands"
                 )
             written = longer
 
@@ -226,7 +217,7 @@ class Conversation:
         plain, called = _assistant(answer), _assistant(answer, self._named(tool_calls))
         start = self._render([_user()], schemas, add_generation_prompt=True)
         after = self._render([_user(), called, *replies], schemas, add_generation_prompt=True)
-        if not self._allow_rewriting and not after.startswith(start):
+        if not after.startswith(start):
             raise self._rewriting(_difference([_user(), called, *replies], start, after))
         before, earlier = (self._render([_user(), message], schemas) for message in (plain, called))
         # Some templates write an EOS at the end of the text.
@@ -267,9 +258,8 @@ class Conversation:
 
     def _rewriting(self, what: str) -> ValueError:
         return ValueError(
-            f"{self._owner()} changes an earlier turn when later messages follow it: {what}. {_OTHER_TOKENS}. Set "
-            "tokenizer.chat_template to one that writes every message as it was (many remove earlier reasoning by a "
-            "rule that can be deleted), or train on the tokens as they were sampled with allow_history_rewriting: true"
+            f"{self._owner()} changes an earlier turn when later messages follow it: {what}; set "
+            "tokenizer.chat_template to one that writes every message as it was (docs/environments.md)"
         )
 
     def _render(

@@ -1,7 +1,7 @@
 """One episode: an environment, and the conversation that it has with the policy about a dataset row.
 
-Its parts are generators that yield the calls of the user's functions and are sent what became of them; `episodes` runs
-these calls in `workers`.
+Its parts are generators that yield the calls of the user's functions and are sent what became of them; `episodes` makes
+these calls.
 """
 
 import json
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, TypeVar
 
+from alpaca_ppo.async_calls import Call, CallTimeout, Ended, error_text
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind, Tool
-from alpaca_ppo.environments.texts import encodable, error_text, shown
+from alpaca_ppo.environments.texts import encodable, shown
 from alpaca_ppo.environments.tool_calls import (
     ParserFailure,
     ToolCall,
@@ -23,7 +24,6 @@ from alpaca_ppo.environments.tool_calls import (
     find_parsed_calls,
     find_template_calls,
 )
-from alpaca_ppo.environments.workers import Call, CallTimeout, Ended
 from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
@@ -47,9 +47,7 @@ class EpisodeSettings:
     max_turns: int | None = None
     """Turns of the policy after which an episode ends; None sets no limit."""
     tool_timeout: float | None = None
-    """Seconds for a tool call; None waits without end."""
-    environment_timeout: float | None = None
-    """Seconds for `reset`, `reply` and `get_reward`."""
+    """Seconds for a call of a tool, `reset`, `reply` or `get_reward`; None waits without end."""
     tool_call_parser: ToolCallParser | None = None
     """None takes the tokenizer's `response_template` if it has one, and otherwise JSON between <tool_call> tags."""
 
@@ -298,15 +296,13 @@ class Episode:
         return function
 
     def _own(self, method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Steps[Any]:
-        ended = yield Call(method, arguments, self.settings.environment_timeout)
+        timeout = self.settings.tool_timeout
+        ended = yield Call(method, arguments, timeout)
         if ended.error is None:
             return ended.value
         self.reusable = False
         if isinstance(ended.error, CallTimeout):
-            raise self._failure(
-                f"{name} was not done after environment_timeout ({self.settings.environment_timeout:g} seconds); make "
-                "it faster, or raise environment_timeout"
-            )
+            raise self._failure(f"{name} was not done after {timeout:g} seconds; make it faster, or raise tool_timeout")
         raise self._failure(f"{name} raised {error_text(ended.error)}") from ended.error
 
     def _failure(self, problem: str) -> EnvironmentFailure:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.async_calls import Ended, RowCalls
 from alpaca_ppo.data.collation import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
 from alpaca_ppo.environments.texts import shown
-from alpaca_ppo.environments.workers import Ended, Workers
 from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
@@ -33,7 +33,6 @@ class Environments:
         settings: of all episodes.
         max_turn_tokens: of a turn of the policy; None sets no limit.
         max_policy_tokens: of the policy in a response; None sets no limit.
-        max_concurrent: calls of environments and tools at a time.
     """
 
     def __init__(
@@ -43,11 +42,10 @@ class Environments:
         *,
         max_turn_tokens: int | None,
         max_policy_tokens: int | None,
-        max_concurrent: int,
     ) -> None:
         self.kinds, self.settings = dict(kinds), settings
         self._max_turn_tokens, self._max_policy_tokens = max_turn_tokens, max_policy_tokens
-        self._workers = Workers(max_concurrent)
+        self._calls = RowCalls()
 
     @property
     def answer(self) -> bool:
@@ -88,7 +86,7 @@ class Environments:
         ]
         episodes = Episodes(
             made,
-            self._workers,
+            self._calls,
             poll,
             answer=self.answer,
             max_turn_tokens=self._max_turn_tokens,
@@ -99,7 +97,7 @@ class Environments:
             episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
             yield episodes
         finally:
-            running = self._workers.abandon()
+            running = self._calls.abandon()
             for number, episode in enumerate(made):
                 if episode.environment is not None:
                     reusable = episode.reusable and number not in running
@@ -128,7 +126,7 @@ class Episodes:
 
     Args:
         episodes: one for each row.
-        workers: run the calls.
+        calls: of the run.
         poll: see `Environments.episodes`.
         answer: whether a response can have more than one turn.
         max_turn_tokens: see `Environments`.
@@ -143,14 +141,14 @@ class Episodes:
     def __init__(
         self,
         episodes: Sequence[Episode],
-        workers: Workers,
+        calls: RowCalls,
         poll: Callable[[], Any],
         *,
         answer: bool,
         max_turn_tokens: int | None,
         max_policy_tokens: int | None,
     ) -> None:
-        self.of_rows, self._workers, self._poll = list(episodes), workers, poll
+        self.of_rows, self._calls, self._poll = list(episodes), calls, poll
         turns = Turns(self, max_turn_tokens=max_turn_tokens, max_policy_tokens=max_policy_tokens)
         self.turns = turns if answer else None
         """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
@@ -240,11 +238,11 @@ class Episodes:
         except StopIteration as finished:
             return True, finished.value
         self._steps[row] = steps
-        self._workers.start(row, call)
+        self._calls.start(row, call)
         return False, None
 
     def _hear(self, timeout: float) -> None:
-        for ended in self._workers.finished(timeout):
+        for ended in self._calls.finished(timeout):
             row = ended.row
             self.of_rows[row].seconds += ended.seconds
             done, value = self._advance(row, self._steps.pop(row), ended)

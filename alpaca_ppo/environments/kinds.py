@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from alpaca_ppo.environments.texts import error_text
+from alpaca_ppo.async_calls import error_text
 
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment; usually its class."""

@@ -8,15 +8,6 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def error_text(error: BaseException) -> str:
-    """The type and the message of an exception; the type alone if it cannot say more."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    # Also what would end the program: it comes from code of the user, or of the policy.
-    except BaseException:
-        return type(error).__name__
-
-
 def shown(value: Any) -> str:
     """The beginning of how `value` is written; its type if it cannot be written."""
     try:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpaca_ppo.environments.texts import encodable, error_text, shown
+from alpaca_ppo.async_calls import error_text
+from alpaca_ppo.environments.texts import encodable, shown
 
 _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)

@@ -1,41 +1,25 @@
 """User-supplied reward functions: calling them, again if they raise, and tracing an exception to its row.
 
-Async functions of one batch run concurrently. The returned scores are checked in `score_checks`.
+Functions are called in the main thread; async ones run together in the process's event loop. The returned scores are
+checked in `scorer`.
 """
 
-import asyncio
 import inspect
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
-import torch
-
+from alpaca_ppo.async_calls import await_all
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 from alpaca_ppo.rewards.score_checks import score_list
 
 OFFERED = ("trainer_state", "log_metric")
 """What the trainer gives to functions that name it in their signatures."""
-MAX_PAUSE = 86400.0
-"""Seconds of the longest pause before a retry: a day."""
-
-T = TypeVar("T")
-
-
-class Pending(NamedTuple):
-    """What is to be awaited before the next calls."""
-
-    awaitables: Sequence[Awaitable[Any]]
-    has_failed: bool
-    """Whether a call that was made together with these has raised already, so that more calls follow for certain."""
-
-
-Calls = Generator[Pending, list[Any] | None, T]
-"""Calls of functions of which some are async; see `function_calls`."""
+LONGEST_PAUSE = 64.0
+"""Seconds. The first pause before a retry takes 1 s, each further one twice as long as the one before, up to this."""
 
 
 class FunctionReward:
@@ -92,16 +76,14 @@ class FailurePolicy:
     """What happens if a reward function raises."""
 
     retries: int = 0
-    """Times that it is called again."""
-    pause: float = 1.0
-    """Seconds before the first of these calls; each further pause is twice as long as the one before, up to a day."""
+    """Times that it is called again, after pauses of 1 s, 2 s, 4 s and so on up to `LONGEST_PAUSE`."""
     mask: bool = False
     """After the last retry: True leaves the rows that fail when scored one by one without a reward, and those that no
     source scores; False ends the run."""
 
 
 class FunctionScores(NamedTuple):
-    """What a function returned for a batch."""
+    """What a source returned for a batch."""
 
     scores: Any
     """Unchecked. After a call for each row, a list of B entries, None for a row that failed."""
@@ -120,68 +102,44 @@ def call_functions(
     A function that raises is called again as `policy` says; functions that have returned are not. If it still raises,
     it is called on each row separately, to find the rows at fault.
 
-    Raises:
-        RewardError: chained to the function's own exception, unless `policy` masks rows; names the first row that
-            raises. Also if a call for a single row does not return one score.
-    """
-    calls, outcomes = function_calls(sources, batch, policy, pause=time.sleep, on_source=on_source), None
-    with _EventLoop() as loop:
-        while True:
-            try:
-                pending = calls.send(outcomes)
-            except StopIteration as finished:
-                scores: list[FunctionScores] = finished.value
-                return scores
-            outcomes = loop.run(pending.awaitables)
-
-
-def function_calls(
-    sources: Sequence[FunctionReward],
-    batch: RewardBatch,
-    policy: FailurePolicy,
-    *,
-    pause: Callable[[float], Any],
-    on_source: Callable[[str], Any] = lambda name: None,
-) -> Calls[list[FunctionScores]]:
-    """Makes the calls of `call_functions`, and leaves it to the caller how to await: a generator that yields what is
-    pending, to be sent the result of each awaitable or the exception that it raised.
-
     Args:
         sources: functions.
         batch: the rows.
         policy: what happens if a function raises.
-        pause: called with the seconds between two attempts.
         on_source: called with the name of a source before its calls.
+
+    Raises:
+        RewardError: chained to the function's own exception, unless `policy` masks rows; names the first row that
+            raises. Also if a call for a single row does not return one score.
     """
-    outcomes = yield from _call_all([_call(source, batch, on_source) for source in sources])
+
+    def call(source: FunctionReward) -> Callable[[], Any]:
+        keywords = source.keywords(batch)
+        return lambda: (on_source(source.name), source.function(**keywords))[1]
+
+    outcomes = _call_all([call(source) for source in sources])
     first = list(outcomes)
     for attempt in range(policy.retries):
         failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
         if not failed:
             break
-        pause(_pause_before(attempt, policy))
-        again = yield from _call_all([_call(sources[i], batch, on_source) for i in failed])
-        for i, outcome in zip(failed, again, strict=True):
+        time.sleep(min(2.0 ** min(attempt, 10), LONGEST_PAUSE))
+        for i, outcome in zip(failed, _call_all([call(sources[i]) for i in failed]), strict=True):
             outcomes[i] = outcome
-    results = []
-    for source, earliest, outcome in zip(sources, first, outcomes, strict=True):
-        if isinstance(outcome, BaseException):
-            results.append((yield from _row_by_row(source, batch, (earliest, outcome), policy)))
-        else:
-            results.append(FunctionScores(outcome, {}))
-    return results
-
-
-def _pause_before(attempt: int, policy: FailurePolicy) -> float:
-    # The exponent is limited because a large power overflows.
-    return min(policy.pause * 2.0 ** min(attempt, 64), MAX_PAUSE)
+    return [
+        _row_by_row(source, batch, (earliest, outcome), policy)
+        if isinstance(outcome, BaseException)
+        else FunctionScores(outcome, {})
+        for source, earliest, outcome in zip(sources, first, outcomes, strict=True)
+    ]
 
 
 def _row_by_row(
     source: FunctionReward, batch: RewardBatch, raised: tuple[BaseException, BaseException], policy: FailurePolicy
-) -> Calls[FunctionScores]:
+) -> FunctionScores:
     """Calls `source` on each row, after the first and the last call with the whole batch have `raised`."""
-    by_row = yield from _call_all([_call(source, batch.row(i)) for i in range(len(batch))])
+    rows = [batch.row(i) for i in range(len(batch))]
+    by_row = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
     first, last = raised
     if not policy.mask:
         row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
@@ -202,20 +160,24 @@ def _row_by_row(
             failures[i].__cause__ = result
             scores.append(None)
         else:
-            scores += score_list(source.name, result, batch.row(i))
+            scores += score_list(source.name, result, rows[i])
     return FunctionScores(scores, failures)
 
 
-def _call(
-    source: FunctionReward, batch: RewardBatch, on_source: Callable[[str], Any] = lambda name: None
-) -> Callable[[], Any]:
-    call = partial(source.function, **source.keywords(batch))
-
-    def announced() -> Any:
-        on_source(source.name)
-        return call()
-
-    return announced
+def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Each call's result, or the exception that it raised. What is awaitable is awaited, even if another call fails."""
+    outcomes: list[Any] = []
+    for call in calls:
+        try:
+            outcomes.append(call())
+        except Exception as error:
+            outcomes.append(error)
+    pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+    if pending:
+        awaited = await_all([cast(Awaitable[Any], outcomes[i]) for i in pending])
+        for i, result in zip(pending, awaited, strict=True):
+            outcomes[i] = result
+    return outcomes
 
 
 def _described(error: BaseException) -> str:
@@ -236,71 +198,3 @@ def _name_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
-
-
-def _call_all(calls: Sequence[Callable[[], Any]]) -> Calls[list[Any]]:
-    """Returns each call's result, or the exception that it raised. All awaitables are yielded, even if a call fails."""
-    outcomes: list[Any] = []
-    for call in calls:
-        try:
-            outcomes.append(call())
-        except Exception as error:
-            outcomes.append(error)
-    pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
-    if pending:
-        has_failed = any(isinstance(outcome, BaseException) for outcome in outcomes)
-        results = yield Pending([outcomes[i] for i in pending], has_failed)
-        assert results is not None, "whoever drives the calls sends the outcomes of what was yielded"
-        for i, result in zip(pending, results, strict=True):
-            outcomes[i] = result
-    return outcomes
-
-
-async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
-
-
-class _EventLoop:
-    """One event loop for all calls of a batch, so that what a function keeps between its attempts (a client, a lock)
-    still belongs to a running loop. The thread is free between the calls, and a signal can interrupt a pause.
-    """
-
-    def __enter__(self) -> "_EventLoop":
-        self._runner = asyncio.Runner()
-        self._pool: ThreadPoolExecutor | None = None
-        return self
-
-    def run(self, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-        """Returns each result, or the exception that was raised."""
-        if self._pool is None and _runs_a_loop():
-            self._pool = ThreadPoolExecutor(max_workers=1, initializer=same_device())
-        return self._here(lambda: self._runner.run(_gather(awaitables)))
-
-    def _here(self, call: Callable[[], Any]) -> Any:
-        # In a notebook, this thread already runs an event loop, and a thread can run only one.
-        return call() if self._pool is None else self._pool.submit(call).result()
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._here(self._runner.close)
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-
-
-def same_device() -> Callable[[], None]:
-    """Returns a function that gives another thread the CUDA device of this one; a new thread's is cuda:0."""
-    # Where CUDA is not in use, there is nothing to pass on, and to ask for the device would start it.
-    return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else _no_device
-
-
-def _no_device() -> None:
-    """Does nothing: what a thread needs where CUDA is not in use."""
-
-
-def _runs_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -172,7 +172,6 @@ def make_environments(
             messages=messages,
             chat_template_kwargs=args.chat_template_kwargs,
             stop_token_ids=(*sampling_params.stop_token_ids, *sampling_params.truncate_token_ids),
-            allow_rewriting=args.allow_history_rewriting,
         )
         for kind in given.kinds.values():
             if kind.answers:
@@ -185,12 +184,10 @@ def make_environments(
                 response_len=args.response_len,
                 max_turns=args.max_turns,
                 tool_timeout=args.tool_timeout,
-                environment_timeout=args.environment_timeout,
                 tool_call_parser=given.tool_call_parser,
             ),
             max_turn_tokens=args.max_turn_tokens,
             max_policy_tokens=args.max_policy_tokens,
-            max_concurrent=args.max_concurrent_environments,
         )
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
@@ -231,7 +228,7 @@ def check_sampler(environments: Environments | None, sampling_params: SamplingPa
 
 def _check_unused(args: PPOConfig, tool_call_parser: ToolCallParser | None) -> None:
     # turn_gamma and turn_lam also serve a `_generate` of one's own whose responses have holes.
-    options = ("max_turns", "max_turn_tokens", "max_policy_tokens", "tool_timeout", "environment_timeout")
+    options = ("max_turns", "max_turn_tokens", "max_policy_tokens", "tool_timeout")
     given = [name for name in options if getattr(args, name) is not None]
     given += ["tool_call_parser"] if tool_call_parser is not None else []
     if given:

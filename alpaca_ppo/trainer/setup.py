@@ -132,7 +132,7 @@ def make_metric_scorer(metric_funcs: Any, tokenizers: Any, args: PPOConfig, devi
     Raises:
         ValueError: as for reward sources.
     """
-    policy = FailurePolicy(args.reward_retries, args.reward_retry_pause, mask=args.failed_rewards == "mask")
+    policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
     if not metric_funcs:
         return RewardScorer([], [], policy=policy, measures=True)
     try:
@@ -252,7 +252,7 @@ def make_scorer(
     """
     weights = args.reward_weights
     reward_funcs = [] if reward_funcs is None else reward_funcs
-    policy = FailurePolicy(args.reward_retries, args.reward_retry_pause, mask=args.failed_rewards == "mask")
+    policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
     if args.reward_adapter is not None:
         if not isinstance(reward_funcs, (list, tuple)):
             reward_funcs = [reward_funcs]

@@ -23,7 +23,7 @@ class OpenEnvPartner:
     with `observation`, `reward` (None counts as 0) and `done`.
 
     An error of the server or of the connection stops the run, by name of environment, row and turn; the client's own
-    `message_timeout_s`, or `environment_timeout`, bounds how long a step may take.
+    `message_timeout_s`, or `tool_timeout`, bounds how long a step may take.
 
     Args:
         client: not connected yet: it connects with its first call, in the event loop of the run.

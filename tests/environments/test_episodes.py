@@ -26,9 +26,7 @@ class Played:
     """An episode of one row, to which turns are given as text."""
 
     def __init__(self, kinds, row=ROW, *, poll=lambda: None, **keywords):
-        self.environments = Environments(
-            kinds, settings(**keywords), max_turn_tokens=None, max_policy_tokens=None, max_concurrent=4
-        )
+        self.environments = Environments(kinds, settings(**keywords), max_turn_tokens=None, max_policy_tokens=None)
         ids = CHAT(str(row["prompt"]), add_special_tokens=False)["input_ids"]
         batch = {
             "queries": torch.tensor([ids]),
@@ -271,8 +269,8 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
 
     body = {method: hang} if method != "reply" else {"reply": lambda self, completion: release.wait(5)}
     kinds = make_kinds(None, type("Hangs", (Talks,), body))
-    with pytest.raises(EnvironmentFailure, match=rf"{method} was not done after environment_timeout \(1 seconds\)"):
-        played = Played(kinds, environment_timeout=1.0)
+    with pytest.raises(EnvironmentFailure, match=rf"{method} was not done after 1 seconds; .* tool_timeout"):
+        played = Played(kinds, tool_timeout=1.0)
         played.say("bye<|im_end|>")
         played.end()
     release.set()
@@ -282,7 +280,7 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
     ("made", "problem"),
     [
         (lambda release: 1 / 0, "environment_factory raised ZeroDivisionError: division by zero"),
-        (lambda release: release.wait(5), r"environment_factory was not done after environment_timeout \(0.5 seconds"),
+        (lambda release: release.wait(5), r"environment_factory was not done after 0.5 seconds; .* tool_timeout"),
         (lambda release: FIRST, "environment_factory returned the same object twice, which two episodes would share"),
         (lambda release: Counter(), "environment_factory returned a Counter after a Talks; name a factory for each"),
     ],
@@ -293,7 +291,7 @@ def test_an_environment_that_cannot_be_made_in_the_run_stops_it_by_name(made, pr
     kinds = make_kinds(None, lambda: next(makes)(release))
     assert kinds[None].acquire() is FIRST
     with pytest.raises(EnvironmentFailure, match=f"environment 'Talks', prompt 5, before the first turn: {problem}"):
-        Played(kinds, environment_timeout=0.5)
+        Played(kinds, tool_timeout=0.5)
     release.set()
 
 
@@ -307,7 +305,7 @@ def test_environments_are_made_beside_the_sampler():
     kinds = make_kinds(None, factory)
     kinds[None].acquire()
     Played(kinds).end("bye<|im_end|>")
-    assert threads == ["MainThread", "environment"]
+    assert threads[0] == "MainThread" != threads[1] and len(threads) == 2
 
 
 def test_signals_are_looked_for_while_environments_are_awaited():

@@ -99,7 +99,7 @@ def test_a_conversation_does_not_depend_on_slots_or_on_the_speed_of_environments
     for number, (environment, changes) in enumerate(
         [
             (Partner, {}),
-            (Slow, {"rollout_per_device_batch_size": 3, "max_concurrent_environments": 2}),
+            (Slow, {"rollout_per_device_batch_size": 3}),
             (Asynchronous, {"rollout_per_device_batch_size": 1}),
         ]
     ):

@@ -20,6 +20,7 @@ BATCH = make_reward_batch(["p", CHAT, "p", "p"], ["good", "bad", "good", "fair"]
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch):
+    monkeypatch.setattr("alpaca_ppo.rewards.reward_function.time.sleep", lambda seconds: None)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
 
@@ -92,7 +93,7 @@ def test_failed_requests_are_repeated_by_reward_retries_and_graded_rows_are_not(
 
     with RawServer(moody) as server:
         reward = JudgedReward(f"http://{server.address}/v1", "m", cache=tmp_path / "a")
-        assert scored(reward, FailurePolicy(retries=1, pause=0.0)) == [0.9, 0.0, 0.9, 0.55]
+        assert scored(reward, FailurePolicy(retries=1)) == [0.9, 0.0, 0.9, 0.55]
         assert len(server.requests) == 4
 
 

@@ -32,7 +32,6 @@ NOT_COMPARED = {
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
     "mismatch_check_steps": "which steps compare sampler and trainer; tests/trainer/test_old_policy_auto.py",
     "reward_retries": "calls a failing source again; tests/rewards",
-    "reward_retry_pause": "between those calls; tests/rewards",
     "dynamic_sampling": "which prompts a step learns from; tests/trainer/test_dynamic_sampling.py",
     "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
     "turn_gamma": "the independent PPO's responses have no holes; tests/environments/test_two_turn_game.py",

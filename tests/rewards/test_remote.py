@@ -31,6 +31,7 @@ SECRETS = ("s3cret", "hunter2", "abc123")
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch):
+    monkeypatch.setattr("alpaca_ppo.rewards.reward_function.time.sleep", lambda seconds: None)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("REWARD_API_KEY", raising=False)
 
@@ -175,11 +176,11 @@ def test_a_failed_request_is_repeated_by_reward_retries_and_rows_that_fail_alone
         return right(request)
 
     with RawServer(moody) as server:
-        found = scored(RemoteReward(server.url), policy=FailurePolicy(retries=1, pause=0.0, drop=True))
+        found = scored(RemoteReward(server.url), policy=FailurePolicy(retries=1, mask=True))
         assert found.scores == [0.0, None, 0.0] and list(found.failures) == [1]
         # The batch twice, then each of its rows.
         assert [len(request.body["prompts"]) for request in server.requests] == [3, 3, 1, 1, 1]
-        assert scored(RemoteReward(server.url), BATCH.row(0), FailurePolicy(retries=1, pause=0.0)).scores == [0.0]
+        assert scored(RemoteReward(server.url), BATCH.row(0), FailurePolicy(retries=1)).scores == [0.0]
 
 
 def chunked(body):

@@ -91,7 +91,7 @@ def test_sources_of_equal_name_are_numbered_and_errors_use_the_number():
         ([1.0, 1.0, [None, 1.0]], "returned None, a NoneType and not a number", 2),
         ([1.0, 1.0, 1j], "a complex and not a number", 2),
         ([[1.0, 1.0], 1.0, 1.0], "returned 2 token scores for 3 response tokens", 0),
-        ([1.0, None, 1.0], "returned None; each row needs a score from at least one source", 1),
+        ([1.0, None, 1.0], "returned None; each row needs a score from a source", 1),
     ],
 )
 def test_an_unusable_score_names_source_row_and_text(scores, message, row):
@@ -189,6 +189,6 @@ def test_a_sum_that_overflows_is_refused_with_its_row(scores, weight):
     with pytest.raises(RewardError, match="returned scores whose weighted sum, up to .*, overflows float32") as error:
         build_reward(functions, reward_weights=[weight])(["p", "q"], ["a b", "c"], [[1, 2], [3]], [{}, {}])
     assert error.value.row == 0
-    dropping = build_reward(functions, reward_weights=[weight], policy=FailurePolicy(drop=True))
+    dropping = build_reward(functions, reward_weights=[weight], policy=FailurePolicy(mask=True))
     result = dropping(["p", "q"], ["a b", "c"], [[1, 2], [3]], [{}, {}])
     assert list(result.failures) == [0] and not result.rewards.any()

@@ -254,7 +254,7 @@ def test_a_signal_in_the_pause_before_a_retry_ends_the_run_at_once(tmp_path):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         raise TimeoutError
 
-    trainer = trainer_of(tmp_path, down, reward_retries=3, reward_retry_pause=100.0, **MASK)
+    trainer = trainer_of(tmp_path, down, reward_retries=20, **MASK)
     start = time.monotonic()
     with pytest.raises(Interrupted) as caught:
         trainer.train()

@@ -1,0 +1,296 @@
+"""Functions of users that are async, slow or broken: one event loop in a daemon thread awaits what is async, and a call
+that may block has a daemon thread of its own.
+
+Reward functions await in it (`await_all`). Calls of environments and tools belong to rows and have a time limit
+(`RowCalls`); one that is not done in time is left to itself, and what it returns later is dropped.
+"""
+
+import asyncio
+import inspect
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+MOST_CALLS = 64
+"""Calls that run at a time; others wait in order."""
+_SIGN_OF_LIFE = 1.0
+"""Seconds in which the event loop must answer after a call in it was not done in time."""
+
+
+def error_text(error: BaseException) -> str:
+    """The type and the message of an exception; the type alone if it cannot say more."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    # Also what would end the program: it comes from code of the user, or of the policy.
+    except BaseException:
+        return type(error).__name__
+
+
+class _Loop:
+    """An event loop in a daemon thread, with the CUDA device of the thread that begins it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = _daemon(self.loop.run_forever)
+        self._heard: threading.Event | None = None
+
+    def probe(self) -> None:
+        """Asks for a sign of life, which `holder` waits for."""
+        self._heard = threading.Event()
+        self.loop.call_soon_threadsafe(self._heard.set)
+
+    def holder(self) -> str:
+        """What the loop is held by if it has given no sign of life since `probe`; otherwise empty."""
+        heard, self._heard = self._heard, None
+        if heard is None or heard.wait(_SIGN_OF_LIFE):
+            return ""
+        assert self._thread.ident is not None
+        frames = traceback.extract_stack(sys._current_frames()[self._thread.ident])
+        inside = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+        frame = frames[min(inside[-1] + 1, len(frames) - 1)]
+        return f"{frame.name} ({frame.filename}, line {frame.lineno})"
+
+
+_current: _Loop | None = None
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """What it gives, and what it raises: in the loop's thread, a SystemExit would end the loop without a word."""
+    try:
+        return await awaitable, None
+    except BaseException as error:
+        return None, error
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The process's event loop; a new one if a function holds it."""
+    global _current
+    if _current is not None and (holder := _current.holder()):
+        warnings.warn(
+            f"{holder} is async, but works without await, so that no other async function can go on; later ones run in "
+            "a new event loop. Await what takes long there, or make it a sync function",
+            stacklevel=2,
+        )
+        _current = None
+    if _current is None:
+        _current = _Loop()
+    return _current.loop
+
+
+def _probe() -> None:
+    if _current is not None:
+        _current.probe()
+
+
+def _daemon(target: Callable[[], Any]) -> threading.Thread:
+    """A running thread with the CUDA device of this one; a new thread's is cuda:0."""
+    # Where CUDA is not in use, to ask for the device would start it.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def work() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        target()
+
+    thread = threading.Thread(target=work, name="functions of the user", daemon=True)
+    thread.start()
+    return thread
+
+
+def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The result of each, or the exception that it raised, awaited together.
+
+    Raises:
+        BaseException: what would end the program, such as SystemExit; what a signal raises while this waits.
+    """
+
+    async def gathered() -> list[tuple[Any, BaseException | None]]:
+        gate = asyncio.Semaphore(MOST_CALLS)
+
+        async def limited(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+            async with gate:
+                return await _outcome(awaitable)
+
+        return await asyncio.gather(*map(limited, awaitables))
+
+    future = asyncio.run_coroutine_threadsafe(gathered(), _event_loop())
+    try:
+        outcomes = future.result()
+    except BaseException:
+        future.cancel()
+        _probe()
+        raise
+    for _, error in outcomes:
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise error
+    return [value if error is None else error for value, error in outcomes]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of the user to be called, sync or async."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+    """Seconds; None waits without end."""
+    finish: Callable[[Any], Any] = lambda value: value
+    """Part of the call: makes of what the function returns what the call returns."""
+
+
+class CallTimeout(Exception):
+    """A call was not done in time.
+
+    Args:
+        over: set once the call has ended after all.
+    """
+
+    def __init__(self, over: threading.Event) -> None:
+        super().__init__()
+        self.over = over
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A call that has ended."""
+
+    row: int
+    value: Any = None
+    error: Exception | None = None
+    """What it raised; `CallTimeout` if it was not done in time."""
+    seconds: float = 0.0
+    """That it took, without the time that it waited to begin."""
+
+
+Report = Callable[[Any, BaseException | None], None]
+"""Called with what a call returned and what it raised."""
+
+
+class _Running:
+    """A call that has begun."""
+
+    def __init__(self, call: Call) -> None:
+        self.began = time.monotonic()
+        self.deadline = None if call.timeout is None else self.began + call.timeout
+        self.over = threading.Event()
+        self.task: Any = None
+
+
+class RowCalls:
+    """Calls functions for rows, one at a time for each row and at most `MOST_CALLS` in all. All methods are for one
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Call]] = deque()
+        self._running: dict[int, _Running] = {}
+        self._done: SimpleQueue[tuple[int, _Running, Any, BaseException | None]] = SimpleQueue()
+
+    def start(self, row: int, call: Call) -> None:
+        """Begins a call, or lets it wait."""
+        assert row not in self._running, f"row {row} has a call already"
+        self._waiting.append((row, call))
+        self._begin()
+
+    def finished(self, timeout: float) -> list[Ended]:
+        """The calls that have ended since the last time. Waits up to `timeout` seconds where none has.
+
+        An exception that would end the program, such as SystemExit of code that the policy wrote, is the call's error:
+        what users run here must not end the run in silence.
+        """
+        until = time.monotonic() + timeout
+        ended: list[Ended] = []
+        while self._running and not ended:
+            deadlines = [running.deadline for running in self._running.values() if running.deadline is not None]
+            ended += self._collect(max(0.0, min([until, *deadlines]) - time.monotonic()))
+            ended += self._expired()
+            self._begin()
+            if time.monotonic() >= until:
+                break
+        return ended
+
+    def abandon(self) -> set[int]:
+        """Forgets all calls; returns the rows whose calls were running."""
+        rows = set(self._running)
+        for row in rows:
+            self._leave(row)
+        self._waiting.clear()
+        return rows
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._running) < MOST_CALLS:
+            row, call = self._waiting.popleft()
+            running = self._running[row] = _Running(call)
+            report, loop = partial(self._report, row, running), _event_loop()
+            if inspect.iscoroutinefunction(call.function):
+                running.task = asyncio.run_coroutine_threadsafe(_await_call(call, report), loop)
+            else:
+                _daemon(partial(_make_call, call, loop, report))
+
+    def _report(self, row: int, running: _Running, value: Any, error: BaseException | None) -> None:
+        running.over.set()
+        self._done.put((row, running, value, error))
+
+    def _collect(self, timeout: float) -> list[Ended]:
+        ended: list[Ended] = []
+        while True:
+            try:
+                row, running, value, error = self._done.get(timeout=timeout) if timeout else self._done.get_nowait()
+            except Empty:
+                return ended
+            if self._running.get(row) is not running:
+                continue
+            del self._running[row]
+            if error is not None and not isinstance(error, Exception):
+                error = RuntimeError(f"the call raised {error_text(error)}")
+            ended.append(Ended(row, value, error, time.monotonic() - running.began))
+            timeout = 0.0
+
+    def _expired(self) -> list[Ended]:
+        now = time.monotonic()
+        late = [row for row, running in self._running.items() if running.deadline and running.deadline <= now]
+        if late:
+            _probe()
+        ended = []
+        for row in late:
+            running = self._leave(row)
+            ended.append(Ended(row, error=CallTimeout(running.over), seconds=now - running.began))
+        return ended
+
+    def _leave(self, row: int) -> _Running:
+        running = self._running.pop(row)
+        if running.task is not None:
+            running.task.cancel()
+        return running
+
+
+def _make_call(call: Call, loop: asyncio.AbstractEventLoop, report: Report) -> None:
+    try:
+        value = call.function(**call.arguments)
+        # A partial, or an object whose __call__ is async.
+        if inspect.isawaitable(value):
+            value, error = asyncio.run_coroutine_threadsafe(_outcome(value), loop).result()
+            if error is not None:
+                raise error
+        value = call.finish(value)
+    except BaseException as error:
+        report(None, error)
+    else:
+        report(value, None)
+
+
+async def _await_call(call: Call, report: Report) -> None:
+    async def finished() -> Any:
+        return call.finish(await call.function(**call.arguments))
+
+    report(*await _outcome(finished()))
