@@ -1,8 +1,6 @@
 """Combinations of options of evaluation that `PPOConfig` refuses."""
 
-from string import Formatter
 from typing import Any
-from urllib.parse import urlsplit
 
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
@@ -69,11 +67,6 @@ def _check_correctness(config: Any) -> None:
         )
 
 
-def is_url(judge: str) -> bool:
-    """Whether `eval_judge` is a URL, and not a score or a function."""
-    return judge.startswith(("http://", "https://"))
-
-
 def _check_judge(config: Any) -> None:
     judge, opponent = config.eval_judge, config.eval_opponent
     if opponent is None and judge != "scores":
@@ -84,33 +77,4 @@ def _check_judge(config: Any) -> None:
     if opponent == "reference" and config.reference == "none":
         raise ValueError(
             "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"
-        )
-    for name in ("eval_judge_model", "eval_judge_template"):
-        if (value := getattr(config, name)) is not None and not is_url(judge):
-            raise ValueError(f"{name} is {value!r}, but eval_judge is {judge!r}, which is no URL; leave {name} out")
-    if not is_url(judge):
-        return
-    parts = urlsplit(judge)
-    if parts.username or parts.password or parts.query:
-        raise ValueError(
-            "eval_judge is a URL with a user name, a password or a query, which run.yaml and the trackers would show; "
-            "put the key into the environment variable OPENAI_API_KEY"
-        )
-    if config.eval_judge_model is None:
-        raise ValueError(f"eval_judge is {judge!r}, but eval_judge_model is null; name the model to ask there")
-    if config.eval_judge_template is not None:
-        _check_template(config.eval_judge_template)
-
-
-def _check_template(template: str) -> None:
-    try:
-        named = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        raise ValueError(
-            f"eval_judge_template is not a template ({error}); write a brace of the text itself twice"
-        ) from error
-    if missing := {"prompt", "answer_a", "answer_b"} - named:
-        raise ValueError(
-            f"eval_judge_template lacks {', '.join(f'{{{name}}}' for name in sorted(missing))}, so the judge would not "
-            "see it; add it"
         )

@@ -53,15 +53,5 @@ class EvaluationOptions(RunOptions):
     eval_judge: str = argument(
         "scores",
         "Who decides which answer is better: scores, or the name of a reward source or of a metric_funcs (the higher "
-        "one wins); a function, as module:function or file.py:function; or the URL of an OpenAI-compatible interface, "
-        "such as https://api.openai.com/v1, whose key is the environment variable OPENAI_API_KEY.",
-    )
-    eval_judge_model: str | None = argument(None, "With a URL as eval_judge: the model to ask there.")
-    eval_judge_template: str | None = argument(
-        None,
-        "With a URL as eval_judge: the request, with {prompt}, {answer_a}, {answer_b} and the names of any columns, "
-        "to be answered with [[A]], [[B]] or, for a tie, [[C]]; null = a general one.",
-    )
-    eval_judge_retries: int = argument(
-        3, "Times that a request to eval_judge is repeated if it fails or has no verdict.", at_least=0
+        "one wins), or a function, as module:function or file.py:function.",
     )

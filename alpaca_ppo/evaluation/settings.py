@@ -64,8 +64,7 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     judge, scores = args.eval_judge, [name for name in names if name != "rewards"]
     if _full_name(judge, scores) is None and ":" not in judge:
         raise ValueError(
-            f"eval_judge is {judge!r}; use one of {', '.join(scores)}, module:function, file.py:function, or the URL "
-            "of an OpenAI-compatible interface"
+            f"eval_judge is {judge!r}; use one of {', '.join(scores)}, module:function or file.py:function"
         )
     samples = args.eval_num_samples
     return EvaluationSettings(

@@ -6,14 +6,11 @@ Judges, stored answers and win-rates are in `evaluation`; the trainer calls this
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from alpaca_ppo.config.evaluation_checks import is_url
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.evaluation.chat_judge import ChatJudge
 from alpaca_ppo.evaluation.judges import Comparison, FunctionJudge, Judge
 from alpaca_ppo.evaluation.opponents import REFERENCE, stored_answers
 from alpaca_ppo.evaluation.settings import EvaluationSettings
@@ -24,8 +21,6 @@ from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.rewards.scoring import response_texts
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.types import Rollouts
-
-CACHE = "judge_cache.jsonl"
 
 
 class Contest:
@@ -43,22 +38,12 @@ class Contest:
     def __init__(self, trainer: Any, metric_scorer: RewardScorer, settings: EvaluationSettings) -> None:
         self.trainer, self.metric_scorer = trainer, metric_scorer
         self._score = settings.judged_by
-        self._judge: Judge | None = None if self._score else self._make_judge()
+        self._judge: Judge | None = None
+        if self._score is None:
+            judge = trainer.args.eval_judge
+            self._judge = FunctionJudge(load_function(judge, what="eval_judge"), name=judge)
         self._answers: dict[str, list[tuple[list[int], str]]] = {}
         self._scores: dict[str, list[float]] = {}
-
-    def _make_judge(self) -> Judge:
-        args = self.trainer.args
-        if is_url(args.eval_judge):
-            return ChatJudge(
-                args.eval_judge,
-                args.eval_judge_model,
-                cache=Path(args.output_dir) / CACHE,
-                template=args.eval_judge_template,
-                retries=args.eval_judge_retries,
-                stop=lambda: self.trainer.progress.is_current and bool(self.trainer.preemption.requested),
-            )
-        return FunctionJudge(load_function(args.eval_judge, what="eval_judge"), name=args.eval_judge)
 
     def judge(
         self, eval_set: str, prompts: PromptDataset, records: Sequence[ResponseRecord], rollouts: Rollouts
@@ -88,7 +73,7 @@ class Contest:
             self._ask(prompts, records, own)
 
     def _ask(self, prompts: PromptDataset, records: Sequence[ResponseRecord], own: Sequence[str]) -> None:
-        """Asks the judge on the main process; a signal ends the run instead of the pairs that are left."""
+        """Asks the judge on the main process."""
         judge, trainer = self._judge, self.trainer
         assert judge is not None
         pairs = []
@@ -97,11 +82,6 @@ class Contest:
             pairs.append(Comparison(columns.pop("prompt"), text, str(record.opponent), columns))
         wins = collectives.on_main_process(lambda: judge(pairs), trainer.accelerator)
         trainer.poll()
-        if isinstance(judge, ChatJudge) and judge.problems:
-            trainer.run_log.message(
-                f"{trainer.args.eval_judge} left {sum(win is None for win in wins)} of {len(wins)} comparisons "
-                f"undecided, the last because of {judge.problems[-1]}"
-            )
         for record, win in zip(records, wins, strict=True):
             record.win = win
 

@@ -6,7 +6,6 @@ from alpaca_ppo import PPOConfig
 
 SAMPLED = {"eval_do_sample": True, "eval_num_samples": 4}
 COMPARED = {"eval_opponent": "reference"}
-ASKED = {**COMPARED, "eval_judge": "https://h/v1", "eval_judge_model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -34,12 +33,6 @@ ASKED = {**COMPARED, "eval_judge": "https://h/v1", "eval_judge_model": "m"}
             {"eval_opponent": "reference", "reference": "none", "use_kl_in_reward": False},
             "eval_opponent is 'reference', but reference is 'none'",
         ),
-        ({**COMPARED, "eval_judge_model": "m"}, "eval_judge_model is 'm', but eval_judge is 'scores', which is no URL"),
-        ({**COMPARED, "eval_judge": "http://u:k@h/v1"}, "a URL with a user name, a password or a query"),
-        ({**COMPARED, "eval_judge": "https://h/v1?key=k"}, "a URL with a user name, a password or a query"),
-        ({**COMPARED, "eval_judge": "https://h/v1"}, "but eval_judge_model is null"),
-        ({**ASKED, "eval_judge_template": "{prompt} {answer_a}"}, "eval_judge_template lacks {answer_b}"),
-        ({**ASKED, "eval_judge_template": "{prompt"}, "eval_judge_template is not a template"),
     ],
 )
 def test_a_contradiction_names_the_options_and_the_remedy(settings, message):
