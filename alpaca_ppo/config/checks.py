@@ -10,7 +10,7 @@ from typing import Any
 from alpaca_ppo.config.evaluation_checks import check_evaluation
 from alpaca_ppo.config.keyword_checks import check_keywords
 from alpaca_ppo.config.learning_options import ADAPTIVE
-from alpaca_ppo.config.risk_level import parse_risk_level
+from alpaca_ppo.config.risk_level import RiskLevel
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     CRITIC_HEADS,
@@ -45,9 +45,6 @@ _CRITIC_ONLY = (
     "risk_level",
     "critic_pretraining_steps",
     "critic_pretraining_explained_variance",
-    "value_loss",
-    "value_min",
-    "value_max",
     "critic_learning_rate",
     "critic_adam_epsilon",
     "critic_max_grad_norm",
@@ -171,25 +168,16 @@ def _check_critic(config: Any) -> None:
             "critic_pretraining_steps is 0, so there is no critic pretraining to end; set critic_pretraining_steps to "
             "the most steps that it may take, or critic_pretraining_explained_variance: null"
         )
-    parse_risk_level(config.risk_level)
+    RiskLevel.parse(config.risk_level)
     distributional = CRITIC_HEADS.trait(config.critic, "distributional")
     if config.risk_level != "neutral" and not distributional:
         raise ValueError(
             f"risk_level is {config.risk_level!r}, but critic {config.critic!r} predicts the mean only; set "
             f"risk_level: neutral, or choose one of {', '.join(CRITIC_HEADS.names_with(distributional=True))}"
         )
-    if config.value_loss != "squared" and distributional:
+    if len(config.value_support) != 2 or config.value_support[0] >= config.value_support[1]:
         raise ValueError(
-            f"value_loss is {config.value_loss!r}, but critic {config.critic!r} learns a distribution with a loss of "
-            "its own; set value_loss: squared, or critic: scalar"
-        )
-    low, high = config.value_min, config.value_max
-    if CRITIC_HEADS.trait(config.critic, "fixed_support"):
-        low, high = config.value_support
-    if low is not None and high is not None and low >= high:
-        raise ValueError(
-            f"value_min ({low}) must be below value_max ({high}); they are the ends of the critic's values, by default "
-            "-10 and 10 for c51 and hl_gauss"
+            f"value_support is {config.value_support}; it must be the lowest and the highest return, such as [-10, 10]"
         )
 
 

@@ -25,25 +25,12 @@ class CriticOptions(LearningOptions):
         "adapter on the policy's base.",
     )
     vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0)
-    value_loss: Literal["squared", "huber"] = argument(
-        "squared",
-        "Loss of the scalar critic: the squared error, or the Huber loss, whose gradient is bounded by "
-        "value_huber_delta, so that single returns far from the others move the critic less.",
-    )
-    value_huber_delta: float = argument(
-        1.0, "Error from which on the Huber loss of the scalar critic is linear, in units of the return.", above=0
-    )
     cliprange_value: float | None = argument(
         0.2, "Clip range of the scalar critic's values; null = no clipping.", above=0
     )
-    value_min: float | None = argument(
-        None,
-        "Lower end of the support of the c51 and hl_gauss critics, to which their returns are clamped (null = -10). Of "
-        "the other critics, the least value that GAE reads (null = no bound); their predictions and returns are not "
-        "bounded. cliprange_value clips around the bounded value.",
-    )
-    value_max: float | None = argument(
-        None, "The upper end, likewise (null = 10 for c51 and hl_gauss, no bound for the others)."
+    value_support: list[float] = argument(
+        [-10.0, 10.0],
+        "Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them.",
     )
     critic_learning_rate: float | None = argument(
         None, "Learning rate of the critic; null = learning_rate.", at_least=0
@@ -105,12 +92,5 @@ class CriticOptions(LearningOptions):
     risk_level: str = argument(
         "neutral",
         "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "
-        "lower tail (CVaR); upper:0.1 = of that upper tail; or a sum with weights that add up to 1, such as "
-        "0.5*neutral+0.5*upper:0.2.",
+        "lower tail (CVaR); upper:0.1 = of that upper tail.",
     )
-
-    @property
-    def value_support(self) -> tuple[float, float]:
-        """The ends of the support of a critic that has a fixed one: `value_min` and `value_max`, or -10 and 10."""
-        low, high = self.value_min, self.value_max
-        return (-10.0 if low is None else float(low), 10.0 if high is None else float(high))

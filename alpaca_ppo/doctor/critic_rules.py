@@ -44,7 +44,6 @@ def critic_off_scale(history: History) -> Finding | None:
     too_wide = fmean(spreads) > limit("critic_spread") * fmean(variances)
     if abs(offset) <= limit("critic_offset_stds") * scale and not too_wide:
         return None
-    bounds = " and ".join(name for name in ("value_min", "value_max") if history.config.get(name) is not None)
     return Finding(
         history.step,
         "critic_off_scale",
@@ -52,12 +51,10 @@ def critic_off_scale(history: History) -> Finding | None:
         "the values are off scale",
         f"in the last {steps} steps, values have mean {fmean(means):.3g} and variance {fmean(spreads):.3g}, returns "
         f"mean {fmean(returns):.3g} and variance {fmean(variances):.3g}",
-        "a critic that starts on another scale, or learns too slowly"
-        + (f", or is bounded ({bounds})" if bounds else ""),
+        "a critic that starts on another scale, or learns too slowly",
         either(
             "set critic_pretraining_steps",
             "raise critic_learning_rate",
-            f"widen {bounds}" if bounds else "",
             "scale the reward to a standard deviation of about 1 (reward_weights)",
         ),
     )
@@ -71,9 +68,7 @@ def returns_outside_support(history: History) -> Finding | None:
     at_edges = fmean(edges) if edges else 0.0
     if share <= limit("outside_support") and at_edges <= limit("edge_mass"):
         return None
-    ends = (history.config.get("value_min"), history.config.get("value_max"))
-    # The support of a critic that is given none.
-    low, high = (default if end is None else end for end, default in zip(ends, (-10.0, 10.0), strict=True))
+    low, high = history.config.get("value_support") or (-10.0, 10.0)
     mean, variance = history.last("ppo/returns/mean", 1), history.last("ppo/returns/var", 1)
     found = ""
     if mean and variance:
@@ -83,10 +78,10 @@ def returns_outside_support(history: History) -> Finding | None:
         "returns_outside_support",
         "error" if share > limit("outside_support_error") else "warning",
         "the critic's support does not hold the returns",
-        f"{share:.1%} of the returns lie outside of value_min ({low:g}) to value_max ({high:g}), and {at_edges:.1%} of "
+        f"{share:.1%} of the returns lie outside of value_support ([{low:g}, {high:g}]), and {at_edges:.1%} of "
         f"the predicted probability lies on these ends{found}",
         "a support that was chosen for other rewards"
         + ("; the KL penalty is part of the returns, too" if history.config.get("use_kl_in_reward") else ""),
-        "set value_min and value_max to the smallest and largest return with some room, or use critic: quantile, which "
+        "set value_support to the smallest and largest return with some room, or use critic: quantile, which "
         "needs none",
     )

@@ -13,7 +13,6 @@ def value_loss(
     response_mask: Tensor,
     *,
     cliprange_value: float | None = None,
-    huber_delta: float | None = None,
     loss_agg_mode: str = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Loss:
@@ -22,10 +21,7 @@ def value_loss(
         loss = 0.5 * aggregate(max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2))
 
     Clipping follows PPO2 of OpenAI Baselines and is not described in a paper; with None the loss is the plain
-    squared error. With a `huber_delta`, half the square of an error d is replaced by the Huber loss (Huber, 1964),
-    whose gradient is at most delta:
-
-        huber(d) = 0.5 * d^2 where |d| <= delta, delta * (|d| - 0.5 * delta) elsewhere
+    squared error.
 
     Args:
         vpreds: (B, R), the critic's predictions, which receive the gradient.
@@ -34,7 +30,6 @@ def value_loss(
         response_mask: (B, R) bool, True = a token the policy chose.
         cliprange_value: c, how far a prediction can move from the old one before the clipped error stops changing;
             None = no clipping.
-        huber_delta: the error from which on the loss is linear, in units of the return; None = the squared error.
         loss_agg_mode: see `aggregate_loss`.
         denominator: see `aggregate_loss`.
 
@@ -44,33 +39,20 @@ def value_loss(
         none.
 
     Raises:
-        ValueError: when cliprange_value or huber_delta is not positive, for an unknown mode, and for shapes that
-            differ.
+        ValueError: when cliprange_value is not positive, for an unknown mode, and for shapes that differ.
     """
     if cliprange_value is not None and not cliprange_value > 0:
         raise ValueError(f"cliprange_value is {cliprange_value}; it must be positive, or None for no clipping")
-    if huber_delta is not None and not huber_delta > 0:
-        raise ValueError(f"huber_delta is {huber_delta}; it must be positive, or None for the squared error")
     vpreds = zero_outside(vpreds, response_mask)
     old_values = zero_outside(old_values, response_mask).detach()
     returns = zero_outside(returns, response_mask).detach()
-    raw = losses = _doubled_loss(vpreds - returns, huber_delta)
+    raw = losses = (vpreds - returns).square()
     if cliprange_value is not None:
         clipped = vpreds.clamp(old_values - cliprange_value, old_values + cliprange_value)
-        losses = torch.maximum(raw, _doubled_loss(clipped - returns, huber_delta))
+        losses = torch.maximum(raw, (clipped - returns).square())
     stats = {
         "clipfrac": masked_mean((losses > raw).to(raw.dtype), response_mask),
         "error": masked_mean((vpreds.detach() - returns).square(), response_mask),
         "vpred": masked_mean(vpreds.detach(), response_mask),
     }
     return Loss(0.5 * aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
-
-
-def _doubled_loss(differences: Tensor, huber_delta: float | None) -> Tensor:
-    """The square of the differences, or twice their Huber loss."""
-    if huber_delta is None:
-        return differences.square()
-    distances = differences.abs()
-    inside = distances.clamp(max=huber_delta)
-    # Both branches in one: d^2 where inside = |d|, delta * (2 |d| - delta) elsewhere.
-    return inside * (2 * distances - inside)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.risk_level import parse_risk_level
+from alpaca_ppo.config.risk_level import RiskLevel
 from alpaca_ppo.functional import Loss
 from alpaca_ppo.registry import CRITIC_HEADS, CVaRTail
 
@@ -24,9 +24,9 @@ class HeadOutputs(NamedTuple):
     """What a head reads from N hidden states."""
 
     values: Tensor
-    """(N,), what GAE uses: what the head's `risk_level` names, within the head's bounds."""
+    """(N,), what GAE uses: what the head's `risk_level` names."""
     means: Tensor
-    """(N,), the mean of the return, within the same bounds."""
+    """(N,), the mean of the return."""
     predictions: Tensor
     """(N,) or (N, M), what the head's loss takes: values, logits or quantiles."""
 
@@ -42,10 +42,8 @@ class CriticHead(nn.Module, ABC):
         kind: the name it is registered under, the value of `critic` that selects it.
         hidden_size: H.
         risk_level: what is read as the value, as in the configuration: `neutral`, the mean; `0.1`, the mean of that
-            lower tail (CVaR); `upper:0.1`, of that upper tail; `0.5*neutral+0.5*upper:0.2`, a weighted sum.
-        value_min: the least value and mean that `forward` returns; None = no bound. Predictions are not bounded.
-        value_max: the greatest, likewise. Neither these two nor the risk level are stored with the weights, and all
-            three may be changed between forward passes.
+            lower tail (CVaR); `upper:0.1`, of that upper tail. It is not stored with the weights, and may be changed
+            between forward passes.
     """
 
     kind: str = ""
@@ -56,8 +54,6 @@ class CriticHead(nn.Module, ABC):
             raise TypeError(f"{type(self).__name__} has no name yet; register the class with register_critic_head")
         self.hidden_size = hidden_size
         self.risk_level = risk_level
-        self.value_min: float | None = None
-        self.value_max: float | None = None
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
@@ -78,7 +74,6 @@ class CriticHead(nn.Module, ABC):
         new head, a loaded one, and one in an `ActorCritic` that the user built.
         """
         self.risk_level = args.risk_level
-        self.value_min, self.value_max = args.value_min, args.value_max
 
     @property
     def risk_level(self) -> str:
@@ -87,7 +82,7 @@ class CriticHead(nn.Module, ABC):
 
     @risk_level.setter
     def risk_level(self, level: str | float) -> None:
-        self._risk_parts = parse_risk_level(str(level))
+        self._risk = RiskLevel.parse(str(level))
         self._risk_level = str(level)
 
     def value_of(self, means: Tensor, tail_mean: Callable[[float, CVaRTail], Tensor]) -> Tensor:
@@ -97,8 +92,7 @@ class CriticHead(nn.Module, ABC):
             means: (N,), the mean of the distribution.
             tail_mean: the mean (N,) of the lower or upper tail of probability alpha, for (alpha, tail).
         """
-        terms = [p.weight * (means if p.alpha is None else tail_mean(p.alpha, p.tail)) for p in self._risk_parts]
-        return sum(terms[1:], start=terms[0])
+        return means if self._risk.alpha is None else tail_mean(self._risk.alpha, self._risk.tail)
 
     @abstractmethod
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
@@ -169,11 +163,7 @@ class CriticHead(nn.Module, ABC):
         first = next(self.parameters(), None)
         dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
         with torch.autocast(states.device.type, enabled=False):
-            outputs = _checked(self.kind, self.read(states.to(dtype), taus), states.shape[:-1])
-        if self.value_min is None and self.value_max is None:
-            return outputs
-        values, means = (part.clamp(self.value_min, self.value_max) for part in (outputs.values, outputs.means))
-        return HeadOutputs(values, means, outputs.predictions)
+            return _checked(self.kind, self.read(states.to(dtype), taus), states.shape[:-1])
 
 
 def _checked(kind: str, returned: Any, rows: torch.Size) -> HeadOutputs:
@@ -205,7 +195,7 @@ def register_critic_head(
     Args:
         name: the value of `critic` that selects it; also stored in the folders of its weights.
         distributional: it learns the distribution of the return and reads its `risk_level` (`value_of`).
-        fixed_support: it gives probabilities to returns between the two ends in `PPOConfig.value_support`.
+        fixed_support: it gives probabilities to returns between the two ends of `PPOConfig.value_support`.
 
     Raises:
         TypeError: when the class is not a `CriticHead`.

@@ -30,30 +30,25 @@ from alpaca_ppo.registry import CRITIC_HEADS, CVaRTail
 
 @CRITIC_HEADS.implement("scalar")
 class ScalarHead(CriticHead):
-    """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error or the Huber
-    loss.
+    """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error.
 
     Args:
         hidden_size: H of the backbone.
         cliprange_value: how far a prediction can move from the old value before the clipped error stops changing;
             None = no clipping.
-        huber_delta: the error from which on the loss is linear; None = the squared error.
     """
 
     kind = "scalar"
 
-    def __init__(
-        self, hidden_size: int, *, cliprange_value: float | None = None, huber_delta: float | None = None
-    ) -> None:
+    def __init__(self, hidden_size: int, *, cliprange_value: float | None = None) -> None:
         super().__init__(hidden_size)
-        self.cliprange_value, self.huber_delta = cliprange_value, huber_delta
+        self.cliprange_value = cliprange_value
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
 
     def configure(self, args: PPOConfig) -> None:
-        """Takes the bounds of the values, `cliprange_value`, `value_loss` and `value_huber_delta`."""
+        """Takes `cliprange_value`."""
         super().configure(args)
         self.cliprange_value = args.cliprange_value
-        self.huber_delta = args.value_huber_delta if args.value_loss == "huber" else None
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """The same numbers as values, means and predictions."""
@@ -78,7 +73,6 @@ class ScalarHead(CriticHead):
             returns,
             response_mask,
             cliprange_value=self.cliprange_value,
-            huber_delta=self.huber_delta,
             loss_agg_mode=loss_agg_mode,
             denominator=denominator,
         )
@@ -118,7 +112,7 @@ class _CategoricalCritic(CriticHead):
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
         """With the support that `args` names."""
-        v_min, v_max = args.value_support
+        v_min, v_max = map(float, args.value_support)
         return cls(hidden_size, num_atoms=args.num_atoms, v_min=v_min, v_max=v_max)
 
     def settings(self) -> dict[str, Any]:
@@ -212,7 +206,7 @@ class HLGaussHead(_CategoricalCritic):
         self.sigma = sigma
 
     def configure(self, args: PPOConfig) -> None:
-        """Takes the risk level, the bounds of the values and `hl_gauss_sigma`."""
+        """Takes the risk level and `hl_gauss_sigma`."""
         super().configure(args)
         self.sigma = args.hl_gauss_sigma
 
@@ -252,7 +246,7 @@ class _QuantileCritic(CriticHead):
         self.num_quantiles, self.kappa = num_quantiles, kappa
 
     def configure(self, args: PPOConfig) -> None:
-        """Takes the risk level, the bounds of the values and `quantile_huber_kappa`."""
+        """Takes the risk level and `quantile_huber_kappa`."""
         super().configure(args)
         self.kappa = args.quantile_huber_kappa
 

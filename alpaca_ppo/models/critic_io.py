@@ -82,8 +82,7 @@ def load_critic(
 
     Args:
         folder: of the critic.
-        risk_level: what the head reads as the value; see `CriticHead`. The run's own level is not stored, nor are the
-            `value_min` and `value_max` of a critic without a fixed support: set them as attributes of the head.
+        risk_level: what the head reads as the value; see `CriticHead`. The run's own level is not stored.
         trust_remote_code: run code that comes with the model.
         arguments: further ones of `from_pretrained`, for the backbone.
 

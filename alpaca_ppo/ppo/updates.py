@@ -340,7 +340,7 @@ class Updater:
             edges = "" if edge_mass is None else f", and {edge_mass:.0%} of its probability mass is at the edges"
             warnings.warn(
                 f"{outside:.1%} of the returns lie outside the critic's support{edges}, so the values are clipped. "
-                "Widen value_min and value_max, or scale the reward down with reward_weights",
+                "Widen value_support, or scale the reward down with reward_weights",
                 stacklevel=3,
             )
 

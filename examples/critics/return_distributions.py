@@ -105,8 +105,7 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         kl_coef=0.0,
         critic=kind,
         num_quantiles=64,
-        value_min=-8.0 if kind in CATEGORICAL else None,
-        value_max=8.0 if kind in CATEGORICAL else None,
+        value_support=[-8.0, 8.0] if kind in CATEGORICAL else [-10.0, 10.0],
         num_atoms=129,
         # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean: the
         # quartiles of `steady` by 2.4 % of its deviation.

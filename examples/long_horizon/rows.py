@@ -40,7 +40,7 @@ _MARKS: Settings = _GRPO | {
 }
 _UNEVEN: Settings = _PASS | {"dataset_name": UNEVEN_PROMPTS}
 _BY_SEQUENCE: Settings = {"loss_agg_mode": "seq-mean-token-mean"}
-_SUPPORT: Settings = {"value_min": -6.0, "value_max": 6.0}
+_SUPPORT: Settings = {"value_support": [-6.0, 6.0]}
 """Grades are between -5 and 5; a KL penalty and the bins' margin come on top."""
 _QUANTILE: Settings = _VAPO | {"critic": "quantile"}
 _SMALL: Settings = _VAPO | {"value_model_name_or_path": SMALL_CRITIC}
@@ -76,12 +76,9 @@ OTHERS: Mapping[str, tuple[str, Settings]] = {
         {"learning_rate": 1.0e-3, "critic_learning_rate": 1.0e-3, "critic_epochs": 4, "critic_step_batch_size": 4},
     ),
     "warm-up of the critic": (VAPO, _VAPO | {"critic_lr_warmup_steps": 100}),
-    "Huber loss": (VAPO, _VAPO | {"value_loss": "huber"}),
-    "bounds of the values": (VAPO, _VAPO | _SUPPORT),
     QUANTILE: (VAPO, _QUANTILE),
     "lower tail": (QUANTILE, _QUANTILE | {"risk_level": "0.1"}),
     "upper tail": (QUANTILE, _QUANTILE | {"risk_level": "upper:0.1"}),
-    "mixed with the upper tail": (QUANTILE, _QUANTILE | {"risk_level": "0.5*neutral+0.5*upper:0.2"}),
     "HL-Gauss critic": (VAPO, _VAPO | _SUPPORT | {"critic": "hl_gauss"}),
     SMALL: (VAPO, _SMALL),
     "CISPO loss": (VAPO, _VAPO | {"policy_loss": "cispo", "cliprange": 0.99, "cliprange_high": 0.8}),

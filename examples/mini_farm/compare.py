@@ -25,8 +25,8 @@ WITHOUT_CRITIC: dict[str, Any] = {"init_value_with_reward": False, "critic_learn
 """The defaults of the preset's options that an estimator without a critic refuses."""
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
-    "c51 critic": {"critic": "c51", "value_min": -4.0, "value_max": 4.0},
-    "hl_gauss critic": {"critic": "hl_gauss", "value_min": -4.0, "value_max": 4.0},
+    "c51 critic": {"critic": "c51", "value_support": [-4.0, 4.0]},
+    "hl_gauss critic": {"critic": "hl_gauss", "value_support": [-4.0, 4.0]},
     "quantile critic": {"critic": "quantile", "quantile_huber_kappa": 0.1},
     "iqn critic": {"critic": "iqn", "quantile_huber_kappa": 0.1},
     "k3 KL in the loss": {

@@ -135,9 +135,9 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, se
     for parameter in actor_critic.critic.head.parameters():
         torch.nn.init.normal_(parameter)
     save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
-    critic = load_critic(str(tmp_path / "value"), risk_level="0.5*neutral+0.5*upper:0.25")
+    critic = load_critic(str(tmp_path / "value"), risk_level="upper:0.25")
     states = torch.randn(6, 32)
-    actor_critic.critic.head.risk_level = "0.5*neutral+0.5*upper:0.25"
+    actor_critic.critic.head.risk_level = "upper:0.25"
     for loaded, own in zip(critic.head(states), actor_critic.critic.head(states), strict=True):
         assert torch.equal(loaded, own)
     assert type(critic.head) is head and critic.head.settings() == settings

@@ -141,7 +141,6 @@ def test_every_option_of_a_run_has_a_help_text_and_a_valid_default():
         "dppo_divergence",
         "loss_agg_mode",
         "mismatch_action",
-        "value_loss",
     }
     hints = typing.get_type_hints(PPOConfig)
     assert typing.get_args(hints["dtype"]) == options["dtype"].choices == ("float32", "bfloat16")

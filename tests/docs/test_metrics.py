@@ -55,8 +55,7 @@ RUNS = {
     },
     "a distributional critic on the sampler's log-probs": {
         "critic": "c51",
-        "value_min": -1.0,
-        "value_max": 6.0,
+        "value_support": [-1.0, 6.0],
         "risk_level": "0.5",
         "old_policy": "rollout",
     },

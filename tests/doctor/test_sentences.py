@@ -63,13 +63,8 @@ SENTENCES = {
     ),
     "a support by default": (
         "returns_outside_support warning", "evidence", {"ppo/val/edge_mass": None, "ppo/returns/mean": None}, {},
-        "10.0% of the returns lie outside of value_min (-10) to value_max (10), and 0.0% of the predicted probability "
+        "10.0% of the returns lie outside of value_support ([-10, 10]), and 0.0% of the predicted probability "
         "lies on these ends",
-    ),
-    "bounds of the values": (
-        "critic_off_scale warning", "remedy", {}, {"value_max": 1.0},
-        "set critic_pretraining_steps, raise critic_learning_rate, widen value_max, or scale the reward to a standard "
-        "deviation of about 1 (reward_weights)",
     ),
     "padding that is asked for": (
         "padding warning", "remedy", {}, {"padding_free": "false"},

@@ -275,7 +275,7 @@ def test_weights_are_counted_to_the_byte():
 def test_a_critic_of_bins_has_logits_and_a_bias_for_each(kind):
     scalar, bins = (
         measure(Models(llama()), chosen, sizes_of(chosen, 1))
-        for chosen in (settings(), settings(critic=kind, num_atoms=101, value_min=-1.0))
+        for chosen in (settings(), settings(critic=kind, num_atoms=101, value_support=[-1.0, 10.0]))
     )
     # 128 weights and a bias for each of 101 atoms or bins, in place of 128 weights.
     assert bins["critic/gradients"] - scalar["critic/gradients"] == 4 * (101 * 129 - 128)

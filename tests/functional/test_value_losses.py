@@ -34,34 +34,6 @@ def test_a_clipped_prediction_counts_where_its_error_is_the_larger():
     assert_close(torch.autograd.grad(loss, vpreds)[0], tensor([[0.0, 1.1 / 3, 2 / 3]]))
 
 
-def test_the_huber_loss_is_quadratic_up_to_delta_and_linear_beyond():
-    # delta 1.  Errors 0.5, -1, 3: 0.125 + 0.5 + 1 * (3 - 0.5) = 3.125, of three tokens; gradients 0.5, -1 and 1.
-    vpreds = tensor([[0.5, -1.0, 3.0, nan]], requires_grad=True)
-    returns, mask = tensor([[0.0, 0.0, 0.0, nan]]), tensor([[True, True, True, False]])
-    loss, stats = value_loss(vpreds, returns, returns, mask, huber_delta=1.0)
-    assert_close(loss, tensor(3.125 / 3))
-    assert_close(torch.autograd.grad(loss, vpreds)[0], tensor([[0.5, -1.0, 1.0, 0.0]]) / 3)
-    # The mean squared error is reported of any loss: (0.25 + 1 + 9) / 3.
-    assert_close(stats["error"], tensor(10.25 / 3))
-
-
-def test_the_huber_loss_of_a_clipped_prediction_counts_where_it_is_the_larger():
-    # return 0, old value 4, range 0.5, delta 1: v = 1 counts as 3.5, 3.5 - 0.5 = 3; v = 6 as itself, 6 - 0.5 = 5.5
-    vpreds = tensor([[1.0, 6.0]], requires_grad=True)
-    old_values, mask = torch.full((1, 2), 4.0), torch.ones(1, 2, dtype=torch.bool)
-    loss, stats = value_loss(vpreds, old_values, torch.zeros(1, 2), mask, cliprange_value=0.5, huber_delta=1.0)
-    assert_close(loss, tensor(4.25))
-    assert stats["clipfrac"] == 0.5
-    assert_close(torch.autograd.grad(loss, vpreds)[0], tensor([[0.0, 0.5]]))
-
-
-def test_a_delta_beyond_every_error_leaves_the_squared_error():
-    batch = random_batch()
-    for cliprange_value in (None, 0.2):
-        squared = value_loss(*batch, cliprange_value=cliprange_value)
-        assert_close(value_loss(*batch, cliprange_value=cliprange_value, huber_delta=1e6), squared)
-
-
 def test_a_wide_clip_range_changes_nothing():
     batch = random_batch()
     narrow, wide = value_loss(*batch), value_loss(*batch, cliprange_value=1e6)
@@ -76,19 +48,17 @@ def test_predictions_inside_the_range_never_count_as_clipped():
     assert stats["clipfrac"] == 0
 
 
-@pytest.mark.parametrize("huber_delta", [None, 0.4])
 @pytest.mark.parametrize("cliprange_value", [None, 0.2])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_gradients_match_finite_differences(mode, cliprange_value, huber_delta):
+def test_gradients_match_finite_differences(mode, cliprange_value):
     vpreds, old_values, returns, mask = random_batch()
-    settings = {"cliprange_value": cliprange_value, "huber_delta": huber_delta, "loss_agg_mode": mode}
+    settings = {"cliprange_value": cliprange_value, "loss_agg_mode": mode}
     assert gradcheck(lambda x: value_loss(x, old_values, returns, mask, **settings).loss, vpreds.requires_grad_())
 
 
-@pytest.mark.parametrize("huber_delta", [None, 0.4])
 @pytest.mark.parametrize("cliprange_value", [None, 0.2])
-def test_nan_outside_the_mask_reaches_neither_loss_stats_nor_gradient(cliprange_value, huber_delta):
-    settings = {"cliprange_value": cliprange_value, "huber_delta": huber_delta}
+def test_nan_outside_the_mask_reaches_neither_loss_stats_nor_gradient(cliprange_value):
+    settings = {"cliprange_value": cliprange_value}
     *inputs, mask = random_batch()
     results = []
     for padding in (0.0, nan):
@@ -100,10 +70,9 @@ def test_nan_outside_the_mask_reaches_neither_loss_stats_nor_gradient(cliprange_
     assert results[1][2].isfinite().all()
 
 
-@pytest.mark.parametrize("huber_delta", [None, 0.4])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_parts_with_the_whole_batchs_denominator_add_up_to_the_whole(mode, huber_delta):
-    batch, how = random_batch(), {"cliprange_value": 0.2, "huber_delta": huber_delta, "loss_agg_mode": mode}
+def test_parts_with_the_whole_batchs_denominator_add_up_to_the_whole(mode):
+    batch, how = random_batch(), {"cliprange_value": 0.2, "loss_agg_mode": mode}
     mask = batch[-1]
     denominator = mask.sum() if mode == "token-mean" else mask.any(dim=1).sum()
     parts = [value_loss(*(x[p] for x in batch), **how, denominator=denominator).loss for p in torch.arange(5).split(2)]
@@ -130,8 +99,6 @@ def test_a_clip_range_that_is_not_positive_is_refused():
     ones = torch.ones(1, 2)
     with pytest.raises(ValueError, match="cliprange_value is 0; it must be positive, or None"):
         value_loss(ones, ones, ones, ones.bool(), cliprange_value=0)
-    with pytest.raises(ValueError, match="huber_delta is 0; it must be positive, or None"):
-        value_loss(ones, ones, ones, ones.bool(), huber_delta=0)
 
 
 @pytest.mark.parametrize(("inputs", "expected"), golden_cases("value_loss"))

@@ -19,15 +19,9 @@ def midpoints(count: int) -> Tensor:
     return torch.tensor([(i + 0.5) / count for i in range(count)], dtype=torch.float64)
 
 
-def ends(config: Mapping[str, Any]) -> tuple[float, float]:
-    """The support's: value_min and value_max, or -10 and 10."""
-    low, high = config["value_min"], config["value_max"]
-    return (-10.0 if low is None else low), (10.0 if high is None else high)
-
-
 def atoms(config: Mapping[str, Any]) -> Tensor:
     """(atoms,): evenly spaced over the support; for c51 with both ends, for hl_gauss the middles of equal parts."""
-    (low, high), count = ends(config), config["num_atoms"]
+    (low, high), count = config["value_support"], config["num_atoms"]
     if config["critic"] == "hl_gauss":
         places = [(i + 0.5) / count for i in range(count)]
     else:
@@ -45,18 +39,10 @@ def lower_tail_mean(outcomes: Tensor, masses: Tensor, alpha: float) -> Tensor:
 
 
 def at_risk(level: str, mean: Tensor, lower: Callable[[float], Tensor], upper: Callable[[float], Tensor]) -> Tensor:
-    """(C,): the weighted sum that `level` names of the mean and of the means of lower and upper tails."""
-    total = torch.zeros_like(mean)
-    for term in level.split("+"):
-        weight, part = term.split("*") if "*" in term else ("1", term)
-        if part == "neutral":
-            found = mean
-        elif part.startswith("upper:"):
-            found = upper(float(part[len("upper:") :]))
-        else:
-            found = lower(float(part))
-        total = total + float(weight) * found
-    return total
+    """(C,): what `level` names: the mean, or the mean of a lower or upper tail."""
+    if level == "neutral":
+        return mean
+    return upper(float(level[len("upper:") :])) if level.startswith("upper:") else lower(float(level))
 
 
 def _iqn(head: Weights, states: Tensor, taus: Tensor) -> Tensor:
@@ -72,17 +58,6 @@ def predictions(
     head: Weights, states: Tensor, config: Mapping[str, Any], training_taus: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the loss reads, (C,) or (C, N), and the value (C,) that GAE reads."""
-    predicted, values = _unbounded(head, states, config, training_taus)
-    if config["critic"] in ("scalar", "quantile", "iqn"):
-        low, high = config["value_min"], config["value_max"]
-        values = values if low is None else torch.where(values < low, torch.full_like(values, low), values)
-        values = values if high is None else torch.where(values > high, torch.full_like(values, high), values)
-    return predicted, values
-
-
-def _unbounded(
-    head: Weights, states: Tensor, config: Mapping[str, Any], training_taus: Tensor | None
-) -> tuple[Tensor, Tensor]:
     kind, risk = config["critic"], config["risk_level"]
     if kind == "scalar":
         values = (states * head["weight"]).sum(dim=-1)
@@ -118,10 +93,10 @@ def token_losses(
     """(C,): the critic's loss of each token, before it is averaged and weighted by vf_coef."""
     kind = config["critic"]
     if kind == "scalar":
-        errors = _regression(predicted - returns, config)
+        errors = (predicted - returns) ** 2 / 2
         if (width := config["cliprange_value"]) is not None:
             clipped = torch.minimum(torch.maximum(predicted, old_values - width), old_values + width)
-            errors = torch.maximum(errors, _regression(clipped - returns, config))
+            errors = torch.maximum(errors, (clipped - returns) ** 2 / 2)
         return errors
     if kind == "hl_gauss":
         return -(_smoothed(returns, config) * predicted.log_softmax(dim=-1)).sum(dim=-1)
@@ -131,17 +106,9 @@ def token_losses(
     return _quantile_huber(predicted, returns, taus, config["quantile_huber_kappa"])
 
 
-def _regression(errors: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """(C,): half the square of each error, or its Huber loss."""
-    if config["value_loss"] == "squared":
-        return errors**2 / 2
-    delta = config["value_huber_delta"]
-    return torch.where(errors.abs() <= delta, errors**2 / 2, delta * errors.abs() - delta**2 / 2)
-
-
 def _smoothed(returns: Tensor, config: Mapping[str, Any]) -> Tensor:
     """(C, bins): the share of a normal distribution around each return that falls into each bin of the support."""
-    (low, high), count = ends(config), config["num_atoms"]
+    (low, high), count = config["value_support"], config["num_atoms"]
     width = (high - low) / count
     rows = []
     for value in returns.clamp(min=low, max=high).tolist():

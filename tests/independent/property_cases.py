@@ -236,7 +236,6 @@ LOSSES: dict[str, tuple[LossOf, str]] = {
     "positive nll": (_positive_nll, "logprobs"),
     "value": (_value(), "vpreds"),
     "clipped value": (_value(cliprange_value=0.2), "vpreds"),
-    "clipped value, huber": (_value(cliprange_value=0.2, huber_delta=0.5), "vpreds"),
     "c51": (lambda b, **how: c51_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, **how), "logits"),
     "hl_gauss": (
         lambda b, **how: hl_gauss_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, sigma=0.7, **how),

@@ -188,55 +188,6 @@ def test_a_head_takes_no_risk_level_that_it_could_not_read():
     assert head.risk_level == "0.25"
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONAL)
-def test_a_mixed_risk_level_is_the_weighted_sum_of_its_parts(kind):
-    head = random_head(kind)
-    values = {}
-    for level in ("neutral", "upper:0.2", "0.3", "0.5*neutral+0.5*upper:0.2", "0.25*0.3+0.75*upper:0.2"):
-        head.risk_level = level
-        values[level] = head(some_states()).values
-    assert_close(values["0.5*neutral+0.5*upper:0.2"], 0.5 * values["neutral"] + 0.5 * values["upper:0.2"])
-    assert_close(values["0.25*0.3+0.75*upper:0.2"], 0.25 * values["0.3"] + 0.75 * values["upper:0.2"])
-    if kind != "iqn":
-        # A random iqn head's quantiles need not rise with the level.
-        assert bool((values["upper:0.2"] > values["neutral"]).all())
-
-
-@EACH_KIND
-def test_bounds_hold_for_values_and_means_and_for_nothing_else(kind):
-    head = random_head(kind)
-    free = head(some_states())
-    middle, high = sorted(free.values.tolist())[2:4]
-    for low, up in ((middle, None), (None, middle), (middle, high)):
-        head.value_min, head.value_max = low, up
-        bounded = head(some_states())
-        expected = torch.tensor([min(max(v, low or -math.inf), up or math.inf) for v in free.values.tolist()])
-        assert_close(bounded.values, expected, rtol=0, atol=0)
-        assert_close(bounded.means, expected, rtol=0, atol=0)
-        assert torch.equal(bounded.predictions, free.predictions)
-    head(some_states()).predictions.sum().backward()
-    assert all(parameter.grad is not None for parameter in head.parameters())
-    head.value_min = head.value_max = None
-    assert torch.equal(head(some_states()).values, free.values)
-
-
-@pytest.mark.parametrize("kind", DISTRIBUTIONAL)
-def test_bounds_hold_for_the_value_at_a_risk_level(kind):
-    head = random_head(kind, risk_level="0.5*0.1+0.5*upper:0.9")
-    head.value_max = head(some_states()).values.median().item()
-    assert float(head(some_states()).values.detach().max()) == head.value_max
-
-
-@EACH_KIND
-def test_a_head_is_configured_with_bounds_and_a_value_that_is_not_finite_passes_them(kind):
-    head = random_head(kind)
-    head.configure(PPOConfig(critic=kind, value_min=-0.25, value_max=0.5))
-    assert (head.value_min, head.value_max) == (-0.25, 0.5)
-    assert bool(head(torch.full((1, HIDDEN), math.nan)).values.isnan().all())
-    head.configure(PPOConfig(critic=kind))
-    assert head.value_min is None and head.value_max is None
-
-
 def test_quantiles_and_atoms_are_read_as_the_literal_law():
     # Quantiles 4, 1, 3, 2: mean 2.5; lower quarter 1; lower 3/8: (1 + 0.5 * 2) / 1.5 = 1.3333.
     head = QuantileHead(1, num_quantiles=4)
@@ -252,9 +203,9 @@ def test_quantiles_and_atoms_are_read_as_the_literal_law():
     assert_close(head(state).values, torch.tensor([0.3]))
     head.risk_level = 0.4
     assert_close(head(state).values, torch.tensor([-0.5]))
-    # Upper 0.6: (0.5 * 1 + 0.1 * 0) / 0.6 = 0.8333; half of it and half of the mean: 0.5667.
-    head.risk_level = "0.5*neutral + 0.5*upper:0.6"
-    assert_close(head(state).values, torch.tensor([0.15 + 0.25 / 0.6]))
+    # Upper 0.6: (0.5 * 1 + 0.1 * 0) / 0.6 = 0.8333.
+    head.risk_level = "upper:0.6"
+    assert_close(head(state).values, torch.tensor([0.5 / 0.6]))
     # Three bins of width 1 over [-1.5, 1.5] have the same three returns at their centres.
     head = HLGaussHead(1, num_atoms=3, v_min=-1.5, v_max=1.5, risk_level="upper:0.6")
     head.linear.bias.data.copy_(torch.tensor([0.2, 0.3, 0.5]).log())
@@ -340,11 +291,6 @@ def test_the_loss_of_a_scalar_head_clips_to_the_old_values_and_adds_up_by_the_de
     head.configure(PPOConfig(cliprange_value=None))
     # Without clipping: 0.5 * (1 + 1) / 2.
     assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.5
-    head.configure(PPOConfig(cliprange_value=None, value_loss="huber", value_huber_delta=0.25))
-    # Linear from 1/4 on: 1/4 * (1 - 1/8), twice.
-    assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.25 * 0.875
-    head.configure(PPOConfig(cliprange_value=None, value_huber_delta=0.25))
-    assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.5
 
 
 def test_the_loss_of_a_c51_head_is_the_cross_entropy_on_its_own_support():
@@ -408,7 +354,7 @@ def test_only_an_iqn_head_samples_levels_and_as_its_generator_gives_them(kind):
 
 @EACH_KIND
 def test_a_head_from_the_configuration_has_the_options_named_there(kind):
-    args = PPOConfig(critic=kind, num_atoms=7, value_min=-2, value_max=5, num_quantiles=9, iqn_embedding_dim=3)
+    args = PPOConfig(critic=kind, num_atoms=7, value_support=[-2, 5], num_quantiles=9, iqn_embedding_dim=3)
     expected = {
         "scalar": {},
         "c51": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},
@@ -440,9 +386,7 @@ def test_only_a_head_can_be_registered_as_a_critic():
 def test_a_registered_head_may_have_a_fixed_support():
     with temporary_choices():
         register_critic_head("bins", distributional=True, fixed_support=True)(type("Bins", (C51Head,), {}))
-        assert HEADS["c51"].from_config(PPOConfig(critic="bins", value_min=-3), HIDDEN).v_min == -3.0
-        with pytest.raises(ValueError, match="value_min .10.0. must be below value_max .10.0."):
-            PPOConfig(critic="bins", value_min=10)
+        assert HEADS["c51"].from_config(PPOConfig(critic="bins", value_support=[-3, 10]), HIDDEN).v_min == -3.0
 
 
 def trained_critic(kind, **settings):

@@ -12,9 +12,9 @@ from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
 OPTIONS = {
-    "c51": {"critic": "c51", "value_min": -4.0, "value_max": 8.0},
-    "hl_gauss": {"critic": "hl_gauss", "value_min": -4.0, "risk_level": "0.5*neutral+0.5*upper:0.2"},
-    "quantile": {"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25, "value_max": 0.5},
+    "c51": {"critic": "c51", "value_support": [-4.0, 8.0]},
+    "hl_gauss": {"critic": "hl_gauss", "value_support": [-4.0, 10.0], "risk_level": "upper:0.2"},
+    "quantile": {"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25},
     "iqn": {"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"},
     "kl_loss": {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_kl_in_reward": False},
     "both_kl": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"},
@@ -188,7 +188,7 @@ def test_a_support_that_holds_every_return_is_not_warned_of(tmp_path):
         return [float(len(text) % 2) for text in completions]
 
     arguments = {"reward_funcs": zero_or_one}
-    settings = {"critic": "c51", "value_min": 0.0, "value_max": 1.0, "kl_coef": 0.0}
+    settings = {"critic": "c51", "value_support": [0.0, 1.0], "kl_coef": 0.0}
     trainer = tiny_trainer(tmp_path, trainer_arguments=arguments, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -202,7 +202,7 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
     settings = {"model": built, "critic_layout": "shared", "critic": "c51"}
     with pytest.raises(ValueError, match="with the head .*-1.0.*, but the configuration asks for .*-10.0"):
         tiny_trainer(tmp_path, **settings)
-    tiny_trainer(tmp_path, value_min=-1.0, value_max=1.0, risk_level=0.5, **settings)
+    tiny_trainer(tmp_path, value_support=[-1.0, 1.0], risk_level=0.5, **settings)
     assert built.critic.head.risk_level == "0.5"
 
 
@@ -233,8 +233,8 @@ def test_a_risk_level_lowers_the_values_that_gae_reads(tmp_path):
 
 @pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
 def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
-    trainer = tiny_trainer(tmp_path, critic=kind, value_min=-0.1, value_max=0.1)
-    with pytest.warns(UserWarning, match="Widen value_min and value_max"):
+    trainer = tiny_trainer(tmp_path, critic=kind, value_support=[-0.1, 0.1])
+    with pytest.warns(UserWarning, match="Widen value_support"):
         stats = trainer.step(trainer.prompt_batches(0))
     assert stats["ppo/val/outside_support"] > 0.5 and "ppo/val/edge_mass" in stats
     with warnings.catch_warnings():

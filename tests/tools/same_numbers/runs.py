@@ -54,6 +54,8 @@ def config_of(run: Run, output_dir: Path, inputs: Path) -> PPOConfig:
     older = {new: old for old, new in RENAMED_FIELDS.items() if new not in known}
     newer = {name: value for name, value in LIKE_EARLIER.items() if name in known}
     given = {"output_dir": str(output_dir), **COMMON, **newer, **run.fields}
+    if "value_support" not in known and "value_support" in given:
+        given["value_min"], given["value_max"] = given.pop("value_support")
     filled = {k: v.format(inputs=inputs) if isinstance(v, str) and "{inputs}" in v else v for k, v in given.items()}
     return PPOConfig(**{older.get(name, name): value for name, value in filled.items()})
 

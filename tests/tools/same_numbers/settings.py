@@ -80,7 +80,7 @@ _ZERO = {
 RUNS: dict[str, Run] = {
     # Critics, their layouts and what is read of them.
     "scalar": Run({**_SCHEDULE, "eval_steps": 1, "save_steps": 2}, eval_prompts=3),
-    "c51": Run({"critic": "c51", "value_min": -4.0, "value_max": 8.0, "num_atoms": 11}),
+    "c51": Run({"critic": "c51", "value_support": [-4.0, 8.0], "num_atoms": 11}),
     "quantile": Run({"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25}),
     "iqn": Run({"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"}),
     "shared": Run({"critic_layout": "shared", "cliprange_value": None, "gamma": 0.9}),
@@ -127,7 +127,7 @@ RUNS: dict[str, Run] = {
     "gpt2_shared": Run({"critic_layout": "shared"}, model="gpt2"),
     "gemma3": Run({"truncate_tokens": None}, model="gemma3"),
     "mixtral": Run(model="mixtral"),
-    "bf16_c51": Run({"bf16": True, "critic": "c51", "value_min": -4.0, "value_max": 8.0}),
+    "bf16_c51": Run({"bf16": True, "critic": "c51", "value_support": [-4.0, 8.0]}),
     # Adapters.
     "lora_separate": Run({"critic_layout": "separate"}, lora=True),
     "lora_shared": Run({"critic_layout": "shared"}, lora=True),
