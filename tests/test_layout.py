@@ -109,7 +109,7 @@ def leaf_offences(text: str, module: str) -> list[str]:
     ]
 
 
-def long_functions(text: str, name: str, limit: int = 60) -> list[str]:
+def long_functions(text: str, name: str, limit: int = 90) -> list[str]:
     """Functions of more than `limit` lines, from `def` to the end, docstring not counted."""
     offences = []
     for node in ast.walk(ast.parse(text)):
@@ -211,7 +211,7 @@ def test_files_stay_within_their_line_limit():
     assert_none([f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)])
 
 
-def test_functions_stay_within_sixty_lines():
+def test_functions_stay_within_ninety_lines():
     assert_none(
         [o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))]
     )
@@ -219,9 +219,9 @@ def test_functions_stay_within_sixty_lines():
 
 def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
     docstring = '    """One.\n' + "\n" * 50 + '    """\n'
-    fits = "def f():\n" + docstring + "    x = 1\n" * 59
+    fits = "def f():\n" + docstring + "    x = 1\n" * 89
     assert long_functions(fits, "f.py") == []
-    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 61 lines without its docstring, limit 60"]
+    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 91 lines without its docstring, limit 90"]
 
 
 def test_docstrings_do_not_count_as_lines_of_a_file():
