@@ -90,8 +90,10 @@ def is_full(error: BaseException) -> bool:
     """Whether `error` means that a disk is full, or that a quota or the maximum file size is reached."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    # safetensors and tokenizers are Rust libraries; their errors only contain the number.
-    return any(f"(os error {number})" in str(error) for number in _FULL)
+    # safetensors and tokenizers are Rust libraries; their errors only contain the number. torch fails once more while
+    # it closes the file.
+    cause = error.__context__
+    return any(f"(os error {number})" in str(error) for number in _FULL) or (cause is not None and is_full(cause))
 
 
 def _no_room(path: Path, needed: str) -> OSError:

@@ -13,10 +13,10 @@ from pathlib import Path
 from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
 from alpaca_ppo.config.fields import shown
 
-FORMAT = {"format": "alpaca_ppo checkpoint", "version": 4}
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
 RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
 """How the newest checkpoint of a run is continued."""
-FILES = ("model.safetensors", "state.json", "state.safetensors")
+FILES = ("model.safetensors", "state.pt")
 _FOLDERS_OF_A_RUN = ("checkpoint-*", "abandoned-checkpoint-*", "final", "rollouts", "eval")
 # run.yaml and runs/ stay: the run that starts may have written to them, and TensorBoard hides what is older.
 _RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html")
@@ -24,8 +24,7 @@ _RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl",
 
 def newest_checkpoint(output_dir: StrPath) -> Path | None:
     """The checkpoint folder with the highest step in `output_dir`, or None."""
-    found = _checkpoints(output_dir)
-    return found[-1] if found else None
+    return next(reversed(_checkpoints(output_dir)), None)
 
 
 def resolve_checkpoint(
@@ -46,7 +45,7 @@ def resolve_checkpoint(
     if newest is None:
         raise ValueError(
             f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
-            "name a checkpoint folder, or leave resume_from_checkpoint out to start a new run"
+            "name one, or leave resume_from_checkpoint out to start a new run"
         )
     return newest
 
@@ -64,23 +63,22 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
             replace) or the metrics of a step.
     """
     newest, final = newest_checkpoint(output_dir), committed_path(Path(output_dir) / "final")
-    remedy = "choose another output_dir, or move the old run away, or delete it with overwrite_output_dir: true"
+    steps = _recorded_steps(Path(output_dir) / "metrics.jsonl")
+    goal = "continue it with"
     if final.exists():
-        extend = f"to train it further, raise total_epochs, total_episodes or max_steps and continue with {RESUME}; "
-        raise ValueError(
-            f"output_dir ({output_dir}) holds a finished run (its models are in final/); "
-            f"{extend if newest is not None else ''}to start a new run, {remedy}"
-        )
-    if newest is not None:
-        raise ValueError(
-            f"output_dir ({output_dir}) already holds {newest.name} of an earlier run; to continue it, {RESUME}; "
-            f"otherwise {remedy}"
-        )
-    if steps := _recorded_steps(Path(output_dir) / "metrics.jsonl"):
-        raise ValueError(
-            f"output_dir ({output_dir}) holds the records of an earlier run (metrics.jsonl has {steps} steps) without "
-            f"a checkpoint to continue it from; {remedy}"
-        )
+        found = "a finished run (its models are in final/)"
+        goal = "train it further, raise total_epochs, total_episodes or max_steps, with"
+    elif newest is not None:
+        found = f"{newest.name} of an earlier run"
+    elif steps:
+        found = f"the records of an earlier run (metrics.jsonl has {steps} steps) without a checkpoint"
+    else:
+        return
+    resume = "" if newest is None else f"to {goal} {RESUME}; otherwise "
+    raise ValueError(
+        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, move the old run away, or delete "
+        "it with overwrite_output_dir: true"
+    )
 
 
 def remove_run(output_dir: StrPath) -> None:
@@ -126,20 +124,15 @@ def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, kee
 
 def write_manifest(folder: Path) -> None:
     """Writes manifest.json with the sizes and hashes of `FILES`, all of which must be in `folder`."""
-    manifest = FORMAT | {
-        "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
+    (folder / "manifest.json").write_text(json.dumps(FORMAT | {"files": files}, indent=2), encoding="utf-8")
 
 
-def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Checks that all files of a checkpoint exist and have the size they were written with.
-
-    Returns:
-        Size in bytes and hash of each of `FILES`, from the manifest.
+def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
+    """Checks that `folder` is a complete checkpoint, by the sizes of all files and the hashes of those in `hashed`.
 
     Raises:
-        ValueError: for a folder that is missing, incomplete or not a checkpoint; names the file.
+        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint; names the file.
     """
     there = committed_path(folder)
     if not there.is_dir():
@@ -150,53 +143,36 @@ def check_manifest(folder: Path) -> dict[str, tuple[int, str]]:
         manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
         entries = {name: manifest["files"][name] for name in FILES}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+        found = {key: manifest[key] for key in FORMAT}
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"{folder} has no readable manifest.json of alpaca_ppo, so it is damaged or not one of its checkpoints; "
-            f"{_remedy(folder)}"
-        ) from error
-    found = {key: manifest.get(key) for key in FORMAT}
+        raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {remedy(folder)}") from error
     if found != FORMAT:
         raise ValueError(
-            f"{folder}/manifest.json has {shown(found)}, but this version of alpaca_ppo reads {FORMAT}; install the "
-            "version that wrote it"
+            f"{folder}/manifest.json has {shown(found)} instead of {FORMAT}; install the version that wrote it"
         )
-    for name, (size, _) in files.items():
-        if not (there / name).is_file():
-            raise ValueError(f"checkpoint file {folder / name} is missing; {_remedy(folder)}")
-        if (actual := (there / name).stat().st_size) != size:
+    for name, written in files.items():
+        path = there / name
+        if not path.is_file():
+            raise ValueError(f"checkpoint file {folder / name} is missing; {remedy(folder)}")
+        actual = (path.stat().st_size, _hash(path) if name in hashed else written[1])
+        if actual != written:
             raise ValueError(
-                f"checkpoint file {folder / name} is damaged: it has {actual} bytes, but was written with {size}; "
-                f"{_remedy(folder)}"
-            )
-    return files
-
-
-def verify_files(folder: Path, names: Collection[str] = FILES) -> None:
-    """Checks that `folder` is a complete checkpoint, and that the files `names` are unchanged, by their hashes.
-
-    Raises:
-        ValueError: see `check_manifest`; also for a file whose content has changed.
-    """
-    for name, (_, written) in check_manifest(folder).items():
-        if name in names and (actual := _hash(folder / name)) != written:
-            raise ValueError(
-                f"checkpoint file {folder / name} is damaged: its hash is {actual[:12]}, but it was written with "
-                f"{written[:12]}; {_remedy(folder)}"
+                f"checkpoint file {folder / name} is damaged: it was written with {written[0]} bytes and hash "
+                f"{written[1][:12]}, and has {actual[0]} and {actual[1][:12]}; {remedy(folder)}"
             )
 
 
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _remedy(folder: Path) -> str:
+def remedy(folder: Path) -> str:
     """Advice that lists the other checkpoints. None is chosen automatically, because that would silently lose steps."""
     others = [path for path in _checkpoints(folder.parent) if path.name != folder.name]
     if not others:
         return f"{folder.parent} holds no other checkpoint to resume from: start a new run"
     return f"set resume_from_checkpoint to another one: {', '.join(map(str, reversed(others)))}"
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checkpoints(output_dir: StrPath) -> list[Path]:

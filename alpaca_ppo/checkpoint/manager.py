@@ -7,7 +7,6 @@ is in `serialization`, which folders there are in `directory`, what a resumed ru
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +14,11 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from alpaca_ppo.atomic_io import clean_leftovers
-from alpaca_ppo.checkpoint import directory, serialization
+from alpaca_ppo.checkpoint import directory
+from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, check_optimizer, read_weights
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed import collectives
+from alpaca_ppo.distributed.engine import TrainState
 from alpaca_ppo.distributed.random_states import random_states
 
 
@@ -33,19 +35,17 @@ class Component(Protocol):
 
 
 class BestCheckpoint:
-    """The best checkpoint of a run by one metric, kept in `TrainerState` under transformers' names.
+    """The best checkpoint of a run by `metric_for_best_model`, kept in `TrainerState` under transformers' names.
 
     Only steps at which a checkpoint is written are compared. By a metric of evaluations that is all of them, because
     the trainer saves every evaluation that `improves`.
-
-    Args:
-        state: of the run.
-        metric: name of a metric of a step or an evaluation; None = no checkpoint is the best.
-        greater_is_better: False if the lower value is better.
     """
 
-    def __init__(self, state: TrainerState, metric: str | None, *, greater_is_better: bool) -> None:
-        self._state, self._metric, self._greater_is_better = state, metric, greater_is_better
+    def __init__(self, state: TrainerState, args: PPOConfig) -> None:
+        self._state, self._greater_is_better = state, args.greater_is_better
+        self.metric = args.metric_for_best_model
+        """None = no checkpoint is the best."""
+        self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
         self.stats: dict[str, float] = {}
         """Metrics of the best checkpoint's step."""
 
@@ -56,39 +56,26 @@ class BestCheckpoint:
         Raises:
             ValueError: when it is not; lists the available metrics.
         """
-        metric = self._metric
-        if metric is None or metric in stats or self.by_evaluation != evaluation:
-            return
-        kind, others = (
-            ("an evaluation", "") if evaluation else ("a step", ", one of an evaluation such as eval/scores,")
-        )
-        raise ValueError(
-            f"metric_for_best_model is {metric!r}, which is not a metric of {kind}; choose one of "
-            f"{', '.join(sorted(stats))}{others} or null"
-        )
+        if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
+            kind, others = (
+                ("an evaluation", "") if evaluation else ("a step", ", one of an evaluation such as eval/scores,")
+            )
+            raise ValueError(
+                f"metric_for_best_model is {self.metric!r}, which is not a metric of {kind}; choose one of "
+                f"{', '.join(sorted(stats))}{others} or null"
+            )
 
     def improves(self, stats: Mapping[str, float]) -> bool:
         """Whether the metric in `stats` is better than that of the best checkpoint so far, if there is one."""
-        value, best = stats.get(self._metric or "", math.nan), self._state.best_metric
+        value, best = stats.get(self.metric or "", math.nan), self.value
         if not math.isfinite(value):
             return False
         return best is None or (value > best if self._greater_is_better else value < best)
 
-    def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
+    def set(self, stats: Mapping[str, float], value: float, step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
-        self._state.best_metric, self._state.best_global_step = stats[self._metric or ""], step
-        self._state.best_model_checkpoint = str(folder)
-        self.stats = dict(stats)
-
-    @property
-    def metric(self) -> str | None:
-        """Name of the metric by which checkpoints are compared."""
-        return self._metric
-
-    @property
-    def by_evaluation(self) -> bool:
-        """Whether that is a metric of evaluations."""
-        return self._metric is not None and self._metric.startswith("eval/")
+        self._state.best_metric, self._state.best_global_step = value, step
+        self._state.best_model_checkpoint, self.stats = str(folder), dict(stats)
 
     @property
     def value(self) -> float | None:
@@ -107,16 +94,11 @@ class BestCheckpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """Metric, value, step and metrics of the best checkpoint."""
-        return {
-            "metric": self._metric,
-            "greater_is_better": self._greater_is_better,
-            "value": self._state.best_metric,
-            "step": self._state.best_global_step,
-            "stats": self.stats,
-        }
+        measured = {"metric": self.metric, "greater_is_better": self._greater_is_better}
+        return measured | {"value": self.value, "step": self.step, "stats": self.stats}
 
-    def load_state_dict(self, saved: Mapping[str, Any], folder: Path) -> None:
-        """Restores the best checkpoint from `saved`; `folder` holds the checkpoints of its run.
+    def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
+        """Restores the best checkpoint of the run in `output_dir` from `saved`.
 
         A value of another metric, or one whose checkpoint is gone, cannot be compared with. It is ignored, and the best
         checkpoint is chosen among later ones.
@@ -124,17 +106,15 @@ class BestCheckpoint:
         asked = self.state_dict()
         if saved["step"] is None or any(saved[name] != asked[name] for name in ("metric", "greater_is_better")):
             return
-        best = folder / f"checkpoint-{saved['step']}"
-        if not best.is_dir():
+        best = output_dir / f"checkpoint-{saved['step']}"
+        if best.is_dir():
+            self.set(saved["stats"], saved["value"], saved["step"], best)
+        else:
             warnings.warn(
                 f"{best}, the best checkpoint so far ({saved['metric']} = {saved['value']}), is gone; the best "
                 "checkpoint will be chosen among later ones",
                 stacklevel=6,
             )
-            return
-        self._state.best_metric, self._state.best_global_step = saved["value"], saved["step"]
-        self._state.best_model_checkpoint = str(best)
-        self.stats = saved["stats"]
 
 
 class CheckpointManager:
@@ -142,35 +122,32 @@ class CheckpointManager:
 
     Args:
         accelerator: of the run.
-        output_dir: holds `checkpoint-<step>` folders.
+        args: of the run.
+        state: of the run.
         engine: provides weights and optimizer state as unsharded tensors.
         scheduler: of the learning rates.
         components: returns what else a checkpoint holds, by name.
-        best: decides which checkpoint is the best.
         identity: what a resumed run must share, by entry; called on the main process when saving.
-        check: called on the main process, with the folder and the saved entries, before anything changes; raises if the
-            run cannot resume from them. It must not contain collectives.
-        save_total_limit: checkpoints to keep, the newest and the best among them; None = all.
+        check: called on the main process, with the folder and what it holds, before anything changes; raises if the
+            run cannot resume from it. It must not contain collectives.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        output_dir: str | Path,
+        args: PPOConfig,
+        state: TrainerState,
         *,
-        engine: serialization.Checkpointable,
+        engine: TrainState,
         scheduler: Any,
         components: Callable[[], Mapping[str, Component]],
-        best: BestCheckpoint,
-        identity: Callable[[], Mapping[str, Any]],
-        check: Callable[[Path, Mapping[str, Any]], Any],
-        save_total_limit: int | None,
+        identity: Callable[[], dict[str, Any]],
+        check: Callable[[Path, Checkpoint], Any],
     ) -> None:
-        self._accelerator, self._output_dir = accelerator, Path(output_dir)
+        self._accelerator, self._args, self._output_dir = accelerator, args, Path(args.output_dir)
         self._engine, self._scheduler, self._components = engine, scheduler, components
-        self.best = best
         self._identity, self._check = identity, check
-        self._save_total_limit = save_total_limit
+        self.best = BestCheckpoint(state, args)
         self.best_is_loaded = False
         """Whether the models hold the weights of the best checkpoint instead of the last step's."""
 
@@ -193,23 +170,18 @@ class CheckpointManager:
                 "models, and the optimizer has gone on; save before the end of train(), or use save_model"
             )
         if self._improves(stats):
-            self.best.set(stats, step, folder)
+            self.best.set(stats, stats[self.best.metric or ""], step, folder)
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
         rng = collectives.gather_list(random_states(), self._accelerator)
         states = {name: component.state_dict() for name, component in self._components().items()}
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:
-                serialization.save_checkpoint(
-                    folder,
-                    weights=weights,
-                    optimizer=optimizer,
-                    rng=rng,
-                    scheduler=self._scheduler,
-                    extra={"components": states, "best": self.best.state_dict(), **self._identity()},
-                    save_total_limit=self._save_total_limit,
-                    best=self.best.folder,
-                )
+                best, schedule = self.best.state_dict(), self._scheduler.state_dict()
+                Checkpoint(weights, optimizer, schedule, rng, states, best, self._identity()).write(folder)
+                clean_leftovers(self._output_dir)
+                kept = [folder] if self.best.folder is None else [folder, self.best.folder]
+                directory.rotate_checkpoints(self._output_dir, self._args.save_total_limit, keep=kept)
         return folder
 
     def is_best_evaluation(self, stats: Mapping[str, float]) -> bool:
@@ -227,71 +199,71 @@ class CheckpointManager:
             return False
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
-    def find(
-        self,
-        resume_from_checkpoint: bool | str | None,
-        *,
-        overwrite_output_dir: bool = False,
-        has_trained: bool = False,
-    ) -> Path | None:
-        """The checkpoint to resume from, or None for a new run; removes what killed processes left in the folder.
+    def find(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
+        """The checkpoint to resume from, or None for a new run; removes what killed processes left in the folder, and
+        an earlier run that `overwrite_output_dir` deletes.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest one, or None.
-            overwrite_output_dir: delete an earlier run in the folder that is not resumed.
             has_trained: whether the models have been trained here, so that the run in the folder is their own.
 
         Raises:
             ValueError: if there is no such checkpoint, or if a new run would overwrite an older one.
         """
-        folder, overwrite = None, overwrite_output_dir and not has_trained
+        folder, overwrite = None, self._args.overwrite_output_dir and not has_trained
         if resume_from_checkpoint:
             folder = directory.resolve_checkpoint(
-                resume_from_checkpoint, str(self._output_dir), overwrite_output_dir=overwrite
+                resume_from_checkpoint, self._output_dir, overwrite_output_dir=overwrite
             )
             overwrite = overwrite and not directory.is_in(folder, self._output_dir)
-        elif overwrite_output_dir and has_trained:
+        elif self._args.overwrite_output_dir and has_trained:
             raise ValueError(
-                f"overwrite_output_dir is True, but the run in {self._output_dir} is this trainer's own, and its "
-                "models are not those that the run started from; train(resume_from_checkpoint=True) "
-                "continues it, or make a new trainer, whose run replaces it"
+                f"overwrite_output_dir is True, but the run in {self._output_dir} is this trainer's own; continue it "
+                "with train(resume_from_checkpoint=True), or make a new trainer, whose run replaces it"
             )
         elif not overwrite:
-            directory.check_no_earlier_run(str(self._output_dir))
+            directory.check_no_earlier_run(self._output_dir)
         # Clean up only after every rank has checked that the folder belongs to this run: if it belongs to another one,
         # that run may still be writing to it.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
-            clean_leftovers(str(self._output_dir))
+            clean_leftovers(self._output_dir)
             if overwrite:
-                directory.remove_run(str(self._output_dir))
+                directory.remove_run(self._output_dir)
         self._accelerator.wait_for_everyone()
         return folder
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Restores everything from the checkpoint `folder`, and returns the saved entries.
+    def load(self, folder: Path) -> Checkpoint:
+        """Restores everything from the checkpoint `folder`, and returns it.
 
         Checkpoints of later steps beside it are renamed `abandoned-checkpoint-<step>`: the run leaves that branch.
 
         Raises:
             ValueError: for a checkpoint that is damaged or of another run; nothing in memory has changed then.
         """
-        extra = serialization.load_checkpoint(
-            folder,
-            trained=self._engine,
-            scheduler=self._scheduler,
-            rank=self._accelerator.process_index,
-            check=partial(self._check_entries, folder),
-        )
+        saved, components = Checkpoint.read(folder), self._components()
+        with collectives.raise_on_all_ranks(self._accelerator):
+            if saved.components.keys() != components.keys():
+                raise ValueError(
+                    f"checkpoint {folder} holds the components {', '.join(sorted(saved.components))}, but this trainer "
+                    f"has {', '.join(sorted(components))}; resume with the trainer class that wrote it"
+                )
+            # The saved identity is that of the main process. Other ranks may have another one: a reward function may be
+            # given the device or the port of its rank.
+            if self._accelerator.is_main_process:
+                self._check(folder, saved)
+        check_fits(folder, saved.weights, self._engine.weights())
+        check_optimizer(folder, saved.optimizer, self._engine.optimizer_state())
+        saved.restore(self._engine, self._scheduler, self._accelerator.process_index)
+        for name, component in components.items():
+            component.load_state_dict(saved.components[name])
+        self.best.load_state_dict(saved.best, folder.parent)
         self.best_is_loaded = False
-        for name, component in self._components().items():
-            component.load_state_dict(extra["components"][name])
-        self.best.load_state_dict(extra["best"], folder.parent)
         # Every rank has read what it resumes from.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process and (moved := directory.abandon_later_checkpoints(folder)):
             print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
-        return extra
+        return saved
 
     def load_best(self, step: int) -> None:
         """Puts the weights of the best checkpoint into the models; the optimizer stays as it is.
@@ -303,26 +275,10 @@ class CheckpointManager:
             ValueError: if the checkpoint is gone or damaged.
         """
         if self.best.folder is not None and self.best.step != step:
-            serialization.load_weights(self.best.folder, self._engine)
+            directory.verify_files(self.best.folder, [directory.FILES[0]])
+            weights = read_weights(self.best.folder)
+            check_fits(self.best.folder, weights, self._engine.weights())
+            self._engine.load_weights(weights)
             self.best_is_loaded = True
             # No rank deletes or replaces the folder while another one reads it.
             self._accelerator.wait_for_everyone()
-
-    def _check_entries(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        with collectives.raise_on_all_ranks(self._accelerator):
-            for entry in ("components", "best"):
-                if not isinstance(extra.get(entry), Mapping):
-                    raise ValueError(
-                        f"{folder / directory.FILES[1]} has no entry {entry}, which every checkpoint has; resume "
-                        "from another checkpoint, or start a new run in another output_dir"
-                    )
-            saved, here = set(extra["components"]), set(self._components())
-            if saved != here:
-                raise ValueError(
-                    f"checkpoint {folder} holds the components {', '.join(sorted(saved))}, but this trainer has "
-                    f"{', '.join(sorted(here))}; resume with the trainer class that wrote it"
-                )
-            # The saved identity is that of the main process. Other ranks may have another one: a reward function may be
-            # given the device or the port of its rank.
-            if self._accelerator.is_main_process:
-                self._check(folder, extra)

@@ -73,9 +73,9 @@ def _export(
     # They import torch, for which `--help` need not wait.
     from dataclasses import asdict
 
-    from alpaca_ppo.checkpoint.directory import check_manifest, newest_checkpoint
+    from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
-    from alpaca_ppo.checkpoint.restore import restore_models
+    from alpaca_ppo.checkpoint.serialization import restore_models
     from alpaca_ppo.config.credentials import without_credentials
     from alpaca_ppo.models import factory
     from alpaca_ppo.models.loading import load_processing_class
@@ -84,7 +84,6 @@ def _export(
     checkpoint = newest_checkpoint(run) if start == run else start
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint-<step> folder; name a run that saved one (save_steps above 0)")
-    check_manifest(checkpoint)
     actor_critic = factory.make_actor_critic(
         script.model_name_or_path,
         script.value_model_name_or_path,

@@ -19,8 +19,9 @@ from transformers import TrainerState
 from alpaca_ppo.checkpoint import export, hub
 from alpaca_ppo.checkpoint.compatibility import check_identity, eval_identity, run_identity
 from alpaca_ppo.checkpoint.directory import RESUME
-from alpaca_ppo.checkpoint.manager import BestCheckpoint, CheckpointManager, Component
+from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
 from alpaca_ppo.checkpoint.run_lock import RunLock
+from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -109,19 +110,15 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.callback_handler = CallbackHandler(callbacks, self.state, setup.built_in_callbacks(self))
         self.preemption = PreemptionHandler(self.accelerator)
         self.progress = TrainProgress(self.accelerator, self.state, self.updater)
-        best = BestCheckpoint(
-            self.state, self.args.metric_for_best_model, greater_is_better=self.args.greater_is_better
-        )
         self.checkpoints = CheckpointManager(
             self.accelerator,
-            self.args.output_dir,
+            self.args,
+            self.state,
             engine=self.updater.engine,
             scheduler=self.updater.schedules,
             components=self._components,
-            best=best,
             identity=self._saved_identity,
             check=self._check_saved,
-            save_total_limit=self.args.save_total_limit,
         )
         self._run_log: RunLog | None = None
 
@@ -350,16 +347,15 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         collectives.drain_collectives(self.accelerator)
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
-        overwrite, has_trained = self.args.overwrite_output_dir, not self.progress.at_start
-        folder = self.checkpoints.find(resume_from_checkpoint, overwrite_output_dir=overwrite, has_trained=has_trained)
+        folder = self.checkpoints.find(resume_from_checkpoint, has_trained=not self.progress.at_start)
         seed_random_states(self.args.seed, self.accelerator.process_index)
         lines = None
         if folder is None:
             self.progress.advance()
         else:
-            extra = self.checkpoints.load(folder)
-            lines = extra["metrics"]["lines"]
-            self._compare_eval_data(extra["eval_dataset"])
+            identity = self.checkpoints.load(folder).identity
+            lines = identity["metrics"]["lines"]
+            self._compare_eval_data(identity["eval_dataset"])
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
         # It also waits until every rank has looked at the folder before one of them writes to it.
@@ -415,13 +411,13 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             "eval_dataset": eval_identity(self.eval_prompts),
         }
 
-    def _check_saved(self, folder: Path, extra: Mapping[str, Any]) -> None:
+    def _check_saved(self, folder: Path, saved: Checkpoint) -> None:
         """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it.
 
         Called on the main process only, whose identity was saved and which alone writes records.
         """
-        check_identity(folder, extra, self._identity(), self.args)
-        check_metrics(Path(self.args.output_dir), extra["metrics"], extra["components"]["progress"]["last_line"])
+        check_identity(folder, saved.identity, self._identity(), self.args)
+        check_metrics(Path(self.args.output_dir), saved.identity["metrics"], saved.components["progress"]["last_line"])
 
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
         """Warns if the eval dataset has changed, which affects only the eval metrics."""

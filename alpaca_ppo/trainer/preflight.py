@@ -15,10 +15,10 @@ from typing import Any
 from huggingface_hub.utils import validate_repo_id
 
 from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, committed_path, list_committed
-from alpaca_ppo.checkpoint.directory import check_manifest, check_no_earlier_run, resolve_checkpoint
+from alpaca_ppo.checkpoint.directory import check_no_earlier_run, resolve_checkpoint, verify_files
 from alpaca_ppo.checkpoint.hub import check_login
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
-from alpaca_ppo.checkpoint.size import checkpoint_bytes
+from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
@@ -43,11 +43,8 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
             check_no_earlier_run(args.output_dir)
         return
     folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite_output_dir=args.overwrite_output_dir)
-    if not committed_path(folder).is_dir():
-        raise ValueError(
-            f"resume_from_checkpoint is {str(folder)!r}, which is not a folder; pass a checkpoint folder, or true"
-        )
-    check_manifest(folder)
+    # Hashes of large files take minutes; `train` checks them.
+    verify_files(folder, hashed=())
 
 
 def check_config_class(args: Any) -> PPOConfig:

@@ -14,7 +14,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.manager import BestCheckpoint
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
-from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer, weights
 
 NAME = "objective/scripted"
 
@@ -198,7 +198,9 @@ def test_the_main_process_decides_what_is_the_best(tmp_path, monkeypatch):
         assert trainer.checkpoints.is_best_evaluation({"eval/scores": 1.0 if not of_main else float("nan")}) is of_main
     # The other metrics choose among the checkpoints that there are anyway.
     monkeypatch.setattr(collectives, "gather_list", lambda item, accelerator: [item])
-    trainer.checkpoints.best = BestCheckpoint(trainer.state, "objective/scores", greater_is_better=True)
+    trainer.checkpoints.best = BestCheckpoint(
+        trainer.state, tiny_config(tmp_path, metric_for_best_model="objective/scores")
+    )
     assert trainer.checkpoints.is_best_evaluation({"objective/scores": 1.0}) is False
 
 

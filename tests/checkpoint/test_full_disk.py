@@ -42,8 +42,9 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_from_which_the_run_
     message = full_after(2, 40_000, tmp_path / "full", **settings)
     needed = int(message.split("it needed ")[1].split()[0])
     assert f"no room for {tmp_path / 'full/checkpoint-2'}: it needed " in message and " left (a quota" in message
-    written = sum(path.stat().st_size for path in (tmp_path / "full/checkpoint-1").glob("*.safetensors"))
-    assert needed == pytest.approx(written, rel=0.1)
+    written = sum(path.stat().st_size for path in (tmp_path / "full/checkpoint-1").iterdir())
+    # Beside the tensors there are the random states.
+    assert 0.8 * written < needed < written
     assert [path.name for path in (tmp_path / "full").glob("checkpoint-*")] == ["checkpoint-1"]
     tiny_trainer(tmp_path / "full", **settings).train(resume_from_checkpoint=True)
     tiny_trainer(tmp_path / "whole", **settings).train()

@@ -7,7 +7,6 @@ import pytest
 from transformers import TrainerCallback
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.checkpoint import serialization
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
 NAME = "objective/scripted"
@@ -61,16 +60,6 @@ def test_without_a_metric_none_is_the_best(tmp_path):
     trainer = run(tmp_path, [1, 3, 2, 2, 2], metric_for_best_model=None)
     assert steps(tmp_path) == [5]
     assert trainer.state.best_metric is None and trainer.state.best_model_checkpoint is None
-
-
-@pytest.mark.parametrize("entry", ["components", "best"])
-def test_a_state_without_an_entry_is_an_error_that_names_its_file(entry, tmp_path, monkeypatch):
-    trainer = tiny_trainer(tmp_path, total_episodes=10)
-    extra = {"components": {}, "best": {}}
-    extra.pop(entry)
-    monkeypatch.setattr(serialization, "load_checkpoint", lambda folder, *, check, **how: check(extra))
-    with pytest.raises(ValueError, match=f"checkpoint-1/state.json has no entry {entry}, which every checkpoint has; "):
-        trainer.checkpoints.load(tmp_path / "checkpoint-1")
 
 
 def test_the_best_survives_a_resumed_run(tmp_path):

@@ -1,6 +1,7 @@
 """Files of a checkpoint and of the run beside it: a damaged one is refused by name, before anything has changed."""
 
 import hashlib
+import io
 import json
 import random
 import shutil
@@ -19,8 +20,6 @@ from tests.fuzz.mutations import mutated_bytes, mutated_tree, values
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
-
-JSON_FILES = ("manifest.json", "state.json")
 
 
 @pytest.fixture(scope="module")
@@ -129,24 +128,26 @@ def test_a_manifest_with_other_entries_is_refused(run, data):
         assert isinstance(load(run), Refused) == (not same)
 
 
-PARTS = ("optimizer", "scheduler", "rng", "extra")
+PARTS = ("optimizer", "scheduler", "rng", "components", "best", "identity")
 
 
 @fuzz(40, part=st.sampled_from(PARTS), kind=st.sampled_from(["delete", "replace", "nest", "rename"]), value=values)
 def test_a_state_without_one_of_its_parts_is_refused(run, part, kind, value):
     """As if another program had written it: the manifest has the hashes of the changed file."""
-    path = run[0] / "checkpoint-1" / "state.json"
-    state = json.loads(path.read_text())
-    pairs = state["__dict__"]
-    index = next(i for i, (name, _) in enumerate(pairs) if name == part)
-    entry = pairs[index][1]
-    changed = {"delete": [], "replace": [[part, value]], "nest": [[part, [entry]]], "rename": [[f"{part}s", entry]]}[
-        kind
-    ]
-    if kind == "nest" and part == "rng":
-        changed = [[part, [{"__dict__": [["python", entry]]}]]]
-    pairs[index : index + 1] = changed
-    with Replaced(path, json.dumps(state).encode(), manifest=True):
+    path = run[0] / "checkpoint-1" / FILES[1]
+    state = torch.load(path, weights_only=True)
+    entry = state.pop(part)
+    if part == "rng" and kind == "nest":
+        entry = [{"python": entry}]
+    elif kind == "replace":
+        entry = [value]
+    elif kind == "nest":
+        entry = [entry]
+    if kind != "delete":
+        state[f"{part}s" if kind == "rename" else part] = entry
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with Replaced(path, buffer.getvalue(), manifest=True):
         assert isinstance(load(run), Refused)
 
 
