@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.ppo.rollouts import EvaluationSettings, evaluate_responses
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import tiny_trainer
+from tests.tiny_runs import acting, tiny_trainer
 
 VOCABULARY, STOP = 3, 0
 PROMPT = torch.tensor([1, 2])
@@ -94,7 +94,7 @@ def enumerable_trainer(
         folder,
         model=policy or enumerable_policy(0),
         trainer_arguments={**arguments, **(trainer_arguments or {})},
-        **{**settings, **overrides},
+        **acting({**settings, **overrides}),
     )
     if trainer.actor_critic.critic is not None:
         trainer.actor_critic.critic.head.weight.data.normal_(std=0.2, generator=torch.Generator().manual_seed(5))

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.config.fields import options_of
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 
 
@@ -26,6 +27,13 @@ def prompts(count: int = 40) -> Dataset:
     return Dataset.from_list(
         [{"prompt": " ".join(f"w{10 + (7 * i + j) % 50}" for j in range(1 + i % 4))} for i in range(count)]
     )
+
+
+def acting(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of `settings` that can act beside the others: for tables of settings that are combined with each other."""
+    args, options = PPOConfig(), options_of(PPOConfig)
+    vars(args).update(settings)
+    return {k: v for k, v in settings.items() if all(need.holds(args, {}) for need in options[k].needs)}
 
 
 def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:

@@ -100,10 +100,10 @@ def check_flags(words: Sequence[str]) -> None:
     configuration it is the run's folder, and ignored.
 
     Raises:
-        ValueError: for output_dir as a flag or in --set.
+        ValueError: for output_dir as a flag.
     """
     given = [word.partition("=")[0].replace("-", "_") for word in words]
-    if "__output_dir" in given or any(word.startswith("output_dir=") for word in words):
+    if "__output_dir" in given:
         raise ValueError(f"output_dir is the folder of a training run, which {PROG} ignores; give --results_dir")
 
 

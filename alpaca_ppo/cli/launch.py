@@ -15,7 +15,7 @@ from typing import Any
 
 from alpaca_ppo.cli.errors import MISTAKE
 from alpaca_ppo.config.fields import argument, check_fields, options_of
-from alpaca_ppo.config.flags import did_you_mean
+from alpaca_ppo.config.model_names import did_you_mean
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.doctor.finding import ENDED_BY_ERROR
 

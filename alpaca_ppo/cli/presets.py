@@ -5,7 +5,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from alpaca_ppo.config.flags import did_you_mean
+from alpaca_ppo.config.model_names import did_you_mean
 from alpaca_ppo.presets import preset_names, preset_path
 
 

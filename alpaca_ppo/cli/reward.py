@@ -15,5 +15,5 @@ def main(argv: Sequence[str]) -> int:
         parse_args([RewardModelArguments, LoraArguments], ["--help"], prog="alpaca-ppo reward", epilog=EPILOG)
     from alpaca_ppo.supervised.reward_model import train_reward_model
 
-    train_reward_model(["--help" if word == ALL else word for word in argv])
+    train_reward_model(["--help" if word in ALL else word for word in argv])
     return 0

@@ -15,6 +15,14 @@ from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 PROG = "alpaca-ppo train"
 _TYPES = [ScriptArguments, LoraArguments, PPOConfig]
+_COMMON = """
+    num_processes model_name_or_path reward_model_name_or_path reward_funcs environments tools dataset_name
+    eval_dataset_name resume_from_checkpoint use_peft output_dir report_to save_steps eval_steps query_len prompt_column
+    max_steps total_epochs rollout_batch_size num_return_sequences step_batch_size step_per_device_batch_size ppo_epochs
+    response_len temperature adv_estimator policy_loss cliprange kl_coef critic_layout learning_rate
+    critic_learning_rate
+""".split()
+"""The options that `--help` shows: those that people set."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     status.
     """
     how, rest = split_flags(argv)
-    if "--help" in rest or "-h" in rest:
-        parse_options([LaunchArguments, *_TYPES], rest, prog=PROG)
+    if {"--help", "-h", "--help-all", "--help_all"} & set(rest):
+        parse_options([LaunchArguments, *_TYPES], rest, prog=PROG, common=_COMMON)
     if how is None:
         run_training(rest)
         return 0

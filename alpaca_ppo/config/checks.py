@@ -4,7 +4,6 @@ What the configuration must know of an estimator, a loss or a critic comes from 
 those that a user registers too.
 """
 
-import dataclasses
 from typing import Any
 
 from alpaca_ppo.config.evaluation_checks import check_evaluation
@@ -13,7 +12,6 @@ from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.risk_level import RiskLevel
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
-    CRITIC_HEADS,
     DOCTOR_RULES,
     DOCTOR_SEVERITIES,
     GENERATION_BACKENDS,
@@ -24,37 +22,14 @@ from alpaca_ppo.registry import (
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
 
-MUTUALLY_EXCLUSIVE = (("total_epochs", "total_episodes", "max_steps"),)
-"""Groups of options of which at most one may be set. On the command line, one of them overrides another that is set in
-the file.
-"""
+LENGTHS = ("total_epochs", "total_episodes", "max_steps")
+"""Options of which at most one may be set. On the command line, one of them replaces another of an earlier file."""
 
 CHANGES = ("data", "model", "reward")
 """What `ignore_changes` may name."""
 
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
 """Metrics that only every `entropy_logging_steps`-th step has; the last one every step where it is in the loss."""
-
-_CRITIC_ONLY = (
-    "lam_policy",
-    "lam_critic",
-    "turn_gamma",
-    "turn_lam",
-    "critic",
-    "critic_layout",
-    "risk_level",
-    "critic_pretraining_steps",
-    "critic_pretraining_explained_variance",
-    "critic_learning_rate",
-    "critic_adam_epsilon",
-    "critic_max_grad_norm",
-    "critic_lr_warmup_steps",
-    "critic_epochs",
-    "critic_step_batch_size",
-    "init_value_with_reward",
-    "whiten_rewards",
-)
-"""Options that must keep their default without a critic."""
 
 
 def check_combinations(config: Any) -> None:
@@ -100,21 +75,6 @@ def _check_estimator(config: Any) -> None:
         )
     if isinstance(config.lam_policy, str) and config.lam_policy != ADAPTIVE:
         raise ValueError(f"lam_policy is {config.lam_policy!r}; it must be {ADAPTIVE}, a number from 0 to 1, or null")
-    if config.uses_critic:
-        return
-    if not ADV_ESTIMATORS.trait(name, "uses_gamma") and config.gamma != 1.0:
-        raise ValueError(
-            f"gamma is {config.gamma}, but adv_estimator {name!r} weights whole responses and never discounts; set "
-            "gamma: 1.0"
-        )
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for field in _CRITIC_ONLY:
-        if (value := getattr(config, field)) != defaults[field]:
-            raise ValueError(
-                f"{field} is {value!r}, but adv_estimator {name!r} has no critic; set {field} back to "
-                f"{defaults[field]!r}, or choose an estimator with a critic: "
-                f"{', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
-            )
 
 
 def _check_policy_loss(config: Any) -> None:
@@ -125,15 +85,6 @@ def _check_policy_loss(config: Any) -> None:
             f"loss_agg_mode is {config.loss_agg_mode!r}, but policy_loss {name!r} is defined for {mode!r} only; set "
             f"loss_agg_mode: {mode}"
         )
-    if config.clip_ratio_c is not None and not POLICY_LOSSES.trait(name, "dual_clip"):
-        raise ValueError(
-            f"clip_ratio_c is {config.clip_ratio_c}, but policy_loss {name!r} has no dual clip; set clip_ratio_c: null"
-        )
-    if config.cliprange_high is not None and not POLICY_LOSSES.trait(name, "clips"):
-        raise ValueError(
-            f"cliprange_high is {config.cliprange_high}, but policy_loss {name!r} clips nothing; set cliprange_high: "
-            f"null, or choose one of {', '.join(POLICY_LOSSES.names_with(clips=True))}"
-        )
 
 
 def _check_warmup(config: Any) -> None:
@@ -143,38 +94,16 @@ def _check_warmup(config: Any) -> None:
             raise ValueError(
                 f"{name} is {given}; it must be a whole number of optimizer steps, or a share of them below 1"
             )
-        if given and config.lr_scheduler_type == "constant":
-            raise ValueError(
-                f"{name} is {given}, but lr_scheduler_type 'constant' has no warm-up; set lr_scheduler_type: "
-                f"constant_with_warmup, or {name}: 0"
-            )
 
 
 def _check_critic(config: Any) -> None:
-    if config.init_value_with_reward and config.critic_layout != "separate":
-        raise ValueError(
-            f"init_value_with_reward is True, but with critic_layout {config.critic_layout!r} the critic has no "
-            "backbone to initialize from a reward model; set critic_layout: separate, or init_value_with_reward: false"
-        )
     if config.critic_layout == "shared" and config.separate_critic_steps:
         raise ValueError(
             f"critic_epochs is {config.critic_epochs} and critic_step_batch_size is {config.critic_step_batch_size}, "
             "but with critic_layout 'shared' the value loss trains the policy's hidden states, so the critic cannot "
             "take steps of its own; set both to null, or choose critic_layout: separate or adapter"
         )
-    if config.critic_pretraining_explained_variance is not None and not config.critic_pretraining_steps:
-        raise ValueError(
-            f"critic_pretraining_explained_variance is {config.critic_pretraining_explained_variance}, but "
-            "critic_pretraining_steps is 0, so there is no critic pretraining to end; set critic_pretraining_steps to "
-            "the most steps that it may take, or critic_pretraining_explained_variance: null"
-        )
     RiskLevel.parse(config.risk_level)
-    distributional = CRITIC_HEADS.trait(config.critic, "distributional")
-    if config.risk_level != "neutral" and not distributional:
-        raise ValueError(
-            f"risk_level is {config.risk_level!r}, but critic {config.critic!r} predicts the mean only; set "
-            f"risk_level: neutral, or choose one of {', '.join(CRITIC_HEADS.names_with(distributional=True))}"
-        )
     if len(config.value_support) != 2 or config.value_support[0] >= config.value_support[1]:
         raise ValueError(
             f"value_support is {config.value_support}; it must be the lowest and the highest return, such as [-10, 10]"
@@ -194,11 +123,6 @@ def _check_four_bit(config: Any) -> None:
 
 
 def _check_kl(config: Any) -> None:
-    if config.reference == "none" and config.max_kl_to_ref is not None:
-        raise ValueError(
-            f"max_kl_to_ref is {config.max_kl_to_ref}, but reference is 'none'; set max_kl_to_ref: null, or keep a "
-            "reference"
-        )
     if config.reference == "none" and (config.use_kl_loss or (config.use_kl_in_reward and config.kl_coef)):
         raise ValueError(
             f"reference is 'none', but use_kl_in_reward is {config.use_kl_in_reward} with kl_coef {config.kl_coef} and "
@@ -219,11 +143,6 @@ def _check_kl(config: Any) -> None:
             f"kl_controller is {config.kl_controller!r}, but kl_coef is 0 and the controller can only scale it; set a "
             "positive kl_coef, or kl_controller: fixed"
         )
-    if not config.use_kl_in_reward:
-        raise ValueError(
-            f"kl_controller is {config.kl_controller!r}, but use_kl_in_reward is False, so kl_coef has no effect; set "
-            "kl_controller: fixed, or use_kl_in_reward: true"
-        )
     if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
         raise ValueError(
             f"kl_horizon is {config.kl_horizon}, so one step of {config.responses_per_step} responses could make "
@@ -232,10 +151,9 @@ def _check_kl(config: Any) -> None:
 
 
 def _check_sizes(config: Any) -> None:
-    for names in MUTUALLY_EXCLUSIVE:
-        given = [f"{name} ({value})" for name in names if (value := getattr(config, name)) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
+    given = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
     for name in ("step_batch_size", "critic_step_batch_size"):
         size = getattr(config, name)
         if size is not None and size > config.responses_per_step:
@@ -265,17 +183,7 @@ def _check_sizes(config: Any) -> None:
 def _check_best_metric(config: Any) -> None:
     metric = config.metric_for_best_model
     if metric is None:
-        if config.load_best_model_at_end:
-            raise ValueError(
-                "load_best_model_at_end is True, but metric_for_best_model is null, so no checkpoint is the best; name "
-                "a metric such as eval/scores (with eval_steps), or set load_best_model_at_end: false"
-            )
         return
-    if config.save_steps == 0:
-        raise ValueError(
-            f"metric_for_best_model is {metric!r}, but save_steps is 0, so there are no checkpoints to choose from; "
-            "set save_steps, or metric_for_best_model: null"
-        )
     if metric.startswith("eval/") and config.eval_steps == 0:
         raise ValueError(
             f"metric_for_best_model is {metric!r}, but eval_steps is 0, so only the last step would be evaluated; set "
@@ -312,9 +220,4 @@ def _check_sampling(config: Any) -> None:
     if "" in (config.stop_strings or ()):
         raise ValueError(
             f"stop_strings is {config.stop_strings}, with an empty text, which every response contains; remove it"
-        )
-    if config.truncate_after and not config.truncate_tokens:
-        raise ValueError(
-            f"truncate_after is {config.truncate_after}, but truncate_tokens is not set; set truncate_tokens, or "
-            "truncate_after: 0"
         )

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, unless, when, when_trait
 from alpaca_ppo.config.learning_options import LearningOptions
-from alpaca_ppo.registry import CRITIC_HEADS
+from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
+
+_CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
 
 
 @dataclass(frozen=True)
@@ -18,32 +20,47 @@ class CriticOptions(LearningOptions):
         "over bins with smoothed targets (hl_gauss), by its quantiles (quantile, iqn).",
         registry=CRITIC_HEADS,
         group="Critic",
+        needs=_CRITIC,
     )
     critic_layout: Literal["separate", "shared", "adapter"] = argument(
         "separate",
         "separate = the critic has its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA "
         "adapter on the policy's base.",
+        needs=_CRITIC,
     )
-    vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0)
+    vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0, needs=_CRITIC)
     cliprange_value: float | None = argument(
-        0.2, "Clip range of the scalar critic's values; null = no clipping.", above=0
+        0.2,
+        "Clip range of the scalar critic's values; null = no clipping.",
+        above=0,
+        needs=(_CRITIC, when("critic", "scalar")),
     )
     value_support: list[float] = argument(
         [-10.0, 10.0],
         "Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them.",
+        needs=when_trait(CRITIC_HEADS, "fixed_support"),
     )
     critic_learning_rate: float | None = argument(
-        None, "Learning rate of the critic; null = learning_rate.", at_least=0
+        None,
+        "Learning rate of the critic; null = learning_rate.",
+        at_least=0,
+        needs=_CRITIC,
     )
-    critic_adam_epsilon: float | None = argument(None, "Epsilon of AdamW for the critic; null = adam_epsilon.", above=0)
+    critic_adam_epsilon: float | None = argument(
+        None, "Epsilon of AdamW for the critic; null = adam_epsilon.", above=0, needs=_CRITIC
+    )
     critic_lr_warmup_steps: float | None = argument(
         None,
         "Optimizer steps of the critic in which its learning rate warms up, or, below 1, their share of all of its "
         "steps; null = warmup_steps.",
         at_least=0,
+        needs=(_CRITIC, unless("lr_scheduler_type", "constant")),
     )
     critic_max_grad_norm: float | None = argument(
-        None, "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.", above=0
+        None,
+        "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.",
+        above=0,
+        needs=_CRITIC,
     )
     critic_epochs: int | None = argument(
         None,
@@ -52,18 +69,21 @@ class CriticOptions(LearningOptions):
         "and then the policy's. Neither needs the other's result: the advantages were computed from the values at the "
         "rollout. In this order a stop by target_kl_stop takes no step from the critic.",
         at_least=1,
+        needs=_CRITIC,
     )
     critic_step_batch_size: int | None = argument(
         None,
         "Responses in an optimizer step of the critic; null = step_batch_size. Set, the critic takes steps of its own, "
         "as with critic_epochs.",
         at_least=1,
+        needs=_CRITIC,
     )
     critic_pretraining_steps: int = argument(
         0,
         "Most initial PPO steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1);"
         " the policy's learning-rate schedule begins after them.",
         at_least=0,
+        needs=_CRITIC,
     )
     critic_pretraining_explained_variance: float | None = argument(
         None,
@@ -71,26 +91,40 @@ class CriticOptions(LearningOptions):
         "critic_pretraining_steps.",
         above=0,
         at_most=1,
+        needs=when("critic_pretraining_steps"),
     )
     init_value_with_reward: bool = argument(
         False,
         "Initialize the critic from the reward model (a distributional one from its backbone) instead of the policy.",
+        needs=(_CRITIC, when("critic_layout", "separate")),
     )
-    num_quantiles: int = argument(32, "Quantiles of the quantile and iqn critics.", at_least=1)
+    num_quantiles: int = argument(
+        32, "Quantiles of the quantile and iqn critics.", at_least=1, needs=when("critic", "quantile", "iqn")
+    )
     quantile_huber_kappa: float = argument(
-        1.0, "Error at which the loss of the quantile and iqn critics turns from quadratic to linear.", above=0
+        1.0,
+        "Error at which the loss of the quantile and iqn critics turns from quadratic to linear.",
+        above=0,
+        needs=when("critic", "quantile", "iqn"),
     )
-    num_atoms: int = argument(51, "Atoms of the c51 critic, bins of the hl_gauss critic.", at_least=2)
+    num_atoms: int = argument(
+        51,
+        "Atoms of the c51 critic, bins of the hl_gauss critic.",
+        at_least=2,
+        needs=when_trait(CRITIC_HEADS, "fixed_support"),
+    )
     hl_gauss_sigma: float = argument(
         0.75,
         "Standard deviation of the normal distribution that the hl_gauss critic's targets are smoothed with, in widths "
         "of a bin.",
         above=0,
         at_most=100,
+        needs=when("critic", "hl_gauss"),
     )
-    iqn_embedding_dim: int = argument(64, "Cosine features of the iqn critic.", at_least=1)
+    iqn_embedding_dim: int = argument(64, "Cosine features of the iqn critic.", at_least=1, needs=when("critic", "iqn"))
     risk_level: str = argument(
         "neutral",
         "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "
         "lower tail (CVaR); upper:0.1 = of that upper tail.",
+        needs=(_CRITIC, when_trait(CRITIC_HEADS, "distributional")),
     )

@@ -1,10 +1,9 @@
 """Writes docs/configuration.md from the dataclasses: `python -m alpaca_ppo.config.docs > docs/configuration.md`."""
 
-import json
 import textwrap
-import typing
 
 from alpaca_ppo.config.fields import Option, options_of
+from alpaca_ppo.config.parser import description, type_in_words
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
@@ -41,28 +40,8 @@ def configuration_page() -> str:
 
 
 def _entry(option: Option) -> str:
-    default = f"; default `{json.dumps(option.default)}`" if option.default != "" else ""
-    text = f"- **`{option.name}`** ({_type(option)}{default}): {option.help}"
-    if option.registry is not None:
-        text += f" One of {', '.join(f'`{name}`' for name in option.registry.built_in)}."
+    text = f"- **`{option.name}`** ({type_in_words(option)}): {description(option, built_in=True)}"
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _type(option: Option) -> str:
-    if option.choices:
-        choices = (choice if isinstance(choice, str) else json.dumps(choice) for choice in option.choices)
-        words = [", ".join(f"`{choice}`" for choice in choices)]
-    else:
-        words = [_word(kind) for kind in option.kinds]
-    text = " or ".join([*words, *(["null"] if option.nullable else [])])
-    return f"{text}, {option.bounds}" if str(option.bounds) else text
-
-
-def _word(kind: typing.Any) -> str:
-    if typing.get_origin(kind) is list:
-        entries = typing.get_args(kind)[0]
-        return f"list of {' or '.join(part.__name__ for part in typing.get_args(entries) or [entries])}"
-    return "mapping" if typing.get_origin(kind) is dict else str(kind.__name__)
 
 
 if __name__ == "__main__":

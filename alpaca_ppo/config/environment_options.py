@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, when
 from alpaca_ppo.config.rollout_options import RolloutOptions
 
 
@@ -15,19 +15,25 @@ class EnvironmentOptions(RolloutOptions):
         "Turns of the policy after which an episode ends as truncated; null sets no limit.",
         at_least=1,
         group="Environments",
+        needs=when("environments or tools"),
     )
     max_turn_tokens: int | None = argument(
-        None, "Most tokens of a turn of the policy; null = up to response_len.", at_least=1
+        None,
+        "Most tokens of a turn of the policy; null = up to response_len.",
+        at_least=1,
+        needs=when("environments or tools"),
     )
     max_policy_tokens: int | None = argument(
         None,
         "Most tokens that the policy chooses in a response, in all turns together; response_len bounds them together "
         "with what environments and tools write. null = response_len alone.",
         at_least=1,
+        needs=when("environments or tools"),
     )
     tool_timeout: float | None = argument(
         None,
         "Seconds for a call of a tool, after which the policy reads an error message, and of an environment's reset, "
         "reply or get_reward, after which the run stops with an error; null waits.",
         above=0,
+        needs=when("environments or tools"),
     )

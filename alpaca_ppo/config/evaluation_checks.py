@@ -11,20 +11,7 @@ def check_evaluation(config: Any) -> None:
     Raises:
         ValueError: naming the options, their values and the remedy.
     """
-    sampled = {"eval_top_p": config.eval_top_p, "eval_top_k": config.eval_top_k}
-    given = {**sampled, "eval_temperature": config.eval_temperature}
-    if not config.eval_do_sample and any(value is not None for value in given.values()):
-        named = ", ".join(f"{name} is {value}" for name, value in given.items() if value is not None)
-        raise ValueError(
-            f"{named}, which applies to sampled responses only, but eval_do_sample is False; set eval_do_sample: true, "
-            f"or {' and '.join(given)} to null"
-        )
     samples = config.eval_num_samples
-    if samples > 1 and not config.eval_do_sample:
-        raise ValueError(
-            f"eval_num_samples is {samples}, but eval_do_sample is False, and all greedy responses to a prompt are the "
-            "same; set eval_do_sample: true, or eval_num_samples: 1"
-        )
     room, backend = config.rollout_per_device_batch_size, config.generation_backend
     if samples > room and not GENERATION_BACKENDS.trait(backend, "refills"):
         raise ValueError(
@@ -68,13 +55,7 @@ def _check_correctness(config: Any) -> None:
 
 
 def _check_judge(config: Any) -> None:
-    judge, opponent = config.eval_judge, config.eval_opponent
-    if opponent is None and judge != "scores":
-        raise ValueError(
-            f"eval_judge is {judge!r}, but eval_opponent is null, so there is nothing to compare with; set "
-            "eval_opponent, or leave eval_judge out"
-        )
-    if opponent == "reference" and config.reference == "none":
+    if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError(
             "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"
         )

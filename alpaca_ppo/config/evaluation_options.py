@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, when
 from alpaca_ppo.config.run_options import RunOptions
 
 
@@ -11,24 +11,37 @@ class EvaluationOptions(RunOptions):
     """The options of evaluations, after those of the run."""
 
     eval_steps: int = argument(
-        0, "Steps between two evaluations; 0 = only before and after training.", at_least=0, group="Evaluation"
+        0,
+        "Steps between two evaluations; 0 = only before and after training.",
+        at_least=0,
+        group="Evaluation",
+        needs=when("eval set"),
     )
     eval_do_sample: bool = argument(False, "Evaluate sampled responses instead of greedy ones.")
-    eval_top_p: float | None = argument(None, "Nucleus sampling in evaluation.", above=0, at_most=1)
-    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1)
-    eval_temperature: float | None = argument(
-        None, "Temperature of sampled responses in evaluation, and of their log-probs; null = temperature.", above=0
+    eval_top_p: float | None = argument(
+        None, "Nucleus sampling in evaluation.", above=0, at_most=1, needs=when("eval_do_sample")
     )
-    eval_num_samples: int = argument(1, "Responses to each prompt in evaluation.", at_least=1)
+    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1, needs=when("eval_do_sample"))
+    eval_temperature: float | None = argument(
+        None,
+        "Temperature of sampled responses in evaluation, and of their log-probs; null = temperature.",
+        above=0,
+        needs=when("eval_do_sample"),
+    )
+    eval_num_samples: int = argument(
+        1, "Responses to each prompt in evaluation.", at_least=1, needs=when("eval_do_sample")
+    )
     eval_pass_k: list[int] | None = argument(
         None,
         "The k of pass@k and of best-of-k, at most eval_num_samples; null = 1, 2, 4 and so on, and eval_num_samples.",
         at_least=1,
+        needs=when("eval_success_above"),
     )
     eval_success_above: float | None = argument(
         None,
         "A response whose eval_success_by is above this is correct: adds pass@k, avg@n and, with eval_answer_func, "
         "the majority vote. null = none of them.",
+        needs=when("eval set"),
     )
     eval_success_by: str = argument(
         "scores",
@@ -49,9 +62,11 @@ class EvaluationOptions(RunOptions):
         None,
         "Whose answers those of the policy are compared with: reference, column:<name> of the eval set, or a .jsonl "
         "file with prompt and response in each line, as alpaca-ppo evaluate writes it. null = no win-rate.",
+        needs=when("eval set"),
     )
     eval_judge: str = argument(
         "scores",
         "Who decides which answer is better: scores, or the name of a reward source or of a metric_funcs (the higher "
         "one wins), or a function, as module:function or file.py:function.",
+        needs=when("eval_opponent"),
     )

@@ -1,52 +1,79 @@
-"""Fields of a configuration: a dataclass field carries its help text, its group and the bounds against which its value
-is checked.
+"""Fields of a configuration: a dataclass field carries its help text, its bounds, and when it acts.
 
-
-The range of a single value is declared with its field; forbidden combinations are in `checks`.
+Types, choices and bounds are checked by pydantic. What one option needs of others is declared with it (`needs`);
+combinations that no single option decides are in `checks`.
 """
 
 import dataclasses
 import datetime
-import math
+import functools
 import reprlib
 import types
 import typing
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from alpaca_ppo.registry import Registry
 
 _SHORTENED = reprlib.Repr()
 _SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 20, 20
 _SHORTENED.maxstring = _SHORTENED.maxother = _SHORTENED.maxlong = 400
+_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The range of a number. NaN is never inside, and infinity only with `allow_inf`. Neither is an integer that 64
-    bits cannot hold, because no tensor could.
+class Need:
+    """What an option needs to act: that `option` has one of `values` or, without any, that it is set; `but` turns it
+    around. With `registry`, the values are its
+    names with one of `traits`. An `option` that is no field is a fact of
+    the run, such as "environments or tools".
     """
 
-    above: float | None = None
-    at_least: float | None = None
-    below: float | None = None
-    at_most: float | None = None
-    allow_inf: bool = False
+    option: str
+    values: tuple[Any, ...] = ()
+    but: bool = False
+    registry: Registry[Any] | None = None
+    traits: tuple[str, ...] = ()
+
+    def holds(self, args: Any, facts: Mapping[str, bool]) -> bool:
+        """Whether `args` have it; a fact that is not known yet may hold."""
+        if self.option not in options_of(type(args)):
+            return facts.get(self.option, True)
+        value = getattr(args, self.option)
+        values = self._names() if self.registry else self.values
+        known = options_of(type(args))[self.option].registry
+        # Whether a user's own name reads an option cannot be known here, unless its traits say so.
+        if known is not None and self.registry is None and value not in known.built_in:
+            return True
+        return (value in values if values else value not in (None, False, 0, "", [])) != self.but
 
     def __str__(self) -> str:
-        """The range in words, such as "at least 0 and below 1"; empty without bounds."""
-        words = ("above", "at least", "below", "at most")
-        limits = (self.above, self.at_least, self.below, self.at_most)
-        return " and ".join(f"{word} {limit:g}" for word, limit in zip(words, limits, strict=True) if limit is not None)
+        """In words, such as "kl_controller: proportional or horizon"."""
+        words = " or ".join(_as_yaml(name) for name in (self._names() if self.registry else self.values))
+        if not words:
+            return f"no {self.option}" if self.but else self.option
+        return f"{self.option}: {'not ' * self.but}{words}"
 
-    def contain(self, value: float) -> bool:
-        """Whether `value` is in the range."""
-        return (
-            (_is_finite(value) or (self.allow_inf and value in (math.inf, -math.inf)))
-            and (self.above is None or value > self.above)
-            and (self.at_least is None or value >= self.at_least)
-            and (self.below is None or value < self.below)
-            and (self.at_most is None or value <= self.at_most)
-        )
+    def _names(self) -> tuple[str, ...]:
+        assert self.registry is not None
+        return tuple(n for n in self.registry.names if any(self.registry.trait(n, trait) for trait in self.traits))
+
+
+def when(option: str, *values: Any) -> Need:
+    """The need that `option` is set, or has one of `values`."""
+    return Need(option, values)
+
+
+def unless(option: str, *values: Any) -> Need:
+    """The need that `option` is not set, or has none of `values`."""
+    return Need(option, values, but=True)
+
+
+def when_trait(registry: Registry[Any], *traits: str) -> Need:
+    """The need that the name of `registry` which the configuration chooses has one of `traits`."""
+    return Need(registry.field, registry=registry, traits=traits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +85,22 @@ class Option:
         nullable: whether None is accepted.
         default: the default value, or `dataclasses.MISSING`.
         group: the heading under which `--help` and the documentation list the field.
+        bounds: of a number, or of each number in a list, by pydantic's words (gt, ge, lt, le).
         registry: the names that a `str` field may take, built in or registered by a user.
-        flag_alone: the value of its flag where none follows it; None if one must.
+        needs: what must hold for the field to act.
     """
 
     name: str
+    hint: Any
     kinds: tuple[Any, ...]
     nullable: bool
     default: Any
     help: str
     group: str
-    bounds: Bounds
+    bounds: Mapping[str, float]
+    allow_inf: bool
     registry: Registry[Any] | None
-    flag_alone: str | None = None
+    needs: tuple[Need, ...]
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -84,6 +114,51 @@ class Option:
         lists = [typing.get_args(kind)[0] for kind in self.kinds if typing.get_origin(kind) is list]
         return _members(lists[0]) if lists else None
 
+    @property
+    def range(self) -> str:
+        """The bounds in words, such as "at least 0 and below 1"; empty without."""
+        return " and ".join(f"{word} {self.bounds[key]:g}" for key, word in _WORDS.items() if key in self.bounds)
+
+    @functools.cached_property
+    def _validator(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self._bounded(self.hint))
+
+    def _bounded(self, hint: Any) -> Any:
+        if hint is float:
+            return Annotated[float, Field(**self.bounds, allow_inf_nan=self.allow_inf)]
+        if hint is int:
+            # No tensor could hold more than 64 bits.
+            return Annotated[int, Field(**{"ge": -(2**63), "le": 2**63 - 1} | dict(self.bounds))]
+        if hint is str:
+            return Annotated[str, AfterValidator(_check_text)]
+        if typing.get_origin(hint) is list:
+            return list[self._bounded(typing.get_args(hint)[0])]  # type: ignore[misc]
+        if (members := _members(hint)) != (hint,):
+            return typing.Union[tuple(map(self._bounded, members))]  # noqa: UP007
+        return hint
+
+    def check(self, value: Any) -> None:
+        """Checks one value of the field.
+
+        Raises:
+            ValueError: naming the field, the value and what it may be.
+        """
+        try:
+            self._validator.validate_python(value, strict=True)
+        except ValidationError as error:
+            found = [
+                each["msg"] for each in error.errors(include_url=False, include_context=False, include_input=False)
+            ]
+            wanted = " or ".join(dict.fromkeys(text.rpartition("Input should ")[2] for text in found))
+            quotes = ", in quotes" if str in self.kinds and isinstance(value, int | float | datetime.date) else ""
+            given = "null" if value is None else shown(value)
+            raise ValueError(f"{self.name} is {given}; it should {wanted}{quotes}") from None
+        # Infinity is a limit; NaN is none.
+        if value != value:
+            raise ValueError(f"{self.name} is {value}; it should be a number")
+        if self.registry is not None:
+            self.registry.check(value, field=self.name)
+
 
 def argument(
     default: Any,
@@ -96,7 +171,7 @@ def argument(
     allow_inf: bool = False,
     registry: Registry[Any] | None = None,
     group: str | None = None,
-    flag_alone: str | None = None,
+    needs: Need | Sequence[Need] = (),
 ) -> Any:
     """A dataclass field for `check_fields` and `parse_args`. None is valid wherever the field's type allows it.
 
@@ -107,20 +182,24 @@ def argument(
         allow_inf: accept infinity, which is refused otherwise, as NaN always is.
         registry: the valid names of a choice that users may extend. A closed set of choices is a `Literal` type.
         group: starts a new group of options with this field; the fields after it belong to the same group.
-        flag_alone: of a text, the value of its flag where none follows it.
+        needs: what must hold for the field to act; see `check_needs`.
     """
-    metadata: dict[str, Any] = {"help": help, "bounds": Bounds(above, at_least, below, at_most, allow_inf)}
-    metadata["flag_alone"] = flag_alone
-    if registry is not None:
-        metadata["registry"] = registry
-    if group is not None:
-        metadata["group"] = group
+    bounds = {"gt": above, "ge": at_least, "lt": below, "le": at_most}
+    metadata = {
+        "help": help,
+        "bounds": {key: bound for key, bound in bounds.items() if bound is not None},
+        "allow_inf": allow_inf,
+        "registry": registry,
+        "needs": (needs,) if isinstance(needs, Need) else tuple(needs),
+        **({} if group is None else {"group": group}),
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def options_of(cls: type) -> dict[str, Option]:
+@functools.cache
+def options_of(cls: type) -> Mapping[str, Option]:
     """Every field of the dataclass `cls` that its constructor takes, by name and in order.
 
     A dataclass without groups is one group of its own name.
@@ -131,19 +210,18 @@ def options_of(cls: type) -> dict[str, Option]:
             continue
         group = field.metadata.get("group", group)
         members = _members(hints[field.name])
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
         options[field.name] = Option(
             name=field.name,
+            hint=hints[field.name],
             kinds=tuple(kind for kind in members if kind is not type(None)),
             nullable=type(None) in members,
-            default=default,
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             help=field.metadata.get("help", ""),
             group=group,
-            bounds=field.metadata.get("bounds", Bounds()),
+            bounds=field.metadata.get("bounds", {}),
+            allow_inf=field.metadata.get("allow_inf", False),
             registry=field.metadata.get("registry"),
-            flag_alone=field.metadata.get("flag_alone"),
+            needs=field.metadata.get("needs", ()),
         )
     return options
 
@@ -155,57 +233,31 @@ def check_fields(arguments: Any) -> None:
         ValueError: naming the field, the value and what it may be.
     """
     for name, option in options_of(type(arguments)).items():
-        check_value(option, getattr(arguments, name))
+        option.check(getattr(arguments, name))
 
 
-def check_value(option: Option, value: Any) -> None:
-    """Checks one value of the field `option`.
-
-    Raises:
-        ValueError: naming the field, the value and what it may be.
-    """
-    if value is None:
-        check_null(option)
-        return
-    if option.choices:
-        if not isinstance(value, str | int) or value not in option.choices:
-            names = ", ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in option.choices)
-            raise ValueError(f"{option.name} is {shown(value)}; choose one of {names}")
-        return
-    _check_type(option.name, value, option.kinds, nullable=option.nullable)
-    entries = value if isinstance(value, list) else []
-    for entry in entries:
-        _check_type(f"an entry of {option.name}", entry, option.entry_kinds or ())
-    for single in entries or [value]:
-        if isinstance(single, int | float) and not option.bounds.contain(single):
-            finite = "" if _is_finite(single) else "within 64 bits" if isinstance(single, int) else "finite"
-            wanted = " and ".join(filter(None, [finite, str(option.bounds)]))
-            null = " or null" if option.nullable else ""
-            raise ValueError(f"{option.name} is {shown(value)}; it must be {wanted}{null}")
-        if isinstance(single, str) and (bad := next((c for c in single if c == "\0" or "\ud800" <= c <= "\udfff"), "")):
-            raise ValueError(
-                f"{option.name} is {shown(value)}, which is not text: it holds the character {bad!r}; remove it"
-            )
-    if option.registry is not None:
-        option.registry.check(value, field=option.name)
-
-
-def check_null(option: Option, where: str = "") -> None:
-    """Checks that `option` may be None, or has that as its default.
+def check_needs(arguments: Any, **facts: bool) -> None:
+    """Checks that each field of `arguments` which differs from its default can act.
 
     Args:
-        option: the field.
-        where: where it was given, such as " in the --config file x.yaml".
+        arguments: a dataclass instance.
+        facts: what is known of the run beside its options, by the names in `needs` with _ for blanks.
 
     Raises:
-        ValueError: naming the field, what it may be, and its default.
+        ValueError: naming the fields, their values and what they need.
     """
-    if option.nullable or option.default is None:
-        return
-    names = [str(c).lower() if isinstance(c, bool) else str(c) for c in option.choices]
-    wanted = f"one of {', '.join(names)}" if names else " or ".join(_kind_names(option.kinds))
-    default = "" if option.default in ("", dataclasses.MISSING) else f", or leave it out for {shown(option.default)}"
-    raise ValueError(f"{option.name} is null{where}; it must be {wanted}{default}")
+    known = {name.replace("_", " "): fact for name, fact in facts.items()}
+    idle: dict[str, list[str]] = {}
+    for name, option in options_of(type(arguments)).items():
+        value = getattr(arguments, name)
+        # What is off does nothing in any case.
+        if option.needs and value != option.default and value is not None and value is not False:
+            unmet = [str(need) for need in option.needs if not need.holds(arguments, known)]
+            if unmet:
+                idle.setdefault(unmet[0], []).append(f"{name} is {shown(value)}")
+    if idle:
+        said = [f"{' and '.join(options)}, without effect: needs {need}" for need, options in idle.items()]
+        raise ValueError(f"{'; '.join(said)}. Set what is needed, or leave the option out")
 
 
 def shown(value: Any) -> str:
@@ -217,23 +269,14 @@ def shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
-def _is_finite(value: float) -> bool:
-    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
+def _check_text(text: str) -> str:
+    if bad := next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), ""):
+        raise ValueError(f"Input should be text without the character {bad!r}")
+    return text
 
 
-def _check_type(what: str, value: Any, kinds: tuple[Any, ...], *, nullable: bool = False) -> None:
-    accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
-    wanted = " or ".join([*_kind_names(kinds), *(["null"] if nullable else [])])
-    if float in accepted:
-        accepted += (int,)
-    # bool is a subclass of int, but `rollout_batch_size: true` is a mistake.
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        remedy = ", in quotes" if str in accepted and isinstance(value, int | float | datetime.date) else ""
-        raise ValueError(f"{what} is {shown(value)} ({type(value).__name__}); it must be {wanted}{remedy}")
-
-
-def _kind_names(kinds: tuple[Any, ...]) -> list[str]:
-    return [(typing.get_origin(kind) or kind).__name__ for kind in kinds]
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

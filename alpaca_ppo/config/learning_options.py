@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alpaca_ppo.config.environment_options import EnvironmentOptions
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, unless, when, when_trait
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     KL_ESTIMATORS,
@@ -17,6 +17,8 @@ from alpaca_ppo.registry import (
 ADAPTIVE = "adaptive"
 """The word that `lam_policy` may be."""
 
+_CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
+
 
 @dataclass(frozen=True)
 class LearningOptions(EnvironmentOptions):
@@ -28,29 +30,41 @@ class LearningOptions(EnvironmentOptions):
         registry=ADV_ESTIMATORS,
         group="Advantages",
     )
-    gamma: float = argument(1.0, "Discount per token.", at_least=0, at_most=1)
-    lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1)
+    gamma: float = argument(
+        1.0,
+        "Discount per token.",
+        at_least=0,
+        at_most=1,
+        needs=when_trait(ADV_ESTIMATORS, "needs_critic", "uses_gamma"),
+    )
+    lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1, needs=_CRITIC)
     lam_policy: float | str | None = argument(
         None,
         "Lambda of GAE's advantages, which the policy learns from: a number; adaptive = 1 - 1 / (lam_alpha * length), "
         "at least 0, for each response (VAPO); null = lam.",
         at_least=0,
         at_most=1,
+        needs=_CRITIC,
     )
     lam_critic: float | None = argument(
         None,
         "Lambda of GAE's returns, which the critic learns; 1 = returns without bootstrapping (VC-PPO); null = lam.",
         at_least=0,
         at_most=1,
+        needs=_CRITIC,
     )
     lam_alpha: float = argument(
-        0.05, "With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0.", above=0
+        0.05,
+        "With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0.",
+        above=0,
+        needs=when("lam_policy", ADAPTIVE),
     )
     turn_gamma: float | None = argument(
         None,
         "Discount from a turn's last token to the next turn's first one, with environments or tools; null = gamma.",
         at_least=0,
         at_most=1,
+        needs=(_CRITIC, when("environments or tools")),
     )
     turn_lam: float | None = argument(
         None,
@@ -58,6 +72,7 @@ class LearningOptions(EnvironmentOptions):
         "lambda of each.",
         at_least=0,
         at_most=1,
+        needs=(_CRITIC, when("environments or tools")),
     )
     qae_quantile: float = argument(
         0.4,
@@ -66,8 +81,9 @@ class LearningOptions(EnvironmentOptions):
         "these, all others from the wrong ones.",
         above=0,
         at_most=1,
+        needs=when("adv_estimator", "qae"),
     )
-    whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.")
+    whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.", needs=_CRITIC)
 
     policy_loss: str = argument(
         "clip",
@@ -81,24 +97,34 @@ class LearningOptions(EnvironmentOptions):
         "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the divergence; sapo has none).",
         above=0,
         below=1,
+        needs=when_trait(POLICY_LOSSES, "clips"),
     )
     cliprange_high: float | None = argument(
-        None, "Upper clip range (clip-higher); null = cliprange on both sides.", above=0
+        None,
+        "Upper clip range (clip-higher); null = cliprange on both sides.",
+        above=0,
+        needs=when_trait(POLICY_LOSSES, "clips"),
     )
     clip_ratio_c: float | None = argument(
         None,
         "Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of the ratio "
         "everywhere; null = 20.",
         above=1,
+        needs=when_trait(POLICY_LOSSES, "dual_clip"),
     )
     sapo_tau_pos: float = argument(
         1.0,
         "Temperature of sapo's gate where the advantage is positive: the larger, the sooner gradients fade.",
         above=0,
+        needs=when("policy_loss", "sapo"),
     )
-    sapo_tau_neg: float = argument(1.05, "Temperature of sapo's gate elsewhere.", above=0)
+    sapo_tau_neg: float = argument(
+        1.05, "Temperature of sapo's gate elsewhere.", above=0, needs=when("policy_loss", "sapo")
+    )
     dppo_divergence: DppoDivergence = argument(
-        "tv", "What dppo bounds: tv, the change of a token's probability; kl, the binary KL in nats."
+        "tv",
+        "What dppo bounds: tv, the change of a token's probability; kl, the binary KL in nats.",
+        needs=when("policy_loss", "dppo"),
     )
     loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
     entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
@@ -106,7 +132,9 @@ class LearningOptions(EnvironmentOptions):
         0.0, "Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1).", at_least=0
     )
     positive_nll_threshold: float = argument(
-        0.0, "With positive_nll_coef: a response whose score, before any penalty, is above this succeeded."
+        0.0,
+        "With positive_nll_coef: a response whose score, before any penalty, is above this succeeded.",
+        needs=when("positive_nll_coef"),
     )
     mask_truncated: bool = argument(
         False,
@@ -126,12 +154,20 @@ class LearningOptions(EnvironmentOptions):
         at_least=1,
     )
     rollout_correction_level: RolloutCorrectionLevel = argument(
-        "token", "With old_policy correct: one weight per token, or one per sequence."
+        "token",
+        "With old_policy correct: one weight per token, or one per sequence.",
+        needs=when("old_policy", "correct"),
     )
     rollout_correction_threshold: float = argument(
-        2.0, "With old_policy correct: upper limit of a weight; .inf = no limit.", above=0, allow_inf=True
+        2.0,
+        "With old_policy correct: upper limit of a weight; .inf = no limit.",
+        above=0,
+        allow_inf=True,
+        needs=when("old_policy", "correct"),
     )
-    rollout_correction_normalize: bool = argument(False, "With old_policy correct: divide the weights by their mean.")
+    rollout_correction_normalize: bool = argument(
+        False, "With old_policy correct: divide the weights by their mean.", needs=when("old_policy", "correct")
+    )
     mismatch_action: Literal["stop", "warn", "ignore"] = argument(
         "stop",
         "If the log-probabilities of sampler and trainer differ by so much that an update would be meaningless: stop "
@@ -149,35 +185,48 @@ class LearningOptions(EnvironmentOptions):
         True, "Subtract the KL to the reference policy from the reward.", group="KL to the reference policy"
     )
     kl_coef: float = argument(
-        0.05, "Weight of the KL in the reward; the initial value if a controller adapts it.", at_least=0
+        0.05,
+        "Weight of the KL in the reward; the initial value if a controller adapts it.",
+        at_least=0,
+        needs=when("use_kl_in_reward"),
     )
     kl_estimator: str = argument("k1", "KL estimator in the reward.", registry=KL_ESTIMATORS)
     kl_controller: Literal["fixed", "proportional", "horizon"] = argument(
-        "fixed", "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593)."
+        "fixed",
+        "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593).",
+        needs=when("use_kl_in_reward"),
     )
     target_kl: float = argument(
         6.0,
         "Target of the KL controllers, in nats per sequence. It does not stop the updates early, as target_kl does in "
         "Stable-Baselines3: that is target_kl_stop.",
         above=0,
+        needs=when("kl_controller", "proportional", "horizon"),
     )
     k_beta: float = argument(
         0.1,
         "Gain of the proportional controller; must be below 5, or a single step could make kl_coef negative.",
         above=0,
         below=5,
+        needs=when("kl_controller", "proportional"),
     )
-    kl_horizon: int = argument(10000, "Horizon of the horizon controller, in responses.", at_least=1)
+    kl_horizon: int = argument(
+        10000, "Horizon of the horizon controller, in responses.", at_least=1, needs=when("kl_controller", "horizon")
+    )
     use_kl_loss: bool = argument(
         False, "Add the KL to the reference policy to the loss, with or without a KL in the reward."
     )
-    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.", at_least=0)
+    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.", at_least=0, needs=when("use_kl_loss"))
     kl_loss_type: str = argument(
         "k3",
         "KL estimator in the loss: not abs or k1_clamped, whose gradient jumps where the policy equals the reference. "
         "The gradient of k1 is zero in expectation.",
         registry=KL_ESTIMATORS,
+        needs=when("use_kl_loss"),
     )
     max_kl_to_ref: float | None = argument(
-        None, "Save a checkpoint and end the run when a step's objective/kl_sum_seq exceeds this.", above=0
+        None,
+        "Save a checkpoint and end the run when a step's objective/kl_sum_seq exceeds this.",
+        above=0,
+        needs=unless("reference", "none"),
     )

@@ -5,9 +5,9 @@ Whether the hub has a model shows when it is loaded; a name that can only be a f
 
 import os
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
-
-from alpaca_ppo.config.flags import did_you_mean
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _LISTED = 8
@@ -83,3 +83,10 @@ def _beside(parent: Path, what: str, suffix: str) -> list[str]:
         return []
     visible = [entry for entry in entries if not entry.name.startswith(".")]
     return [e.name for e in visible if e.is_dir() or (what == "file" and e.suffix == suffix)]
+
+
+def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
+    """ " did you mean x?" for those of `known` that are spelled almost as `words` are; empty if none is."""
+    pool = list(known)
+    close = [match for word in words for match in get_close_matches(word, pool, n=1, cutoff=0.75)]
+    return f" did you mean {', '.join(dict.fromkeys(close))}?" if close else ""

@@ -1,25 +1,34 @@
-"""The command line: `parse_args` turns YAML files, presets and flags into dataclasses; the flags are in `flags`."""
+"""The command line: `parse_args` turns YAML files, presets and flags into dataclasses."""
 
 import dataclasses
+import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+import typing
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
-from alpaca_ppo.config.checks import MUTUALLY_EXCLUSIVE
-from alpaca_ppo.config.fields import Option, check_null, check_value, options_of, shown
-from alpaca_ppo.config.flags import FlagParser, did_you_mean
+from alpaca_ppo.config.checks import LENGTHS
+from alpaca_ppo.config.fields import Option, options_of, shown
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names, flattened
-from alpaca_ppo.config.model_names import where
+from alpaca_ppo.config.model_names import did_you_mean, where
 from alpaca_ppo.config.modules import import_modules
 from alpaca_ppo.config.run_file import MODELS, check_run_files, without_provenance
 from alpaca_ppo.config.script_arguments import ScriptArguments
 from alpaca_ppo.presets import preset_names, preset_path
+
+_SOURCES = {
+    "config": "FILE: YAML file of options; flags win over it, later files over earlier ones.",
+    "preset": "NAME: options by the name of a preset, read as such a file: {}.",
+}
+HELP = ("help", "help_all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +47,7 @@ class ParsedOptions:
 
 
 def parse_args(
-    dataclass_types: Sequence[type],
-    argv: Sequence[str] | None = None,
-    *,
-    prog: str | None = None,
-    epilog: str | None = None,
+    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, *, prog: str | None = None, epilog: str = ""
 ) -> tuple[Any, ...]:
     """One instance of each dataclass in `dataclass_types`: see `parse_options`."""
     return parse_options(dataclass_types, argv, prog=prog, epilog=epilog).instances
@@ -53,87 +58,145 @@ def parse_options(
     argv: Sequence[str] | None = None,
     *,
     prog: str | None = None,
-    epilog: str | None = None,
+    epilog: str = "",
+    common: Collection[str] = (),
 ) -> ParsedOptions:
     """The options of each dataclass in `dataclass_types`, from files, presets and flags.
 
-    Of several `--config` and `--preset`, later ones win. A flag or a `--set option=value` wins over all of them. What
-    wins also replaces an option that it excludes (`checks.MUTUALLY_EXCLUSIVE`). A flag of a field that may be None
-    takes `null` or `none` for it. If one of the dataclasses has the field `import_modules`, those modules are imported
-    before `--help` is printed and before any value is checked, so that the names that they register are valid.
+    Of several `--config` and `--preset`, later ones win; a flag wins over all of them. Values are read as YAML does,
+    `null` among them; a flag alone is true. If one of the dataclasses has the field `import_modules`, those modules are
+    imported before `--help` is printed and before any value is checked, so that the names that they register are valid.
 
     Args:
         dataclass_types: dataclasses with distinct field names.
         argv: the command line without the program's name; `sys.argv[1:]` by default.
         prog: the program's name, for the help; that of the script by default.
         epilog: a paragraph at the end of the help.
+        common: the options that `--help` shows, where only `--help-all` shows all of them.
 
     Raises:
         ValueError: when a file does not exist, is not valid YAML, does not hold a mapping, or has an unknown key or
-            one key twice; for a run's own file that cannot repeat it (`run_file`); for an unknown preset or flag; for
-            an option that is given by a flag and by `--set`; for a module that cannot be imported; and what the
-            dataclasses raise.
+            one key twice; for a run's own file that cannot repeat it (`run_file`); for an unknown preset or flag; for a
+            module that cannot be imported; and what the dataclasses raise.
     """
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
-    parser = FlagParser(options, prog=prog)
-    flags = parser.read(list(sys.argv[1:] if argv is None else argv))
+    found = _split(sys.argv[1:] if argv is None else argv, options)
+    given = {name: _from_words(options[name], words) for name, words in found if name in options}
     values: dict[str, Any] = {}
-    presets: list[str] = []
     contents: dict[str, dict[str, Any]] = {}
-    for kind, name in flags.sources:
+    presets = []
+    for kind, words in found:
+        if kind in _SOURCES and not words:
+            raise ValueError(f"--{kind} needs a name after it")
         if kind == "config":
-            contents[name] = read_yaml(name)
-            _override(values, _typed(without_provenance(contents[name]), options, f"the --config file {name}"))
+            contents[words[0]] = read_yaml(words[0])
+            _override(
+                values, _from_file(without_provenance(contents[words[0]]), options, f"the --config file {words[0]}")
+            )
         elif kind == "preset":
-            presets.append(name)
-            _override(values, _typed(read_preset(name), options, f"the preset {name}"))
-    set_values = _typed(_assignments([text for kind, text in flags.sources if kind == "set"]), options, "--set")
-    if twice := sorted(set(set_values) & set(flags.values)):
-        raise ValueError(f"{', '.join(twice)} is given by --set and by a flag; give it once")
+            presets.append(words[0])
+            _override(values, _from_file(read_preset(words[0]), options, f"the preset {words[0]}"))
     of_runs = [cls for cls in dataclass_types if issubclass(cls, ScriptArguments)]
-    needed = of_runs[0].needed_objects() if of_runs else MODELS
-    check_run_files(contents, given=set_values | flags.values, needed=needed)
-    _override(values, set_values | flags.values)
-    _import_named(values, options)
-    if flags.wants_help:
-        # A new parser, because the help texts list the names that are registered by now.
-        FlagParser(options, prog=prog, epilog=epilog).print_help()
+    check_run_files(contents, given=given, needed=of_runs[0].needed_objects() if of_runs else MODELS)
+    _override(values, given)
+    if "import_modules" in values:
+        options["import_modules"].check(values["import_modules"])
+        import_modules(values["import_modules"] or [])
+    if asked := [name for name, _ in found if name in HELP]:
+        print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
         sys.exit(0)
-    parser.refuse_unknown(flags.unknown)
-    instances = tuple(
-        cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types
-    )
-    return ParsedOptions(instances, tuple(presets), tuple(contents))
+    if unknown := {name: " ".join(words) for name, words in found if name not in {*options, *_SOURCES}}:
+        raise ValueError(
+            f"unknown command-line arguments: {', '.join(unknown)}; --help lists the valid ones\n"
+            + explain_names(unknown, [*options, *_SOURCES], CONFIG_SECTIONS)
+        )
+    instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
+    return ParsedOptions(tuple(instances), tuple(presets), tuple(contents))
+
+
+def _split(words: Sequence[str], options: Mapping[str, Option]) -> list[tuple[str, list[str]]]:
+    """The flags in `words` by name, each with the words after it; `-` and `_` are the same in a name, and `--no_x` is
+    `--x false`. What belongs to no flag is a name of its own, such as `lr` for verl's `+optim.lr=1`.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") or word == "-h":
+            name = "help" if word == "-h" else flag[2:].replace("-", "_")
+            positive = name.removeprefix("no_")
+            if name != positive and name not in options and positive in options and not equals:
+                found.append((positive, ["false"]))
+            else:
+                found.append((name, [value] if equals else []))
+            continue
+        name, taken = found[-1] if found else ("", [""])
+        option = options.get(name)
+        if (option.entry_kinds is not None or not taken) if option else (name in _SOURCES and not taken):
+            taken.append(word)
+        elif option or name in _SOURCES or not found or equals:
+            found.append((flag.lstrip("+~"), [value] if equals else []))
+        else:
+            taken.append(word)
+    return found
+
+
+def _from_words(option: Option, words: list[str]) -> Any:
+    """The value of a flag with `words` after it."""
+    if not words:
+        if bool in option.kinds:
+            return True
+        raise ValueError(f"--{option.name} needs a value after it")
+    if option.nullable and len(words) == 1 and words[0].lower() in ("null", "none"):
+        return None
+    entries = [_from_text(option, word) for word in words]
+    return entries[0] if option.entry_kinds is None else entries
+
+
+def _from_file(given: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
+    """The values of a YAML file: text as the number or the like that the field takes, and one entry as a list of it."""
+    if unknown := sorted(map(str, set(given) - set(options))):
+        # Of verl's sections, `critic` alone has the name of an option.
+        nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
+        names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
+        raise ValueError(
+            f"unknown keys in {where}: {', '.join(unknown)}; --help lists the valid ones\n"
+            + explain_names(names, options, CONFIG_SECTIONS)
+        )
+    values = {}
+    for name, value in given.items():
+        option = options[name]
+        if value is None and not option.nullable and option.default is not None:
+            raise ValueError(f"{name} is null in {where}; give a value, or leave it out for {shown(option.default)}")
+        if option.entry_kinds is not None and value is not None:
+            entries = value if isinstance(value, list) else [value]
+            values[name] = [_from_text(option, e) if str not in option.entry_kinds else e for e in entries]
+        else:
+            values[name] = value if str in option.kinds else _from_text(option, value)
+    return values
+
+
+def _from_text(option: Option, text: Any) -> Any:
+    """What YAML reads in `text`; the text itself if the option takes text, and nothing else that this could be."""
+    kinds = tuple({type(choice) for choice in option.choices}) or option.entry_kinds or option.kinds
+    if not isinstance(text, str) or kinds == (str,):
+        return text
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    # PyYAML raises whatever the value at fault provokes: KeyError for "!!bool x", RecursionError for deep nesting.
+    except Exception as error:
+        if str in kinds:
+            return text
+        raise ValueError(f"{option.name} is {shown(text)}, which cannot be read as YAML: {error}") from error
+    accepted = [typing.get_origin(kind) or kind for kind in kinds if kind is not str] + [int] * (float in kinds)
+    classes = tuple(kind for kind in accepted if isinstance(kind, type) and (kind is bool) == isinstance(value, bool))
+    return text if str in kinds and not isinstance(value, classes) else value
 
 
 def _override(values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Puts `given` over `values`, with null for what `given` excludes."""
-    for names in MUTUALLY_EXCLUSIVE:
-        if any(given.get(name) is not None for name in names):
-            values |= dict.fromkeys(set(names) & set(values))
+    """Puts `given` over `values`; a length of the run in it replaces another one."""
+    if any(given.get(name) is not None for name in LENGTHS):
+        values |= dict.fromkeys(set(LENGTHS) & set(values))
     values |= given
-
-
-def _import_named(values: Mapping[str, Any], options: Mapping[str, Option]) -> None:
-    if "import_modules" in values:
-        args = SimpleNamespace(**values)
-        check_value(options["import_modules"], args.import_modules)
-        import_modules(args.import_modules or [])
-
-
-def _assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """The options and values of `--set`."""
-    given: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--set is {shown(text)}; write it as option=value")
-        try:
-            given[name] = yaml.load(value, Loader=_UniqueKeyLoader)
-        # As in `_read_mapping`.
-        except Exception as error:
-            raise ValueError(f"--set {text} cannot be read as YAML: {error}") from error
-    return given
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -146,11 +209,8 @@ def read_yaml(path: str) -> dict[str, Any]:
     # False for a path that is no file name at all, where Path.is_file would raise an OSError.
     if os.path.isfile(path):
         return _read_mapping(Path(path), f"--config {path}")
-    names = preset_names()
-    meant = path if path in names else next(iter(get_close_matches(path, names, n=1, cutoff=0.75)), None)
-    if meant is not None:
-        problem = "which is a preset and no file" if meant == path else "but there is no such file"
-        raise ValueError(f"--config is {shown(path)}, {problem}; did you mean --preset {meant}?")
+    if meant := get_close_matches(path, preset_names(), n=1, cutoff=0.75):
+        raise ValueError(f"--config is {shown(path)}, but there is no such file; did you mean --preset {meant[0]}?")
     raise ValueError(f"--config is {shown(path)}, but{where(path, what='file')}")
 
 
@@ -172,8 +232,8 @@ def read_preset(name: str) -> dict[str, Any]:
 
 def _read_mapping(file: Path, where: str) -> dict[str, Any]:
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    # PyYAML raises whatever the value at fault provokes: KeyError for "!!bool x", RecursionError for deep nesting.
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    # As in `_from_text`.
     except Exception as error:
         reason = error if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{where} cannot be read as YAML: {reason}") from error
@@ -182,8 +242,8 @@ def _read_mapping(file: Path, where: str) -> dict[str, Any]:
     return content
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that occurs twice in a mapping; PyYAML would silently take the last one."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads 1e-5 as a number, and refuses a key that occurs twice in a mapping, of which PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -195,41 +255,60 @@ class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-def _typed(given: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
-    """The values of a YAML file, as numbers and lists where the fields are declared so."""
-    if unknown := sorted(map(str, set(given) - set(options))):
-        # Of verl's sections, `critic` alone has the name of an option.
-        nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
-        names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
-        raise ValueError(
-            f"unknown keys in {where}: {', '.join(unknown)}; --help lists the valid ones\n"
-            + explain_names(names, options, CONFIG_SECTIONS)
-        )
-    typed = {}
-    for name, value in given.items():
-        if value is None:
-            check_null(options[name], f" in {where}")
-        kinds = options[name].entry_kinds
-        if kinds is None or value is None:
-            typed[name] = _number(name, value, options[name].kinds, where)
-        else:
-            typed[name] = [_number(name, v, kinds, where) for v in (value if isinstance(value, list) else [value])]
-    return typed
+_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$", re.ASCII)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
-def _number(name: str, value: Any, kinds: tuple[Any, ...], where: str) -> Any:
-    """YAML reads 1e-5 as text: `value` as the number that `kinds` declare. Of kinds that allow text too, a float alone
-    is read from it.
-    """
-    if isinstance(value, str) and {float, str} <= set(kinds):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    kind = float if float in kinds else int if int in kinds else None
-    if not isinstance(value, str) or kind is None or str in kinds:
-        return value
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ValueError(f"{name} is {shown(value)} in {where}; it must be {kind.__name__}") from error
+def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: Collection[str]) -> str:
+    """The text of `--help`: the options in `common`, or all of them."""
+    lines = [f"usage: {prog or Path(sys.argv[0]).name} [--config FILE] [--option VALUE ...]"]
+    width, group = max(60, min(shutil.get_terminal_size().columns, 120)), ""
+    entries = [(f"--{name}", text.format(", ".join(preset_names()))) for name, text in _SOURCES.items()]
+    for option in options.values():
+        if common and option.name not in common:
+            continue
+        if option.group != group:
+            group = option.group
+            entries.append((f"\n{group}:", ""))
+        entries.append((f"--{option.name} {type_in_words(option)}", description(option)))
+    for head, text in entries:
+        lines += [
+            head if head.startswith("\n") else f"  {head}",
+            *textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8),
+        ]
+    if common:
+        lines.append(f"\n--help-all describes all {len(options)} options.")
+    return "\n".join([*lines, *textwrap.wrap(epilog, width)])
+
+
+def type_in_words(option: Option) -> str:
+    """The type of an option, as help and documentation name it."""
+    if option.choices:
+        return "|".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in option.choices)
+    return " or ".join(_word(kind) for kind in option.kinds)
+
+
+def _word(kind: Any) -> str:
+    if typing.get_origin(kind) is list:
+        entries = typing.get_args(kind)[0]
+        return f"list of {' or '.join(part.__name__ for part in typing.get_args(entries) or [entries])}"
+    return "mapping" if (typing.get_origin(kind) or kind) is dict else str(getattr(kind, "__name__", kind))
+
+
+def description(option: Option, *, built_in: bool = False) -> str:
+    """What an option does, with its names, bounds and needs and its default; `built_in` leaves out registered names."""
+    text = option.help
+    if option.registry is not None:
+        text += f" One of {', '.join(option.registry.built_in if built_in else option.registry.names)}."
+    if option.needs:
+        text += f" Needs {', and '.join(str(need) for need in option.needs)}."
+    default = (
+        [f"default {json.dumps(option.default, default=str)}"]
+        if option.default not in ("", dataclasses.MISSING)
+        else []
+    )
+    notes = [
+        *default,
+        *filter(None, [option.range, "or null" if option.nullable and option.default is not None else ""]),
+    ]
+    return f"{text} ({'; '.join(notes)})" if notes else text

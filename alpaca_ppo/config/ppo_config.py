@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from alpaca_ppo.config.checks import check_combinations
 from alpaca_ppo.config.critic_options import CriticOptions
-from alpaca_ppo.config.fields import argument, check_fields, shown
+from alpaca_ppo.config.fields import argument, check_fields, check_needs, shown, unless
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
@@ -56,7 +56,10 @@ class PPOConfig(CriticOptions):
         "a finished run be made longer.",
     )
     warmup_steps: float = argument(
-        0, "Optimizer steps of warm-up, or, below 1, their share of all optimizer steps; constant has none.", at_least=0
+        0,
+        "Optimizer steps of warm-up, or, below 1, their share of all optimizer steps; constant has none.",
+        at_least=0,
+        needs=unless("lr_scheduler_type", "constant"),
     )
     weight_decay: float = argument(0.0, "Weight decay of AdamW, on weight matrices only.", at_least=0)
     adam_beta1: float = argument(0.9, "First beta of AdamW.", at_least=0, below=1)
@@ -116,6 +119,7 @@ class PPOConfig(CriticOptions):
             # The command line reads 5 as 5.0.
             if isinstance(steps := getattr(self, name), float) and steps.is_integer():
                 object.__setattr__(self, name, int(steps))
+        check_needs(self)
         check_combinations(self)
 
     @property

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpaca_ppo.config.evaluation_options import EvaluationOptions
-from alpaca_ppo.config.fields import argument
-from alpaca_ppo.registry import GENERATION_BACKENDS
+from alpaca_ppo.config.fields import argument, unless, when, when_trait
+from alpaca_ppo.registry import ADV_ESTIMATORS, GENERATION_BACKENDS
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class RolloutOptions(EvaluationOptions):
         "What to do with prompts longer than query_len: drop and count them, cut off their beginning (a response "
         "continues the end of a prompt) and count them, or raise an error.",
     )
-    prompt_column: str = argument("prompt", "Dataset column that holds the prompt, as text or messages.")
+    prompt_column: str = argument(
+        "prompt", "Dataset column that holds the prompt, as text or messages.", needs=unless("prompt_template")
+    )
     prompt_template: str | None = argument(
         None, "Named template or format string over the dataset's columns, used instead of prompt_column."
     )
@@ -26,6 +28,7 @@ class RolloutOptions(EvaluationOptions):
         None,
         "Arguments of the tokenizer's chat template, such as enable_thinking: false for Qwen3; on the command line as "
         "YAML or JSON. For prompts that are messages; reward models keep their own template as it is.",
+        needs=when("prompts that are messages"),
     )
     total_epochs: int | None = argument(
         None, "Passes over the prompts; null = 1, unless total_episodes or max_steps is set.", at_least=1
@@ -54,6 +57,7 @@ class RolloutOptions(EvaluationOptions):
         "With dynamic_sampling: times that fresh prompts are drawn in a step; prompts that have no different scores "
         "after the last of them stay in the step.",
         at_least=1,
+        needs=when("dynamic_sampling"),
     )
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
@@ -84,7 +88,10 @@ class RolloutOptions(EvaluationOptions):
         None, "Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."
     )
     truncate_after: int = argument(
-        0, "Number of tokens that a response must have before truncate_tokens can stop it.", at_least=0
+        0,
+        "Number of tokens that a response must have before truncate_tokens can stop it.",
+        at_least=0,
+        needs=when("truncate_tokens"),
     )
     stop_strings: list[str] | None = argument(
         None,
@@ -97,11 +104,17 @@ class RolloutOptions(EvaluationOptions):
         None,
         "LoRA reward model (folder or hub id) on the policy's base, as alpaca-ppo reward --use_peft writes it.",
     )
-    reward_retries: int = argument(0, "Times that a reward function is called again after it has raised.", at_least=0)
+    reward_retries: int = argument(
+        0,
+        "Times that a reward function is called again after it has raised.",
+        at_least=0,
+        needs=when("reward functions"),
+    )
     failed_rewards: Literal["error", "mask"] = argument(
         "error",
         "A response whose reward function raises (after the retries) or returns no finite score, or for which every "
         "reward source returns None: error ends the run; mask trains without the response and counts it.",
+        needs=when("reward functions"),
     )
     penalty_reward_value: float | None = argument(
         None, "Score of a response that ends without a stop token; null = its own score."
@@ -116,7 +129,10 @@ class RolloutOptions(EvaluationOptions):
         1.0,
         "With overlong_buffer_len: what a response of response_len tokens loses, in score units.",
         at_least=0,
+        needs=when("overlong_buffer_len"),
     )
     whiten_rewards: bool = argument(
-        False, "Scale the shaped rewards to unit variance before the advantages are estimated (AlpacaFarm)."
+        False,
+        "Scale the shaped rewards to unit variance before the advantages are estimated (AlpacaFarm).",
+        needs=when_trait(ADV_ESTIMATORS, "needs_critic"),
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, when
 from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 
 
@@ -75,18 +75,23 @@ class RunOptions(ExplainsUnknownNames):
         2,
         "Number of checkpoints to keep, including the newest and the best (1 keeps both); null = all.",
         at_least=1,
+        needs=when("save_steps"),
     )
     metric_for_best_model: str | None = argument(
         None,
         "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept. With an "
         "eval/* metric, every evaluation that is the best so far saves a checkpoint, whatever save_steps; a metric of "
         "the steps chooses among the checkpoints of save_steps.",
+        needs=when("save_steps"),
     )
-    greater_is_better: bool = argument(True, "Whether a higher metric_for_best_model is better.")
+    greater_is_better: bool = argument(
+        True, "Whether a higher metric_for_best_model is better.", needs=when("metric_for_best_model")
+    )
     load_best_model_at_end: bool = argument(
         False,
         "Put the weights of the best checkpoint into the trainer and into final/ at the end, instead of the last "
         "step's; needs metric_for_best_model.",
+        needs=when("metric_for_best_model"),
     )
     overwrite_output_dir: bool = argument(
         False,
@@ -99,4 +104,4 @@ class RunOptions(ExplainsUnknownNames):
         "model (the starting policy or the reference), reward (reward sources, their weights, environments).",
     )
     push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
-    hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")
+    hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.", needs=when("push_to_hub"))

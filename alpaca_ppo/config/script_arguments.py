@@ -1,12 +1,11 @@
 """`ScriptArguments` and `LoraArguments`: the models, rewards, data and adapters that the example scripts load."""
 
-import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpaca_ppo.config.checks import REFERENCES
-from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
 from alpaca_ppo.config.model_names import check_model_name
 from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.config.urls import check_url
@@ -43,12 +42,19 @@ class ScriptArguments(ExplainsUnknownNames):
         "plain",
         "With reward_url: what is sent, prompts, completions and the dataset's columns (plain), or what OpenRLHF's "
         "reward servers get (openrlhf).",
+        needs=when("reward_url"),
     )
     reward_url_labels: str | None = argument(
-        None, "With reward_url_format openrlhf: dataset column that is sent as labels; null = empty labels."
+        None,
+        "With reward_url_format openrlhf: dataset column that is sent as labels; null = empty labels.",
+        needs=when("reward_url_format", "openrlhf"),
     )
     reward_url_timeout: float = argument(
-        60.0, "With reward_url: seconds that a server may take for a request.", above=0, at_most=86400
+        60.0,
+        "With reward_url: seconds that a server may take for a request.",
+        above=0,
+        at_most=86400,
+        needs=when("reward_url"),
     )
     environments: list[str] | None = argument(
         None,
@@ -68,12 +74,14 @@ class ScriptArguments(ExplainsUnknownNames):
         "Dataset of prompts: a hub id, a folder, or a jsonl, csv or parquet file. Required, unless one environment "
         "makes the prompts.",
     )
-    dataset_config: str | None = argument(None, "Configuration of a hub dataset.")
+    dataset_config: str | None = argument(None, "Configuration of a hub dataset.", needs=when("dataset_name"))
     dataset_train_split: str = argument("train", "Split to train on.")
     eval_dataset_name: str | None = argument(
         None, "Dataset of held-out prompts; null = dataset_test_split of dataset_name."
     )
-    eval_dataset_config: str | None = argument(None, "Configuration of eval_dataset_name on the hub.")
+    eval_dataset_config: str | None = argument(
+        None, "Configuration of eval_dataset_name on the hub.", needs=when("eval_dataset_name")
+    )
     dataset_test_split: str | None = argument(
         None, "Split to evaluate on; null = no evaluation, or the only split of eval_dataset_name."
     )
@@ -86,11 +94,10 @@ class ScriptArguments(ExplainsUnknownNames):
         "Functions, as module:function or file.py:function, and sequence classifiers that only measure the responses "
         "of evaluations.",
     )
-    resume_from_checkpoint: str | None = argument(
+    resume_from_checkpoint: str | bool | None = argument(
         None,
         "Checkpoint folder to resume from, or true (the flag alone) for the newest in output_dir; false, no, none or "
         "null = a new run.",
-        flag_alone="true",
     )
     import_modules: list[str] | None = argument(
         None,
@@ -99,13 +106,10 @@ class ScriptArguments(ExplainsUnknownNames):
     )
 
     def __post_init__(self) -> None:
-        # YAML reads true, false and null as such, the command line and quotes as text.
-        resume: Any = self.resume_from_checkpoint
-        # Other types are refused below. Python may refuse to write a number as text: it has 4300 digits at most.
-        word = str(resume).lower() if isinstance(resume, str | bool) else ""
-        if word in ("true", "false", "no", "none", "null"):
-            object.__setattr__(self, "resume_from_checkpoint", word if word == "true" else None)
+        if self.resume_from_checkpoint is False:
+            object.__setattr__(self, "resume_from_checkpoint", None)
         check_fields(self)
+        check_needs(self)
         for name in self.required_names():
             if not getattr(self, name):
                 raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
@@ -117,21 +121,10 @@ class ScriptArguments(ExplainsUnknownNames):
                 )
         for url in self.reward_url or []:
             check_url("reward_url", url)
-        if self.reward_url_labels is not None and self.reward_url_format != "openrlhf":
-            raise ValueError(
-                f"reward_url_labels is {self.reward_url_labels!r}, but reward_url_format is "
-                f"{self.reward_url_format!r}, which sends every column by its name; leave it out, or set "
-                "reward_url_format: openrlhf"
-            )
         if self.eval_datasets and (self.eval_dataset_name or self.dataset_test_split):
             raise ValueError(
                 f"eval_datasets is {self.eval_datasets}, but eval_dataset_name ({self.eval_dataset_name!r}) or "
                 f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
-            )
-        if self.eval_dataset_config and not self.eval_dataset_name:
-            raise ValueError(
-                f"eval_dataset_config is {self.eval_dataset_config!r}, but eval_dataset_name is not set; set it, or "
-                "use dataset_config, with which dataset_test_split is loaded"
             )
 
     def required_names(self) -> tuple[str, ...]:
@@ -178,16 +171,27 @@ class LoraArguments(ExplainsUnknownNames):
     """
 
     use_peft: bool = argument(False, "Freeze the base model and train LoRA adapters on it.", group="LoRA")
-    lora_r: int = argument(16, "Rank of the adapters.", at_least=1)
+    lora_r: int = argument(16, "Rank of the adapters.", at_least=1, needs=when("use_peft"))
     lora_alpha: int = argument(
-        32, "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.", at_least=1
+        32,
+        "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.",
+        at_least=1,
+        needs=when("use_peft"),
     )
     lora_target_modules: list[str] | None = argument(
-        None, "Layers that get adapters; null or all-linear = every linear layer but the output head."
+        None,
+        "Layers that get adapters; null or all-linear = every linear layer but the output head.",
+        needs=when("use_peft"),
     )
-    lora_modules_to_save: list[str] | None = argument(None, "Layers that are trained in full beside the adapters.")
-    use_rslora: bool = argument(False, "Scale by lora_alpha / sqrt(lora_r) instead (arXiv:2312.03732).")
-    use_dora: bool = argument(False, "Train magnitude and direction of the weights separately (arXiv:2402.09353).")
+    lora_modules_to_save: list[str] | None = argument(
+        None, "Layers that are trained in full beside the adapters.", needs=when("use_peft")
+    )
+    use_rslora: bool = argument(
+        False, "Scale by lora_alpha / sqrt(lora_r) instead (arXiv:2312.03732).", needs=when("use_peft")
+    )
+    use_dora: bool = argument(
+        False, "Train magnitude and direction of the weights separately (arXiv:2402.09353).", needs=when("use_peft")
+    )
 
     def __post_init__(self) -> None:
         modules: Any = self.lora_target_modules
@@ -200,11 +204,7 @@ class LoraArguments(ExplainsUnknownNames):
                 f"lora_target_modules is {named}, but all-linear already stands for every linear layer; give it alone, "
                 "or names of layers only"
             )
-        for field in dataclasses.fields(self)[1:]:
-            if not self.use_peft and (value := getattr(self, field.name)) != field.default:
-                raise ValueError(
-                    f"{field.name} is {value!r}, but use_peft is False; set use_peft: true, or leave {field.name} out"
-                )
+        check_needs(self)
 
     def peft_config(self, task_type: str) -> Any:
         """The `peft.LoraConfig` of these arguments for `task_type` (CAUSAL_LM or SEQ_CLS), or None without LoRA.

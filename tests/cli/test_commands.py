@@ -106,7 +106,7 @@ def test_help_and_light_subcommands_import_no_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for words in ("Processes:", "--accelerate_config", "--config FILE", "--adv_estimator", "--completion_column"):
+    for words in ("Processes:", "--num_processes", "--config", "--adv_estimator", "--completion_column"):
         assert words in done.stdout
     assert commands.usage() in done.stdout
 

@@ -110,7 +110,7 @@ def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
     assert model_folder("owner/name") == "owner/name"
 
 
-@pytest.mark.parametrize("flags", [["--output_dir", "x"], ["--output-dir=x"], ["--set", "output_dir=x"]])
+@pytest.mark.parametrize("flags", [["--output_dir", "x"], ["--output-dir=x"]])
 def test_the_folder_of_results_is_not_named_as_that_of_a_run(flags, base, tmp_path):
     argv = options(base, tmp_path, reward_funcs=[REWARD], output_dir="run")
     with pytest.raises(ValueError, match="which alpaca-ppo evaluate ignores; give --results_dir"):

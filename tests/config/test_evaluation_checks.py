@@ -11,9 +11,6 @@ COMPARED = {"eval_opponent": "reference"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eval_top_p": 0.9}, "eval_top_p is 0.9, which applies to sampled responses only"),
-        ({"eval_temperature": 0.6}, "eval_temperature is 0.6, which applies"),
-        ({"eval_num_samples": 4}, "eval_num_samples is 4, but eval_do_sample is False"),
         (
             {**SAMPLED, "generation_backend": "generate", "rollout_per_device_batch_size": 2},
             r"eval_num_samples \(4\) is larger than rollout_per_device_batch_size \(2\)",
@@ -24,11 +21,9 @@ COMPARED = {"eval_opponent": "reference"}
             r"eval_pass_k is \[5\], but eval_num_samples is 4",
         ),
         ({**SAMPLED, "eval_pass_k": [], "eval_success_above": 0.5}, r"eval_pass_k is \[\]"),
-        ({**SAMPLED, "eval_pass_k": [2]}, "there is no pass@k without eval_success_above"),
         ({"eval_success_by": "gold"}, "eval_success_by is 'gold', but eval_success_above is null"),
         ({**SAMPLED, "eval_answer_func": "m:f"}, "a majority vote needs eval_success_above"),
         ({"eval_answer_func": "m:f", "eval_success_above": 0.5}, r"several responses .*eval_num_samples is 1"),
-        ({"eval_judge": "m:f"}, "eval_judge is 'm:f', but eval_opponent is null"),
         (
             {"eval_opponent": "reference", "reference": "none", "use_kl_in_reward": False},
             "eval_opponent is 'reference', but reference is 'none'",

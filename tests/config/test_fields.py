@@ -1,17 +1,18 @@
-"""One value of one field: its type, its choices, its bounds."""
+"""One value of one field: its type, its choices, its bounds, and whether it can act."""
 
 import dataclasses
 import math
-import typing
 from datetime import date
 from typing import Literal
 
 import numpy as np
 import pytest
 
-from alpaca_ppo import PPOConfig
-from alpaca_ppo.config.fields import Bounds, argument, check_fields, options_of
-from alpaca_ppo.registry import KL_ESTIMATORS, Registry
+from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments
+from alpaca_ppo.config.fields import argument, check_fields, check_needs, options_of, unless, when, when_trait
+from alpaca_ppo.registry import Registry
+
+COLOURS: Registry = Registry("colour", {"red": {"warm": True}, "blue": {}}, {"warm": False})
 
 
 @dataclasses.dataclass
@@ -20,127 +21,139 @@ class Example:
     count: int = argument(1, "A count.", at_least=1, below=10)
     limit: float = argument(2.0, "A limit.", above=0, allow_inf=True)
     weights: list[float] | None = argument([1.0], "Weights.", at_least=0)
-    mode: Literal["fast", "exact"] | None = argument("fast", "A mode.", group="Words")
+    mode: Literal["fast", "exact", True] | None = argument("fast", "A mode.", group="Words")
     name: str | None = argument(None, "A name.")
     on: bool = argument(False, "A switch.")
     plain: float = 0.0
+    share: float | str = argument(1.0, "A share or a word.", at_most=1)
+    colour: str = argument("red", "Colour.", registry=COLOURS)
 
     def __post_init__(self):
         check_fields(self)
 
 
+VALID = {
+    "rate": [None, 1],
+    "count": [9],
+    "limit": [math.inf],
+    "weights": [[], [0, 2.5], None],
+    "mode": [None, "exact", True],
+    "name": [None, "é🦙"],
+    "on": [True],
+    "plain": [-1e9, np.float64(3)],
+    "share": ["adaptive", -1.0],
+    "colour": ["blue"],
+}
+INVALID = {
+    "rate": [0.0, math.nan, math.inf, "0.1", 1.5],
+    "count": [10, 0, None, 1.0, True, 2**63, 2**20000, np.int64(3)],
+    "limit": [-math.inf, math.nan, 0],
+    "weights": [[1.0, -1.0], [1.0, math.inf], 1.0, [True], (1.0,)],
+    "mode": ["slow", 3, np.array([1, 2])],
+    "name": [3, date(2020, 1, 2), "a\0b", "\udcff"],
+    "on": [1, "true"],
+    "plain": [math.inf, 10**400, None],
+    "share": [2.0, [1]],
+    "colour": ["green", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in VALID.items() for value in values])
+def test_a_value_within_its_bounds_is_kept(name, value):
+    assert getattr(Example(**{name: value}), name) is value
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_a_value_outside_is_named(name):
+    for value in INVALID[name]:
+        with pytest.raises(ValueError, match=f"^{name} is ") as refused:
+            Example(**{name: value})
+        assert len(str(refused.value)) < 600
+        if isinstance(value, float | str):
+            assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"count": 10}, "less than 10"),
+        ({"rate": 0.0}, "greater than 0"),
+        ({"count": None}, "count is null; it should be a valid integer"),
+        ({"mode": "slow"}, "'fast', 'exact' or True"),
+        ({"name": 3}, "a valid string, in quotes"),
+        ({"share": 2.0}, "less than or equal to 1 or be a valid string"),
+        ({"colour": "green"}, "choose one of red, blue, or register your own"),
+    ],
+)
+def test_the_error_says_what_may_stand_there(settings, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        Example(**settings)
+
+
+def test_a_default_list_is_copied_and_fields_belong_to_the_group_that_was_started_last():
+    Example().weights.append(2.0)
+    assert Example().weights == [1.0]
+    groups = {name: option.group for name, option in options_of(Example).items()}
+    assert groups["rate"] == groups["weights"] == "Numbers" and groups["mode"] == groups["plain"] == "Words"
+    assert options_of(Example)["rate"].range == "above 0 and at most 1"
+
+
+@dataclasses.dataclass
+class Needy:
+    kind: str = argument("plain", "A kind.")
+    colour: str = argument("red", "A colour.", registry=COLOURS)
+    size: int | None = None
+    weight: float = argument(1.0, "A weight.", needs=when("kind", "heavy", "huge"))
+    gap: float = argument(0.0, "A gap.", needs=unless("kind", "plain"))
+    heat: float = argument(0.0, "Heat.", needs=when_trait(COLOURS, "warm"))
+    depth: int = argument(0, "A depth.", needs=(when("size"), when("water near")))
+    dry: bool = argument(False, "Dry.", needs=unless("size"))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rate": None},
-        {"rate": 1},
-        {"count": 9},
-        {"limit": math.inf},
-        {"weights": []},
-        {"weights": [0, 2.5]},
-        {"weights": None},
-        {"mode": None},
-        {"mode": "exact"},
-        {"name": None},
-        {"on": True},
-        {"plain": -1e9},
+        {},
+        {"kind": "huge", "weight": 2.0, "gap": 1.0},
+        {"heat": 1.0},
+        {"weight": 1, "gap": 0},
+        {"size": 3, "depth": 1},
+        {"dry": True},
     ],
 )
-def test_a_value_within_its_bounds_is_taken(settings):
-    Example(**settings)
+def test_an_option_that_can_act_or_has_its_default_is_taken(settings):
+    check_needs(Needy(**settings), water_near=True)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rate": 0.0}, "rate is 0.0; it must be above 0 and at most 1 or null"),
-        ({"rate": math.nan}, "rate is nan; it must be finite and above 0 and at most 1 or null"),
-        ({"rate": "0.1"}, r"rate is '0.1' \(str\); it must be float or null$"),
-        ({"count": 10}, "count is 10; it must be at least 1 and below 10$"),
-        ({"count": None}, r"^count is null; it must be int, or leave it out for 1$"),
-        ({"count": 1.0}, r"count is 1.0 \(float\); it must be int$"),
-        ({"count": True}, r"count is True \(bool\); it must be int$"),
-        ({"limit": -math.inf}, "limit is -inf; it must be finite and above 0$"),
-        ({"limit": math.nan}, "limit is nan; it must be finite and above 0$"),
-        ({"plain": math.inf}, "plain is inf; it must be finite$"),
-        ({"weights": [1.0, -1.0]}, r"weights is \[1.0, -1.0\]; it must be at least 0 or null"),
-        ({"weights": [1.0, math.inf]}, r"weights is \[1.0, inf\]; it must be finite and at least 0"),
-        ({"weights": 1.0}, r"weights is 1.0 \(float\); it must be list or null"),
-        ({"weights": [True]}, r"an entry of weights is True \(bool\); it must be float$"),
-        ({"mode": "slow"}, "mode is 'slow'; choose one of fast, exact$"),
-        ({"mode": 3}, "mode is 3; choose one of fast, exact$"),
-        ({"name": 3}, r"name is 3 \(int\); it must be str or null, in quotes"),
-        ({"on": 1}, r"on is 1 \(int\); it must be bool"),
-        ({"limit": 2**63}, "limit is 9223372036854775808; it must be within 64 bits and above 0"),
-        ({"plain": 10**400}, r"plain is 1000*\.\.\.0*; it must be within 64 bits$"),
-        ({"plain": 2**20000}, "plain is a number of 20001 bits; it must be within 64 bits$"),
-        ({"mode": np.array([1, 2])}, r"mode is array\(\[1, 2\]\); choose one of fast, exact$"),
-        ({"name": date(2020, 1, 2)}, r"name is datetime.date\(2020, 1, 2\) \(date\); .* or null, in quotes"),
-        ({"name": "a\0b"}, r"name is 'a\\x00b', which is not text: it holds the character '\\x00'"),
-        ({"name": "\udcff"}, r"name is '\\udcff', which is not text"),
+        ({"weight": 2.0}, "^weight is 2.0, without effect: needs kind: heavy or huge"),
+        ({"gap": 1.0}, "gap is 1.0, without effect: needs kind: not plain"),
+        ({"heat": 1.0, "colour": "blue"}, "heat is 1.0, without effect: needs colour: red"),
+        ({"depth": 1}, "depth is 1, without effect: needs size"),
+        ({"depth": 1, "size": 3}, "depth is 1, without effect: needs water near"),
+        ({"dry": True, "size": 3}, "dry is True, without effect: needs no size"),
+        ({"weight": 2.0, "gap": 1.0}, "weight is 2.0, .* heavy or huge; gap is 1.0, without"),
     ],
 )
-def test_a_value_outside_is_named_with_what_it_may_be(settings, message):
+def test_an_option_that_cannot_act_is_refused_with_what_it_needs(settings, message):
     with pytest.raises(ValueError, match=message):
-        Example(**settings)
+        check_needs(Needy(**settings), water_near=False)
 
 
-def test_bounds_in_words():
-    assert str(Bounds()) == ""
-    assert str(Bounds(above=0)) == "above 0"
-    assert str(Bounds(at_least=0.5, below=1)) == "at least 0.5 and below 1"
+def test_a_fact_that_is_not_known_yet_may_hold():
+    check_needs(Needy(size=3, depth=1))
 
 
-def test_fields_belong_to_the_group_that_was_started_last():
-    groups = {name: option.group for name, option in options_of(Example).items()}
-    assert groups["rate"] == groups["weights"] == "Numbers"
-    assert groups["mode"] == groups["plain"] == "Words"
+FACTS = {"environments or tools", "prompts that are messages", "reward functions", "eval set"}
 
 
-def test_a_default_list_is_copied_for_each_instance():
-    Example().weights.append(2.0)
-    assert Example().weights == [1.0]
-
-
-def test_a_second_option_of_the_same_names_is_named_itself():
-    @dataclasses.dataclass
-    class Loss:
-        kl_loss_type: str = argument("k3", "KL estimator.", registry=KL_ESTIMATORS)
-
-    with pytest.raises(ValueError, match="kl_loss_type is 'k4'; choose one of k1, abs"):
-        check_fields(Loss("k4"))
-
-
-def test_a_registered_name_is_valid_at_once():
-    registry = Registry("colour", {"red": {}})
-
-    @dataclasses.dataclass
-    class Paint:
-        colour: str = argument("red", "Colour.", registry=registry)
-
-    with pytest.raises(ValueError, match="colour is 'blue'; choose one of red, or register your own and add its file"):
-        check_fields(Paint("blue"))
-    registry.register("blue")(object)
-    check_fields(Paint("blue"))
-
-
-def test_every_option_of_a_run_has_a_help_text_and_a_valid_default():
-    options = options_of(PPOConfig)
-    assert all(option.help.endswith(".") for option in options.values())
-    assert all(option.registry is None or str in option.kinds for option in options.values())
-    literals = {name for name, option in options.items() if option.choices}
-    assert literals == {
-        "old_policy",
-        "padding_free",
-        "kl_controller",
-        "critic_layout",
-        "dtype",
-        "overlong_prompts",
-        "failed_rewards",
-        "rollout_correction_level",
-        "dppo_divergence",
-        "loss_agg_mode",
-        "mismatch_action",
-    }
-    hints = typing.get_type_hints(PPOConfig)
-    assert typing.get_args(hints["dtype"]) == options["dtype"].choices == ("float32", "bfloat16")
+def test_every_option_has_a_help_text_a_valid_default_and_needs_that_exist():
+    for cls in (PPOConfig, ScriptArguments, LoraArguments):
+        options = options_of(cls)
+        for name, option in options.items():
+            assert option.help.endswith("."), name
+            assert {need.option for need in option.needs} <= {*options, *FACTS}, name
+            option.check(option.default)
+    check_needs(PPOConfig(), **{fact.replace(" ", "_"): False for fact in FACTS})

@@ -12,17 +12,6 @@ def parsed(tmp_path, text, *flags, cls=PPOConfig):
     return parse_args([cls], ["--config", str(tmp_path / "run.yaml"), *flags])[0]
 
 
-def test_a_mapping_comes_from_the_file_or_as_yaml_or_json(tmp_path):
-    thinking = {"enable_thinking": False, "sizes": [1, 2]}
-    in_file = parsed(tmp_path, "chat_template_kwargs: {enable_thinking: false, sizes: [1, 2]}")
-    assert in_file.chat_template_kwargs == thinking
-    for text in ("{enable_thinking: false, sizes: [1, 2]}", '{"enable_thinking": false, "sizes": [1, 2]}'):
-        assert parsed(tmp_path, "seed: 1", "--chat_template_kwargs", text).chat_template_kwargs == thinking
-    assert parsed(tmp_path, "model_init_kwargs: {a: 1}", "--model_init_kwargs", "null").model_init_kwargs is None
-    with pytest.raises(ValueError, match=r"model_init_kwargs is 'words' \(str\); it must be dict or null"):
-        parsed(tmp_path, "model_init_kwargs: words")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -33,14 +22,9 @@ def test_a_mapping_comes_from_the_file_or_as_yaml_or_json(tmp_path):
         ({"model_init_kwargs": {"token": "secret"}}, "'token'.*set HF_TOKEN"),
         ({"model_init_kwargs": {"use_safetensors": False}}, "the run sets it itself"),
         ({"model_init_kwargs": {"hook": print}}, "'hook', a builtin_function_or_method .*; give text, numbers"),
-        ({"model_init_kwargs": {1: 2}}, "model_init_kwargs has 1; its keys must be names of arguments"),
+        ({"model_init_kwargs": {1: 2}}, "model_init_kwargs is {1: 2}"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs has 'tokenize'.*the run sets it"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "set processing_class.chat_template"),
-        ({"warmup_steps": 1.5, "lr_scheduler_type": "linear"}, "warmup_steps is 1.5; it must be a whole number"),
-        ({"critic_lr_warmup_steps": 2.5}, "critic_lr_warmup_steps is 2.5; it must be a whole number"),
-        ({"warmup_steps": 0.1}, "warmup_steps is 0.1, but lr_scheduler_type 'constant' has no warm-up"),
-        ({"max_steps": 3, "total_epochs": 1}, r"total_epochs \(1\) and max_steps \(3\) are both set"),
-        ({"max_steps": 3, "total_episodes": 8}, r"total_episodes \(8\) and max_steps \(3\) are both set"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options, message):
@@ -58,11 +42,6 @@ def test_whole_numbers_of_warm_up_steps_stay_integers(tmp_path):
     args = parsed(tmp_path, "lr_scheduler_type: linear", "--warmup_steps", "5", "--critic_lr_warmup_steps", "3")
     assert [(type(v), v) for v in (args.warmup_steps, args.critic_lr_warmup_steps)] == [(int, 5), (int, 3)]
     assert parsed(tmp_path, "{lr_scheduler_type: linear, warmup_steps: 0.25}").warmup_steps == 0.25
-
-
-def test_max_steps_on_the_command_line_replaces_the_epochs_of_the_file(tmp_path):
-    args = parsed(tmp_path, "total_epochs: 2", "--max_steps", "7")
-    assert (args.total_epochs, args.total_episodes, args.max_steps) == (None, None, 7)
 
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])

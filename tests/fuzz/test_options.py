@@ -66,7 +66,7 @@ def test_any_object_is_kept_or_refused_by_the_fields_name(field, value):
         assert kept == str(value)
     elif name.endswith("warmup_steps") and isinstance(value, float) and value.is_integer():
         assert (type(kept), kept) == (int, value)
-    elif name == "resume_from_checkpoint" and str(value).lower() in ("true", "false", "no", "none", "null"):
-        assert kept == ("true" if str(value).lower() == "true" else None)
+    elif name == "resume_from_checkpoint" and value is False:
+        assert kept is None
     else:
         assert kept is value and not (isinstance(value, float) and math.isnan(value))

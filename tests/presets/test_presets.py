@@ -14,7 +14,7 @@ from alpaca_ppo.data.templates import resolve_template
 from alpaca_ppo.ppo.minibatches import update_steps
 from alpaca_ppo.presets import preset_names, preset_path
 from tests.tiny_models import tiny_tokenizer
-from tests.tiny_runs import tiny_trainer, weights
+from tests.tiny_runs import acting, tiny_trainer, weights
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = ["--model_name_or_path", "m", "--reward_funcs", "a:b"]
@@ -389,7 +389,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    settings = {**given, **TINY, **sizes, "prompt_template": None}
+    settings = acting({**given, **TINY, **sizes, "prompt_template": None})
     trainer = tiny_trainer(tmp_path, **settings)
     before = weights(trainer)
     stats = trainer.train()
@@ -446,7 +446,7 @@ def test_config_reads_files_and_preset_reads_presets(tmp_path, monkeypatch):
     required = ["--dataset_name", "d", *REQUIRED]
     for flag, seed in (("--config", 7), ("--preset", 42)):
         assert parse_args([ScriptArguments, PPOConfig], [flag, "trl", *required])[1].seed == seed
-    with pytest.raises(ValueError, match="--config is 'verl', which is a preset and no file; did you mean --p"):
+    with pytest.raises(ValueError, match="--config is 'verl', but .* did you mean --preset verl"):
         parse_args([ScriptArguments, PPOConfig], ["--config", "verl", *required])
 
 
