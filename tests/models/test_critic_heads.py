@@ -29,6 +29,7 @@ from alpaca_ppo.models.critic_head import build_head
 from tests.models.test_policy import padded_batch
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
+from tests.tiny_runs import acting
 
 HIDDEN = 32
 HEADS = {"scalar": ScalarHead, "c51": C51Head, "hl_gauss": HLGaussHead, "quantile": QuantileHead, "iqn": IQNHead}
@@ -354,7 +355,8 @@ def test_only_an_iqn_head_samples_levels_and_as_its_generator_gives_them(kind):
 
 @EACH_KIND
 def test_a_head_from_the_configuration_has_the_options_named_there(kind):
-    args = PPOConfig(critic=kind, num_atoms=7, value_support=[-2, 5], num_quantiles=9, iqn_embedding_dim=3)
+    options = {"num_atoms": 7, "value_support": [-2, 5], "num_quantiles": 9, "iqn_embedding_dim": 3}
+    args = PPOConfig(**acting({"critic": kind, **options}))
     expected = {
         "scalar": {},
         "c51": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},

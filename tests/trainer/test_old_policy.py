@@ -35,7 +35,7 @@ from tests.enumerable import (
     visited_states_gradient,
 )
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import tiny_trainer
+from tests.tiny_runs import acting, tiny_trainer
 
 TOLERANCE = 1e-5
 BETA = 0.3
@@ -267,7 +267,7 @@ def test_an_optimizer_step_follows_the_gradient_only_where_sequences_are_weighed
         tmp_path,
         policy=actor_critic,
         trainer_arguments={"optimizers": (optimizer, None)},
-        **{**settings, "kl_coef": BETA, "max_grad_norm": 1e9},
+        **acting({**settings, "kl_coef": BETA, "max_grad_norm": 1e9}),
     )
     batch = add_advantages(trainer, enumerated_rollouts(trainer, problem, uniform))
     expected = objective_gradient(trainer, problem, kl_coef=BETA)
