@@ -84,7 +84,7 @@ def _check_names(peft: Any, model: PreTrainedModel, config: LoraConfig, remedy: 
     saved = _names(peft, ModulesToSaveWrapper)
     if lost := [name for name in whole if not any(key.endswith(name) for key in saved)]:
         raise ValueError(
-            f"modules_to_save (--lora_modules_to_save) is {whole}, but {type(model).__name__} has no layers {lost}; "
+            f"modules_to_save is {whole}, but {type(model).__name__} has no layers {lost}; "
             "correct the names, or leave them out"
         )
 

@@ -187,7 +187,7 @@ def read_reward_adapter(name: str) -> LoraConfig:
     if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
         raise ValueError(
             f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
-            "of the shared base; train it without lora_modules_to_save, or merge it and pass the whole model in "
+            "of the shared base; train it without them, or merge it and pass the whole model in "
             "reward_funcs"
         )
     config.modules_to_save, config.task_type, config.inference_mode = None, None, True

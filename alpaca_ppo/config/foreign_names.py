@@ -35,9 +35,6 @@ IN_PYTHON = {
     "lora_r": "PPOTrainer(peft_config=LoraConfig(r=...))",
     "lora_alpha": "PPOTrainer(peft_config=LoraConfig(lora_alpha=...))",
     "lora_target_modules": "PPOTrainer(peft_config=LoraConfig(target_modules=...))",
-    "lora_modules_to_save": "PPOTrainer(peft_config=LoraConfig(modules_to_save=...))",
-    "use_rslora": "PPOTrainer(peft_config=LoraConfig(use_rslora=...))",
-    "use_dora": "PPOTrainer(peft_config=LoraConfig(use_dora=...))",
 }
 """What the options of the command line that are no fields of `PPOConfig` are in a script."""
 

@@ -91,12 +91,6 @@ class PPOConfig(CriticOptions):
         "error where policy, critic or reference does not; reward models are padded then), or never.",
     )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
-    kept_logits_gib: float = argument(
-        1.0,
-        "Most GiB of a micro-batch's logits that are kept for the backward pass, which recomputes the others; 1 holds "
-        "those of 3,500 tokens in bfloat16 at a vocabulary of 150,000. 0 saves memory and changes no number.",
-        at_least=0,
-    )
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(
         None,

@@ -183,15 +183,6 @@ class LoraArguments(ExplainsUnknownNames):
         "Layers that get adapters; null or all-linear = every linear layer but the output head.",
         needs=when("use_peft"),
     )
-    lora_modules_to_save: list[str] | None = argument(
-        None, "Layers that are trained in full beside the adapters.", needs=when("use_peft")
-    )
-    use_rslora: bool = argument(
-        False, "Scale by lora_alpha / sqrt(lora_r) instead (arXiv:2312.03732).", needs=when("use_peft")
-    )
-    use_dora: bool = argument(
-        False, "Train magnitude and direction of the weights separately (arXiv:2402.09353).", needs=when("use_peft")
-    )
 
     def __post_init__(self) -> None:
         modules: Any = self.lora_target_modules
@@ -223,7 +214,4 @@ class LoraArguments(ExplainsUnknownNames):
             target_modules=_ALL_LINEAR
             if self.lora_target_modules in (None, [_ALL_LINEAR])
             else self.lora_target_modules,
-            modules_to_save=self.lora_modules_to_save,
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
         )

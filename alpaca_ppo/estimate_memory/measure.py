@@ -334,8 +334,6 @@ class _Passes:
                 responses,
                 temperature=self._args.temperature,
                 chunk_size=self._args.logprob_chunk_size,
-                # Kept for a backward pass only.
-                kept_bytes=self._args.kept_logits_gib * 2**30,
             )
             return scored.logprobs.sum()
 

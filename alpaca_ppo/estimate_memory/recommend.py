@@ -149,7 +149,6 @@ def changes(settings: Settings) -> list[list[Change]]:
         [] if default_budget else _halvings("max_tokens_per_micro_batch", args.micro_batch_tokens, longest),
         _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, fewest_rows),
         _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
-        [{"kept_logits_gib": 0.0}] if args.kept_logits_gib else [],
         reference,
         [{"bf16": True}] if in_float32 and not args.bf16 else [],
         ([lora] if lora else []) + ([lora | half] if in_float32 else []),

@@ -16,9 +16,6 @@ _LORA = {
     "r": "lora_r",
     "lora_alpha": "lora_alpha",
     "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
 }
 _PASSED_ON = {"args", "processing_class", "callbacks", "optimizers", "reward_processing_classes", "config", "tokenizer"}
 _CHANGING = (
@@ -244,7 +241,7 @@ def _add_lora(result: Translation, script: Script, node: ast.expr) -> None:
         if name in _LORA and value is not None:
             every = name == "target_modules" and value == "all-linear"
             if not every:
-                listed = name in ("target_modules", "modules_to_save") and isinstance(value, str)
+                listed = name == "target_modules" and isinstance(value, str)
                 result.set(_LORA[name], [value] if listed else value)
         elif name == "lora_dropout" and value:
             result.lost.append(f"lora_dropout ({value}): dropout is off everywhere in PPO, also in adapters")

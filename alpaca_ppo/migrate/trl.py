@@ -308,13 +308,13 @@ def _models(result: Translation, values: Mapping[str, Any]) -> None:
             result.unneeded.setdefault("weights train in float32; bf16: true makes the passes bfloat16", []).append(
                 "dtype"
             )
-    for name in ("lora_target_modules", "lora_modules_to_save", "reward_funcs", "reward_model_name_or_path"):
+    for name in ("lora_target_modules", "reward_funcs", "reward_model_name_or_path"):
         if isinstance(result.options.get(name), str):
             result.options[name] = [result.options[name]]
     if result.options.get("lora_target_modules") == ["all-linear"]:
         result.set("lora_target_modules", None, "every linear layer")
     if not result.options.get("use_peft"):
-        for name in [n for n in result.options if n.startswith("lora_") or n in ("use_rslora", "use_dora")]:
+        for name in [n for n in result.options if n.startswith("lora_")]:
             del result.options[name]
     if result.options.get("push_to_hub") and not result.options.get("hub_model_id"):
         result.set("push_to_hub", False, "set hub_model_id to the repository, and this to true")

@@ -135,7 +135,6 @@ class ActorCritic(nn.Module):
         with_policy: bool = True,
         with_critic: bool = True,
         with_entropies: bool = True,
-        kept_bytes: float = 0,
         value_taus: Tensor | None = None,
         packed: tuple[PackedRows, PackedRows] | None = None,
     ) -> ActorCriticOutputs:
@@ -151,7 +150,6 @@ class ActorCritic(nn.Module):
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
             with_entropies: False leaves the entropies out.
-            kept_bytes: of the policy's logits that are kept for the backward pass (`chunked_logprobs`).
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
             packed: what `pack` returned for these rows, if the caller has it.
         """
@@ -170,7 +168,6 @@ class ActorCritic(nn.Module):
                 temperature=temperature,
                 chunk_size=chunk_size,
                 with_entropies=with_entropies,
-                kept_bytes=kept_bytes,
             )
         if critic is None:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)

@@ -223,16 +223,13 @@ def _lora_arguments(peft_config: Any) -> LoraArguments | None:
     """The options of LoRA that make the same `peft.LoraConfig`; None if there are none."""
     if type(peft_config).__name__ != "LoraConfig":
         return None
-    targets, saved = peft_config.target_modules, peft_config.modules_to_save
+    targets = peft_config.target_modules
     try:
         lora = LoraArguments(
             use_peft=True,
             lora_r=peft_config.r,
             lora_alpha=peft_config.lora_alpha,
             lora_target_modules=None if isinstance(targets, str) or targets is None else sorted(targets),
-            lora_modules_to_save=None if saved is None else list(saved),
-            use_rslora=peft_config.use_rslora,
-            use_dora=peft_config.use_dora,
         )
     # PEFT allows what the options do not, such as a fraction as lora_alpha.
     except ValueError:

@@ -366,7 +366,6 @@ class PPOTrainer(RolloutTrainer):
             value_taus=batch.get("value_taus"),
             temperature=self.args.temperature,
             chunk_size=self.args.logprob_chunk_size,
-            kept_bytes=self.args.kept_logits_gib * 2**30,
             packed=self.updater.packed(batch),
             **parts,
         )

@@ -324,18 +324,6 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
     assert many["policy/train.saved"] / few["policy/train.saved"] == pytest.approx(1.5, rel=0.05)
 
 
-def test_an_update_keeps_logits_within_their_budget():
-    chunk = 64 * VOCABULARY * 4
-    heads = {}
-    for chunks in (0, 1, 2, 3, 100):
-        args = settings(kept_logits_gib=chunks * chunk / 2**30)
-        found = measure(Models(llama()), args, sizes_of(args, 1))
-        heads[chunks] = found["policy/train.head"] - found["policy/train.saved"]
-        assert found["policy/eval.head"] < 3 * chunk, "nothing is kept without a backward pass"
-    # Logits and their gradient are two chunks in any case; 4 rows of 48 response tokens are three chunks of 64.
-    assert [(heads[chunks] - heads[0]) / chunk for chunks in (1, 2, 3, 100)] == [0, 1, 2, 2]
-
-
 def test_generate_computes_every_sample_s_prompt_and_keeps_no_room():
     args = settings(num_return_sequences=4, adv_estimator="rloo")
     ours, theirs = (
@@ -672,7 +660,6 @@ def test_a_change_that_is_not_enough_is_listed_at_full_strength():
         "gradient_checkpointing: true",
         "step_per_device_batch_size: 1",
         "rollout_per_device_batch_size: 1",
-        "kept_logits_gib: 0.0",
         "bf16: true",
         "use_peft: true, dtype: bfloat16",
         "critic_layout: shared",

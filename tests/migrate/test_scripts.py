@@ -122,7 +122,6 @@ def test_lora_and_local_files_are_read(tmp_path):
         "use_peft": True,
         "lora_r": 4,
         "lora_alpha": 8,
-        "lora_modules_to_save": ["head"],
     }
     assert any("(shuffle, select)" in note for note in result.to_do_in_yaml) and any(
         "x of LoraConfig" in n for n in result.to_do_in_yaml

@@ -67,7 +67,7 @@ def test_a_run_file_is_read_back_as_the_same_options(name, tmp_path):
     settings = odd if name == "odd values" else CASES[name].settings()
     args = PPOConfig(output_dir=str(tmp_path), save_total_limit=None, **settings)
     script = ScriptArguments(**SCRIPT, import_modules=None, dataset_test_split="test[:3]")
-    lora = LoraArguments(use_peft=True, lora_r=4, lora_target_modules=["q_proj"], use_rslora=True)
+    lora = LoraArguments(use_peft=True, lora_r=4, lora_target_modules=["q_proj"])
     content = RunRecord.of_command(command(script, lora)).config(args)
     path = written(tmp_path / "run.yaml", {**content, "provenance": {"in_memory": {}}})
     assert parse_args(ALL, ["--config", str(path)]) == (script, lora, args)
@@ -310,11 +310,10 @@ def test_names_stay_names_and_other_objects_are_described():
     [
         ({"r": 8, "target_modules": "all-linear"}, LoraArguments(use_peft=True, lora_r=8, lora_alpha=8)),
         (
-            {"lora_alpha": 32, "target_modules": ["v", "q"], "use_dora": True, "modules_to_save": ["h"]},
-            LoraArguments(
-                use_peft=True, lora_r=8, lora_target_modules=["q", "v"], use_dora=True, lora_modules_to_save=["h"]
-            ),
+            {"lora_alpha": 32, "target_modules": ["v", "q"]},
+            LoraArguments(use_peft=True, lora_r=8, lora_target_modules=["q", "v"]),
         ),
+        ({"target_modules": "all-linear", "use_dora": True}, None),
         ({"target_modules": "all-linear", "lora_dropout": 0.1}, None),
         ({"target_modules": ".*proj"}, None),
         ({"target_modules": "all-linear", "lora_alpha": 0.5}, None),

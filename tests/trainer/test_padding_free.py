@@ -73,7 +73,7 @@ class LouderLlama(LlamaForCausalLM):
 
 class LouderPolicy(Policy):
     def outputs_from_states(
-        self, states, packed, responses, *, temperature, chunk_size, with_entropies, kept_bytes
+        self, states, packed, responses, *, temperature, chunk_size, with_entropies
     ) -> PolicyOutputs:
         return super().outputs_from_states(
             states,
@@ -82,7 +82,6 @@ class LouderPolicy(Policy):
             temperature=temperature / 1.5,
             chunk_size=chunk_size,
             with_entropies=with_entropies,
-            kept_bytes=kept_bytes,
         )
 
 
