@@ -243,16 +243,12 @@ GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
 `takes_stop_strings`: ends responses at `SamplingParams.stop_strings`."""
 
 
-DOCTOR_RULES = tuple(
-    """
-    constant_reward reward_falling eval_falling overoptimization source_drowned reward_model_out_of_range
-    uniform_groups identical_responses duplicate_prompts policy_does_not_move kl_runaway negative_kl
-    entropy_collapse entropy_explosion length_explosion length_collapse all_truncated clip_fraction_high
-    clip_fraction_zero update_too_large grad_norm_spike skipped_updates sampler_mismatch first_ratio_off
-    critic_useless critic_off_scale returns_outside_support padding phase_dominates evaluation_dominates
-    """.split()
-)
+DOCTOR_RULES = (
+    "constant_reward", "reward_falling", "eval_falling", "overoptimization", "uniform_groups", "policy_does_not_move",
+    "kl_runaway", "entropy_collapse", "length_collapse", "all_truncated", "update_too_large", "skipped_updates",
+    "sampler_mismatch", "first_ratio_off", "critic_useless",
+)  # fmt: skip
 """The rules of `doctor.rules`, in the order in which findings are reported."""
 
-DOCTOR_SEVERITIES = ("info", "warning", "error")
+DOCTOR_SEVERITIES = ("warning", "error")
 """How severe a finding is, from the least to the most."""

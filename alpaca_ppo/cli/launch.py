@@ -17,7 +17,7 @@ from alpaca_ppo.cli.errors import MISTAKE
 from alpaca_ppo.config.fields import argument, check_fields, options_of
 from alpaca_ppo.config.model_names import did_you_mean
 from alpaca_ppo.config.parser import read_yaml
-from alpaca_ppo.doctor.finding import ENDED_BY_ERROR
+from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 
 _CONFIGS = Path(__file__).parent / "accelerate_configs"
 _DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"

@@ -61,11 +61,8 @@ def _check(runs: Sequence[Run]) -> int:
         count = len(run.findings)
         print(f"{run.path}: {count} finding{'' if count == 1 else 's'} up to step {run.last_step}")
         for finding in run.findings:
-            print(f"{finding.get('severity')}: step {finding.get('step')}: {finding.get('title')}")
-            for name in ("evidence", "cause", "remedy"):
-                if finding.get(name):
-                    print(f"    {name}: {finding[name]}")
-    return int(any(finding.get("severity") == "error" for run in runs for finding in run.findings))
+            print(finding)
+    return int(any(finding.severity == "error" for run in runs for finding in run.findings))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class RunOptions(ExplainsUnknownNames):
 
     stop_on: list[str] | None = argument(
         None,
-        "Findings of the doctor that end the run, with a checkpoint: severities (error, warning, info) or rules "
+        "Findings of the doctor that end the run, with a checkpoint: severities (error, warning) or rules "
         "(docs/doctor.md), such as error or kl_runaway; null = none.",
     )
 

@@ -1,114 +1,319 @@
-"""The doctor's rules: all of them by name, and what they find in a run so far.
+"""The doctor's rules: a sentence, a remedy and a condition each; `stop_on` takes their names.
 
-A rule is a function of a `History` that returns a `Finding` or None. It reads the last few values of a few metrics, so
-that it may be called after every step, and finds nothing where a metric is missing.
+A condition is a function of a `History` that returns what it has found, or None. It reads the last few values of a few
+metrics, so that it may be called after every step, and finds nothing where a metric is missing. The limits come from
+the healthy and the spoilt runs of the laboratory (tests/doctor/measured.json.gz); docs/doctor.md explains each.
 """
 
-from collections.abc import Callable, Collection
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
 
-from alpaca_ppo.doctor.critic_rules import critic_off_scale, critic_useless, returns_outside_support
-from alpaca_ppo.doctor.finding import Finding, Severity, severity_rank
-from alpaca_ppo.doctor.history import History
-from alpaca_ppo.doctor.policy_rules import (
-    all_truncated,
-    clip_fraction_high,
-    clip_fraction_zero,
-    entropy_collapse,
-    entropy_explosion,
-    first_ratio_off,
-    grad_norm_spike,
-    kl_runaway,
-    length_collapse,
-    length_explosion,
-    negative_kl,
-    policy_does_not_move,
-    sampler_mismatch,
-    skipped_updates,
-    update_too_large,
-)
-from alpaca_ppo.doctor.reward_rules import (
-    constant_reward,
-    duplicate_prompts,
-    eval_falling,
-    identical_responses,
-    overoptimization,
-    reward_falling,
-    reward_model_out_of_range,
-    source_drowned,
-    uniform_groups,
-)
-from alpaca_ppo.doctor.speed_rules import evaluation_dominates, padding, phase_dominates
+from alpaca_ppo.doctor.history import WINDOW, History
 from alpaca_ppo.registry import DOCTOR_RULES
 
-Rule = Callable[[History], Finding | None]
+Severity = Literal["warning", "error"]
+"""An error ruins the run or lets it learn nothing, a warning is worth a look while it goes on."""
+_KL, _SCORES, _SPREAD = "objective/kl_avg_seq", "objective/scores", "objective/scores_std"
+_CLIPPED_OTHERWISE = ("sapo", "cispo", "dppo", "gspo")
+"""Losses whose clip fraction means something else than PPO's, or whose range is hundreds of times narrower."""
 
-RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        constant_reward,
-        reward_falling,
-        eval_falling,
-        overoptimization,
-        source_drowned,
-        reward_model_out_of_range,
-        uniform_groups,
-        identical_responses,
-        duplicate_prompts,
-        policy_does_not_move,
-        kl_runaway,
-        negative_kl,
-        entropy_collapse,
-        entropy_explosion,
-        length_explosion,
-        length_collapse,
-        all_truncated,
-        clip_fraction_high,
-        clip_fraction_zero,
-        update_too_large,
-        grad_norm_spike,
-        skipped_updates,
-        sampler_mismatch,
-        first_ratio_off,
-        critic_useless,
-        critic_off_scale,
-        returns_outside_support,
-        padding,
-        phase_dominates,
-        evaluation_dominates,
-    )
-}
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """That a condition holds: how severe it is, and the numbers of the rule's sentence."""
+
+    severity: Severity
+    numbers: Mapping[str, float | str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a rule says: the numbers that `condition` has found stand in `sentence`."""
+
+    sentence: str
+    remedy: str
+    condition: Callable[[History], Found | None]
+
+
+RULES: dict[str, Rule] = {}
 """Every rule by name, in the order in which findings of one step are reported."""
 
+
+def _rule(
+    sentence: str, remedy: str
+) -> Callable[[Callable[[History], Found | None]], Callable[[History], Found | None]]:
+    """Adds the condition that follows to `RULES`, by its own name."""
+
+    def add(condition: Callable[[History], Found | None]) -> Callable[[History], Found | None]:
+        RULES[condition.__name__] = Rule(sentence, remedy, condition)
+        return condition
+
+    return add
+
+
+def found(error: bool, **numbers: float | str) -> Found:
+    """An error or a warning with the `numbers` of its sentence."""
+    return Found("error" if error else "warning", numbers)
+
+
+@_rule(
+    "every response gets the same reward: objective/scores is {score:.4g} without any spread in {steps} steps",
+    "read rollouts/ and call the reward function by hand on a good and a bad response; take easier prompts or a "
+    "better model; if the task is solved, stop here",
+)
+def constant_reward(history: History) -> Found | None:
+    """All responses of several steps score the same."""
+    if (history.config.get("rollout_batch_size") or 2) * (history.config.get("num_return_sequences") or 1) < 2:
+        return None
+    spreads = [value for _, value in history.series(_SPREAD)]
+    # Relative to the score: float32 rounds the mean of equal scores below this.
+    limit = 1e-6 * max(1.0, abs((history.last(_SCORES) or [1.0])[0]))
+    never = bool(spreads) and max(spreads) <= limit
+    # A pass-or-fail reward may be all 0 in one small step.
+    steps = 3 if never else 5
+    if len(spreads) < steps or max(spreads[-steps:]) > limit:
+        return None
+    return found(never, steps=steps, score=history.last(_SCORES)[0])
+
+
+@_rule(
+    "the reward falls: objective/scores was {start:.4g} in the first steps and is {now:.4g}, with a standard "
+    "deviation of {spread:.3g} within a step",
+    "lower learning_rate or ppo_epochs, or set target_kl_stop: 0.02; look at ppo/val/explained_variance, and at "
+    "the sign of the reward",
+)
+def reward_falling(history: History) -> Found | None:
+    """The trained reward falls, on prompts whose difficulty does not change."""
+    if history.config.get("dynamic_sampling") or len(history.series("ppo/policy/clipfrac")) < 3 * WINDOW:
+        return None
+    start, now, spread = history.start(_SCORES), history.mean(_SCORES), history.start(_SPREAD)
+    # Five steps of 32 responses vary by 0.08.
+    if start is None or now is None or spread is None or start - now <= 0.5 * spread:
+        return None
+    return found(False, start=start, now=now, spread=spread)
+
+
+@_rule(
+    "{name} is worse than before training: {now:.4g} after {start:.4g}, lower by {stds:.2f} standard deviations of a "
+    "response's score",
+    "score the logged answers of eval/ one by one and in another order: each must get the same score, and a good "
+    "one a higher score than a bad one; in the next run, lower learning_rate or raise kl_coef",
+)
+def eval_falling(history: History) -> Found | None:
+    """A held-out score is worse than before training, by more than its standard errors explain."""
+    for name in _evaluated(history):
+        readings, spread = history.series(name), history.start(_SPREAD, 1)
+        errors = [value for _, value in history.series(f"{name}_se")]
+        # Without standard errors, two evaluations cannot tell a fall from noise.
+        if readings[0][0] != 0 or len(readings) < (2 if len(errors) == len(readings) else 3):
+            continue
+        (_, start), (step, now) = readings[0], readings[-1]
+        std = history.at(f"{name}_std", [step])[0] or spread
+        certain = 3 * math.hypot(errors[0], errors[-1]) if len(errors) == len(readings) else 0.0
+        if std and start - now > max(0.3 * std, certain):
+            return found(start - now > 0.5 * std, name=name, start=start, now=now, stds=(start - now) / std)
+    return None
+
+
+@_rule(
+    "the reward rises while {name} falls: it was {best:.4g} at step {best_step:g} and is {now:.4g}",
+    "the policy exploits what the reward gets wrong: take the checkpoint from before the fall; in the next run, "
+    "raise kl_coef, set max_kl_to_ref, or train on more prompts or a better reward",
+)
+def overoptimization(history: History) -> Found | None:
+    """The trained reward rises while an evaluation, or one of its sources, falls (Gao et al., 2022)."""
+    sources = [name for name in history.names if name.startswith(f"{_SCORES}/")]
+    # A source that is to fall has a negative weight.
+    falling_is_meant = min(history.config.get("reward_weights") or [0]) < 0
+    rewards, spread = history.mean(_SCORES), history.start(_SPREAD)
+    if rewards is None or spread is None:
+        return None
+    for name in [*([] if len(sources) < 2 or falling_is_meant else sources), *_evaluated(history)]:
+        readings, unit, certain = history.series(name), spread, 0.0
+        if name in sources:
+            last = [entry for entry in readings[-1000:] if entry[0] > 0]
+            # Once in a window, and over windows.
+            ends = range(WINDOW - 1, len(last), WINDOW) if len(last) % WINDOW == 0 else ()
+            readings = [(last[end][0], sum(v for _, v in last[end - WINDOW + 1 : end + 1]) / WINDOW) for end in ends]
+            unit = history.start(f"{_SCORES[:-6]}scores_std{name.removeprefix(_SCORES)}") or spread
+        elif readings:
+            unit = history.at(f"{name}_std", [readings[-1][0]])[0] or spread
+            certain = 3 * history.at(f"{name}_se", [readings[-1][0]])[0]
+        if len(readings) < 3:
+            continue
+        best_step, best = max(readings, key=lambda reading: reading[1])
+        (_, start), (_, now) = readings[0], readings[-1]
+        # Measured healthy runs stay within 0.15 standard deviations of their best; over-optimized ones pass 1.
+        needed = max(0.3 * unit, certain)
+        before = history.mean_until(_SCORES, max(best_step, 1))
+        if best - now > needed and rewards - before > 0.25 * spread:
+            return found(start - now > needed, name=name, best=best, best_step=best_step, now=now)
+    return None
+
+
+@_rule(
+    "most prompts give no gradient: the responses to {share:.0%} of them all have the same score",
+    "set dynamic_sampling: true, take more responses (num_return_sequences), or prompts of medium difficulty",
+)
+def uniform_groups(history: History) -> Found | None:
+    """Most prompts give no gradient, because their responses all score the same, though not those of all prompts."""
+    share = history.mean("objective/uniform_groups")
+    return None if share is None or share <= 0.9 or constant_reward(history) else found(False, share=share)
+
+
+@_rule(
+    "the policy does not move: in ten steps, updates of at most {update:.2g} and a KL to the reference of at most "
+    "{kl:.2g} nats per token, with a gradient norm of {norm:.2g} and a learning rate of {rate:.2g}",
+    "raise learning_rate tenfold (full fine-tuning of small models: 1e-5 to 3e-4, of large ones: 1e-6 to 1e-5, LoRA "
+    "ten times as much), or lower the weight of the KL penalty; with a gradient of 0, look at the reward",
+)
+def policy_does_not_move(history: History) -> Found | None:
+    """After ten steps at the full learning rate, the policy is still what it was."""
+    steps = history.steps_at_full_rate(10)
+    # With one optimizer step, the old and the new policy are compared before it, so that only the reference can tell.
+    several = (history.last("ppo/policy/optimizer_steps") or [1.0])[0] > 1
+    with_reference = history.config.get("reference") != "none" and bool(history.series(_KL))
+    if not steps or not (several or with_reference) or constant_reward(history):
+        return None
+    update = max(history.at("ppo/policy/approx_kl_k3", steps))
+    kl = max(map(abs, history.at(_KL, steps))) if with_reference else 0.0
+    # Nats per token. Healthy runs: updates of 1e-3 and a KL of 0.02 by then.
+    if update > 1e-5 or kl > 1e-3:
+        return None
+    # Rounding in float32 gives updates of 1e-13; k1 has a noise of 1e-5 beside them.
+    frozen = update <= 1e-8 and kl <= (1e-4 if several else 1e-5)
+    rate = max(history.at("objective/lr", steps))
+    return found(frozen, update=update, kl=kl, norm=max(history.at("ppo/policy/grad_norm", steps)), rate=rate)
+
+
+@_rule(
+    "the policy runs away from the reference: objective/kl_avg_seq is {now:.3g} nats per token",
+    "raise kl_coef, let it follow the KL (kl_controller: horizon with target_kl), lower learning_rate, or end the "
+    "run at max_kl_to_ref; read the responses, which have usually left fluent text",
+)
+def kl_runaway(history: History) -> Found | None:
+    """The policy leaves the reference far behind."""
+    now, earlier = history.mean(_KL), history.last(_KL, 20 + WINDOW)[:WINDOW]
+    if now is None or history.config.get("reference") == "none":
+        return None
+    # Nats per token; below 0.25, every KL grows from 0 by large factors.
+    grew = bool(earlier) and now > max(0.25, 5 * sum(earlier) / WINDOW)
+    return found(now > 1 and history.penalizes_kl, now=now) if now > 0.5 or grew else None
+
+
+@_rule(
+    "the entropy has collapsed: it fell from {start:.3g} to {now:.3g} nats per token",
+    "set entropy_coef (0.001 to 0.01) or cliprange_high (0.28), raise kl_coef, or lower learning_rate",
+)
+def entropy_collapse(history: History) -> Found | None:
+    """The policy has become almost deterministic."""
+    name = "objective/entropies" if len(history.series("objective/entropies")) > 1 else "ppo/policy/entropy"
+    start, recent = history.start(name, 1), history.last(name, 2)
+    # A start below 0.01 nats has no entropy to lose; the laboratory's runs keep 0.6 to 0.9 of it.
+    if start is None or not recent or start < 0.01 or max(recent) >= 0.2 * start:
+        return None
+    first, now, spread = history.start(_SCORES), history.mean(_SCORES), history.start(_SPREAD)
+    gained = first is None or now is None or spread is None or now - first > 0.25 * spread
+    return found(max(recent) < 0.02 * start and not gained, start=start, now=recent[-1])
+
+
+@_rule(
+    "the responses collapse: from {start:.4g} to {now:.4g} tokens",
+    "score short answers by hand; lower kl_coef if objective/non_score_rewards outweighs objective/scores, and "
+    "overlong_penalty_factor if it is set",
+)
+def length_collapse(history: History) -> Found | None:
+    """Responses shrink to a fraction of what they were."""
+    start, now = history.start("objective/response_length"), history.mean("objective/response_length")
+    if start is None or now is None or now >= 0.25 * start:
+        return None
+    # The stop token and at most one more.
+    return found(now < 2 and start >= 8, start=start, now=now)
+
+
+@_rule(
+    "almost every response is cut off: at least {now:.0%} in each of the last steps, {start:.0%} in the first",
+    "raise response_len; check the form of the prompts, and that the tokenizer's eos_token ends a turn; set "
+    "penalty_reward_value, so that stopping pays",
+)
+def all_truncated(history: History) -> Found | None:
+    """Hardly any response ends by itself."""
+    recent, start = (
+        history.last("objective/truncated_fraction", WINDOW),
+        history.start("objective/truncated_fraction", 1),
+    )
+    if not recent or start is None or min(recent) < 0.9:
+        return None
+    # From above a half at the start, long responses may be the task's or the model's.
+    return found(start < 0.5 or bool(history.config.get("mask_truncated")), now=min(recent), start=start)
+
+
+@_rule(
+    "each step changes the policy a lot: by {update:.3g} nats per token, with {clipped:.0%} of the tokens clipped",
+    "lower learning_rate or ppo_epochs, raise step_batch_size, or set target_kl_stop: 0.02",
+)
+def update_too_large(history: History) -> Found | None:
+    """One step moves the policy so far that its rollouts no longer describe it."""
+    update, clipped = history.mean("ppo/policy/approx_kl_k3") or 0.0, history.mean("ppo/policy/clipfrac") or 0.0
+    if (history.config.get("policy_loss") or "clip") in _CLIPPED_OTHERWISE:
+        clipped = 0.0
+    # The largest update of healthy runs is 0.035 nats per token; 0.01 to 0.1 of the tokens are clipped.
+    return found(clipped > 0.6, update=update, clipped=clipped) if update > 0.1 or clipped > 0.3 else None
+
+
+@_rule(
+    "updates are skipped: {count:g} of this step had a loss or a gradient that is not finite",
+    "read skipped_updates.jsonl for the prompts and the cause, and lower learning_rate",
+)
+def skipped_updates(history: History) -> Found | None:
+    """Optimizer steps had to be skipped, because a loss or a gradient was not finite."""
+    recent = history.last("ppo/policy/skipped_updates")
+    return found(False, count=recent[0]) if recent and recent[0] > 0 else None
+
+
+@_rule(
+    "sampler and trainer disagree: by {now:.3g} nats per token, of which rounding explains {limit:g}",
+    "try generation_backend: generate, or set old_policy: correct; docs/troubleshooting.md has the causes one by one",
+)
+def sampler_mismatch(history: History) -> Found | None:
+    """Sampler and trainer give the same tokens different probabilities."""
+    recent, limit = history.last("mismatch/logprob_abs_mean"), 1e-3
+    if history.half_precision:
+        limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1)
+    if not recent or recent[0] <= limit:
+        return None
+    return found(recent[0] > 0.1 and history.config.get("old_policy") != "correct", now=recent[0], limit=limit)
+
+
+@_rule(
+    "the first ratio is not 1: before any update, it is off by {now:.3g}",
+    "set old_policy: recompute; switch dropout off in a custom model; look at hooks that change log-probs or masks",
+)
+def first_ratio_off(history: History) -> Found | None:
+    """Before the first optimizer step, the ratio of new and old policy is not 1."""
+    recent, half = history.last("ppo/policy/first_ratio_error_max"), history.half_precision
+    # bfloat16 may double the ratio of a single unlikely token; float32 rounds by 1e-5.
+    if not recent or recent[0] <= (3.0 if half else 0.01):
+        return None
+    return found(recent[0] > 0.1 and not half, now=recent[0])
+
+
+@_rule(
+    "the critic is worse than a constant: its explained variance is {mean:.3g} on average in twenty steps",
+    "try another critic_learning_rate (ten times learning_rate is usual), critic_pretraining_steps: 10 to 50, or "
+    "more critic_epochs; or do without a critic: adv_estimator: grpo with num_return_sequences above 1",
+)
+def critic_useless(history: History) -> Found | None:
+    """For twenty steps, the critic predicts the returns worse than a constant."""
+    recent, mean = history.last("ppo/val/explained_variance", 20), history.mean("ppo/val/explained_variance", 20)
+    return found(mean < -1, mean=mean) if mean is not None and max(recent) < 0 else None
+
+
+def _evaluated(history: History) -> list[str]:
+    """The scores of each eval set."""
+    return [name for name in history.names if name.startswith("eval/") and name.endswith("/scores")]
+
+
 assert tuple(RULES) == DOCTOR_RULES, "the names that stop_on may take are those of the rules"
-
-
-class Doctor:
-    """Finds what is wrong with a run, each thing once, and again only if it becomes more severe.
-
-    Args:
-        history: of the run; the caller adds each step before `examine`.
-        known: what was reported before the run was resumed.
-    """
-
-    def __init__(self, history: History, known: Collection[Finding] = ()) -> None:
-        self.history = history
-        self._reported: dict[str, Severity] = {}
-        for finding in known:
-            self._is_new(finding)
-
-    def examine(self) -> list[Finding]:
-        """Returns what is new after the history's last step."""
-        found = (rule(self.history) for rule in RULES.values())
-        return [finding for finding in found if finding is not None and self._is_new(finding)]
-
-    def _is_new(self, finding: Finding) -> bool:
-        before = self._reported.get(finding.rule)
-        if before is not None and severity_rank(before) >= severity_rank(finding.severity):
-            return False
-        self._reported[finding.rule] = finding.severity
-        return True
-
-
-def stops(finding: Finding, stop_on: Collection[str]) -> bool:
-    """Whether `finding` ends a run with that `stop_on`, a collection of rules and severities."""
-    return finding.rule in stop_on or finding.severity in stop_on

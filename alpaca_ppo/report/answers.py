@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from alpaca_ppo.report.runs import Run, TableFile, number_or_none, plain, read_lines
+from alpaca_ppo.doctor.examination import read_lines
+from alpaca_ppo.report.runs import Run, TableFile, number_or_none, plain
 
 MAX_ANSWERS = 5000
 """Most answers in the tables of one report."""
@@ -98,7 +99,7 @@ def _read_rows(runs: Sequence[Run], *, token_mb: float, left_out: list[str]) -> 
     rows = []
     for i, file in files:
         if (i, file) in chosen:
-            rows += [_Row(i, file.table, file.step, values) for values in read_lines(file.path)]
+            rows += [_Row(i, file.table, file.step, values) for values in read_lines(file.path, key="prompt")]
     return rows
 
 

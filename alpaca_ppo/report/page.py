@@ -4,6 +4,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -87,7 +88,7 @@ def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
         "steps": [line["step"] for line in lines],
         "metrics": {name: [_short(line.get(name)) for line in lines] for name in names},
         "config": {str(name): plain(value) for name, value in run.config.items()},
-        "findings": [plain(finding) for finding in run.findings],
+        "findings": [asdict(finding) for finding in run.findings],
         "ends": {name: [_short(value) for value in ends] for name, ends in known.items()},
         "ends_are": means_in_words(run.metrics),
         "weights": _weights(run),

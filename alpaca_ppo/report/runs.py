@@ -1,15 +1,12 @@
 """Reads the folder of a run: metrics, configuration, findings, and the tables of answers. Without torch."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from alpaca_ppo.doctor.run_folder import check_run, most_severe, read_findings
+from alpaca_ppo.doctor.examination import Finding, examined, read_config, read_findings, read_lines
 from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
 
 TABLES = ("rollouts", "eval", "inspected")
@@ -38,7 +35,7 @@ class Run:
     """The lines of metrics.jsonl: `step`, and numbers by name; None for one that was not finite."""
     config: dict[str, Any]
     """run.yaml; empty without one."""
-    findings: list[dict[str, Any]]
+    findings: list[Finding]
     """What the doctor has found, the most severe first."""
     tables: list[TableFile] = field(default_factory=list)
     weights: WeightsStep | None = None
@@ -72,42 +69,19 @@ def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
     Raises:
         ValueError: as `read_runs`.
     """
-    if not (path / "metrics.jsonl").is_file():
-        raise ValueError(f"{path} has no metrics.jsonl, so it is not the output_dir of a run; pass the folder of a run")
-    metrics, config = [_metrics_line(row, path) for row in read_lines(path / "metrics.jsonl")], _read_config(path)
-    findings = check_run(path) if examine else most_severe(read_findings(path))
+    lines = read_lines(path / "metrics.jsonl")
+    metrics = [{**{name: number_or_none(v) for name, v in row.items()}, "step": int(row["step"])} for row in lines]
+    config = read_config(path)
+    findings = examined(config, metrics if examine else (), read_findings(path))
     return Run(
         name=name,
         path=path,
         metrics=metrics,
         config=config,
-        findings=[finding.row() for finding in findings],
+        findings=findings,
         weights=read_weights_step(path / "final"),
         tables=sorted(_table_files(path), key=lambda file: (file.table, file.step)),
     )
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file with one a line. An incomplete last line, which a killed run leaves, is left out.
-
-    Raises:
-        ValueError: for any other line that is not a JSON object.
-    """
-    *lines, rest = path.read_bytes().split(b"\n")
-    for number, line in enumerate([*lines, rest], 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode(errors="surrogateescape"))
-        except (ValueError, RecursionError) as error:
-            if number > len(lines):
-                return
-            raise ValueError(
-                f"{path} line {number} is not JSON: {line[:80]!r}; remove the line, or the file"
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} is not a JSON object: {line[:80]!r}; remove the line, or the file")
-        yield row
 
 
 def number_or_none(value: Any) -> float | None:
@@ -126,26 +100,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value) or not isinstance(value, str | int | float | None):
         return str(value)
     return value
-
-
-def _metrics_line(row: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    step = number_or_none(row.get("step"))
-    if step is None:
-        raise ValueError(f"{path / 'metrics.jsonl'} has a line whose step is {row.get('step')!r}; remove the line")
-    return {"step": int(step), **{str(k): number_or_none(v) for k, v in row.items() if k != "step"}}
-
-
-def _read_config(run: Path) -> dict[str, Any]:
-    path = run / "run.yaml"
-    if not path.exists():
-        return {}
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}; restore or remove the file") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds {type(config).__name__} instead of options; restore or remove the file")
-    return config
 
 
 def _table_files(run: Path) -> Iterator[TableFile]:

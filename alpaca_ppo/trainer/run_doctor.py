@@ -8,10 +8,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from alpaca_ppo.distributed.collectives import gather_list
-from alpaca_ppo.doctor import Doctor, Finding, History, RunFacts, read_findings, stops
-from alpaca_ppo.doctor.finding import ENDED_BY_ERROR
-from alpaca_ppo.doctor.run_folder import read_rows
-from alpaca_ppo.rewards import ModelReward
+from alpaca_ppo.doctor import Doctor, Finding, History, read_findings, stops
+from alpaca_ppo.doctor.examination import ENDED_BY_ERROR, read_lines
 
 
 class RunDoctor(TrainerCallback):
@@ -39,18 +37,10 @@ class RunDoctor(TrainerCallback):
         self.ended_by = []
         folder = Path(args.output_dir)
         if trainer.accelerator.is_main_process and (folder / "metrics.jsonl").exists():
-            records = (read_rows(folder / "metrics.jsonl", what="metrics of a run"), read_findings(folder))
+            records = (list(read_lines(folder / "metrics.jsonl")), read_findings(folder))
         # The other nodes may not see the main process's disk.
         rows, known = gather_list(records, trainer.accelerator)[0]
-        scorer = trainer.collector.scorer
-        facts = RunFacts(
-            source_weights=scorer.weight_by_name,
-            model_sources=tuple(source.name for source in scorer.sources if isinstance(source, ModelReward)),
-            num_prompts=len(trainer.train_prompts),
-            num_distinct_prompts=trainer.train_prompts.num_distinct,
-            half_precision=trainer.mismatch_guard.half_precision,
-        )
-        history = History(asdict(args), facts)
+        history = History(asdict(args))
         for row in rows:
             history.add(row["step"], row)
         self.doctor = Doctor(history, known)
@@ -74,7 +64,7 @@ class RunDoctor(TrainerCallback):
             findings = gather_list(findings, self.trainer.accelerator)[0]
         for finding in findings:
             self.trainer.run_log.message(str(finding))
-            self.trainer.run_log.log_finding(finding.row())
+            self.trainer.run_log.log_finding(asdict(finding))
             if stops(finding, stop_on):
                 control.should_save = control.should_training_stop = True
                 self.ended_by.append(finding)
@@ -88,7 +78,7 @@ class RunDoctor(TrainerCallback):
 def exit_if_ended_by_an_error(trainer: Any) -> None:
     """Ends the process if an error of the doctor has ended the run of `trainer`; the main process says which one.
 
-    A run that was ended by a warning or an info is one that ended as it was told to.
+    A run that was ended by a warning is one that ended as it was told to.
 
     Raises:
         SystemExit: with `ENDED_BY_ERROR`, on every rank.
@@ -98,7 +88,7 @@ def exit_if_ended_by_an_error(trainer: Any) -> None:
     if not errors:
         return
     if trainer.accelerator.is_main_process:
-        step, named = trainer.state.global_step, ", ".join(f"{found.rule} ({found.title})" for found in errors)
+        step, named = trainer.state.global_step, ", ".join(f"{found.rule} ({found.sentence})" for found in errors)
         print(
             f"error: stop_on ended the run at step {step} of {trainer.schedule.num_steps}, because of {named}; its "
             f"checkpoint is {trainer.checkpoints.folder(step)}",

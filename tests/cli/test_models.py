@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alpaca_ppo.cli.commands import main
 from alpaca_ppo.cli.train import run_training
-from alpaca_ppo.doctor import Finding, rules
+from alpaca_ppo.doctor import rules
+from alpaca_ppo.doctor.rules import Found, Rule
 from tests.integration.launching import write_run
 from tests.tiny_models import tiny_tokenizer
 
@@ -66,9 +67,7 @@ def test_a_run_that_an_error_in_stop_on_has_ended_ends_the_command_with_status_3
 ):
     """A run that a warning ends is one that ends as it was told. Without a terminal no library draws a bar."""
 
-    def planted(history):
-        return Finding(history.step, "constant_reward", stop_on, "planted", "evidence", "cause", "remedy")
-
+    planted = Rule("planted", "remedy", lambda history: Found(stop_on, {}))
     monkeypatch.setitem(rules.RULES, "constant_reward", planted)
     flags = ["--config", str(runs / "whole.yaml"), "--output_dir", str(tmp_path), "--stop_on", stop_on]
     if status:

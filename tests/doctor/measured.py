@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from alpaca_ppo.doctor.run_folder import read_rows
+from alpaca_ppo.doctor.examination import read_lines
 
 PACKED = Path(__file__).parent / "measured.json.gz"
 OVEROPTIMIZED = ("overopt", "ov_A", "ov_B")
@@ -29,7 +29,7 @@ def pack(folders: list[Path]) -> bytes:
     for folder in folders:
         config = yaml.safe_load((folder / "run.yaml").read_text())
         del config["output_dir"]
-        rows = read_rows(folder / "metrics.jsonl", what="metrics of a run")
+        rows = list(read_lines(folder / "metrics.jsonl"))
         rounded = [{k: v if v is None else float(f"{v:.4g}") for k, v in row.items()} for row in rows]
         runs[folder.name] = {"config": config, "rows": [{**row, "step": int(row["step"])} for row in rounded]}
     return gzip.compress(json.dumps(runs, separators=(",", ":")).encode(), 9, mtime=0)

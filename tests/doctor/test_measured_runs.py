@@ -25,23 +25,14 @@ def test_there_are_twenty_good_runs_of_different_algorithms():
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_run_that_has_learned_has_neither_error_nor_warning(name):
-    assert [str(finding) for finding in examined(RUNS[name]) if finding.severity != "info"] == []
+    assert [str(finding) for finding in examined(RUNS[name])] == []
 
 
 @pytest.mark.parametrize("name", measured.OVEROPTIMIZED)
 def test_a_run_that_is_overoptimized_is_found(name):
     found = {finding.rule: finding for finding in examined(RUNS[name])}
     assert found["overoptimization"].severity == "error"
-    assert found["overoptimization"].title == "the reward rises while objective/scores/gold falls"
+    assert "objective/scores/gold falls" in found["overoptimization"].sentence
     # In all three, the gold score is highest between steps 6 and 20.
     assert 10 <= found["overoptimization"].step <= 25
     assert "kl_runaway" in found
-
-
-@pytest.mark.parametrize("name", measured.OVEROPTIMIZED)
-def test_the_gold_source_is_known_by_its_weight(name):
-    history = History(RUNS[name]["config"])
-    for row in RUNS[name]["rows"]:
-        history.add(row["step"], row)
-    # metrics.jsonl has gold before the reward model, run.yaml the weight of the reward model first.
-    assert history.source_weights == {"gold": 0.0, "overopt_reward_model": 1.0}

@@ -81,10 +81,11 @@ def make_whole_run(path: Path) -> Path:
         for k, entry in enumerate(other["tokens"]):
             entry["kl"] = 0.5 if k else 0.0
         write_lines(path / f"eval/step_{step:06d}.jsonl", [row, other])
-    finding = {"rule": "kl_runaway", "severity": "error", "title": "The KL runs away", "evidence": "KL 0.5 -> 2.0"}
-    finding |= {"step": 3, "cause": "the rate is high", "remedy": "lower learning_rate"}
+    finding = {"rule": "kl_runaway", "severity": "error", "sentence": "The KL runs away: 2.0"}
+    finding |= {"step": 3, "remedy": "lower learning_rate"}
     write_lines(
-        path / "findings.jsonl", [finding, finding | {"rule": "padding", "severity": "info", "title": "Padding"}]
+        path / "findings.jsonl",
+        [finding, finding | {"rule": "uniform_groups", "severity": "warning", "sentence": "no gradient"}],
     )
     return path
 
@@ -97,8 +98,8 @@ def make_worse_run(path: Path) -> Path:
     steps = [{**step, "objective/rewards": step["objective/scores"]} for step in steps]
     write_lines(path / "metrics.jsonl", [{"step": 0, "eval/scores": 5.0}, *steps])
     write_lines(path / "final/step.json", [{"step": 2, "trained_steps": 20, "metric": "eval/scores", "value": 3.0}])
-    finding = {"step": 2, "rule": "eval_falling", "severity": "error", "title": "worse", "evidence": "5 -> 3"}
-    write_lines(path / "findings.jsonl", [finding | {"cause": "the reward", "remedy": "read it"}])
+    finding = {"step": 2, "rule": "eval_falling", "severity": "error", "sentence": "worse: 5 -> 3"}
+    write_lines(path / "findings.jsonl", [finding | {"remedy": "read it"}])
     return path
 
 

@@ -67,7 +67,7 @@ def test_a_run_is_read_whole(whole):
     assert [(file.table, file.step) for file in run.tables] == [
         ("eval", 0), ("eval", 2), ("eval", 4), ("rollouts", 1), ("rollouts", 2), ("rollouts", 3), ("rollouts", 4),
     ]  # fmt: skip
-    assert [finding["severity"] for finding in run.findings] == ["error", "info"]
+    assert [finding.severity for finding in run.findings] == ["error", "warning"]
 
 
 def test_the_report_says_which_step_the_final_models_are_of_and_what_was_before(tmp_path):
@@ -91,17 +91,17 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_a_damaged_one_refused(tmp_path
     file.write_text(file.read_text() + '{"step": 5, "objec')
     assert read_run(run, "run").last_step == 4
     file.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl line 2 is not JSON"):
+    with pytest.raises(ValueError, match="metrics.jsonl line 2 is no JSON object"):
         read_run(run, "run")
     file.write_text('{"step": 1}\n[2]\n')
-    with pytest.raises(ValueError, match="line 2 is not a JSON object"):
+    with pytest.raises(ValueError, match="line 2 is no JSON object"):
         read_run(run, "run")
     file.write_text('{"objective/scores": 1}\n')
-    with pytest.raises(ValueError, match="a line whose step is None"):
+    with pytest.raises(ValueError, match="line 1 is no JSON object with a step"):
         read_run(run, "run")
 
 
-@pytest.mark.parametrize("text, message", [("a: [", "run.yaml is not YAML"), ("- 1", "holds list instead of options")])
+@pytest.mark.parametrize("text, message", [("a: [", "run.yaml is not YAML"), ("- 1", "holds a list instead of options")])
 def test_a_damaged_configuration_is_refused(text, message, tmp_path):
     run = make_run(tmp_path / "run")
     (run / "run.yaml").write_text(text)
@@ -112,7 +112,7 @@ def test_a_damaged_configuration_is_refused(text, message, tmp_path):
 
 
 def test_a_folder_without_a_run_and_a_run_given_twice_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no metrics.jsonl, so it is not the output_dir of a run"):
+    with pytest.raises(ValueError, match="metrics.jsonl does not exist; give the folder"):
         read_runs([tmp_path])
     run = make_run(tmp_path / "run")
     with pytest.raises(ValueError, match="a run is given twice"):
@@ -279,7 +279,7 @@ def test_the_command_writes_one_file_or_checks(whole, tmp_path, capsys, monkeypa
     assert (tmp_path / "both/page.html").exists()
     assert report.main([str(whole), "--check"]) == 1
     out = capsys.readouterr().out
-    assert "error: step 3: The KL runs away" in out and "remedy: lower learning_rate" in out
+    assert "step 3: error [kl_runaway] The KL runs away" in out and "Remedy: lower learning_rate" in out
     assert "2 findings up to step 4" in out
     assert report.main([str(healthy), "--check"]) == 0
     assert "0 findings up to step 4" in capsys.readouterr().out

@@ -51,7 +51,7 @@ def test_a_run_that_was_ended_goes_on_when_it_is_resumed_and_says_nothing_twice(
     assert [f.step for f in read_findings(stopped)] == [3]
     assert "constant_reward" not in capsys.readouterr().out
     # The history of the steps before is there: without it, step 6 would be the third of a constant reward.
-    assert _doctor_of(trainer).history.count("objective/scores_std") == 6
+    assert _doctor_of(trainer).history.last("objective/scores_std", 6) != []
 
 
 def logging_reward(prompts, log_metric, trainer_state, **columns):
@@ -83,10 +83,10 @@ def test_a_rate_of_nearly_nothing_is_found_and_reported_once(tmp_path, capsys):
     run(tmp_path, constant=False, total_episodes=44, learning_rate=1e-9, lr_scheduler_type="constant", ppo_epochs=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if "policy_does_not_move" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("step 10: error [policy_does_not_move] the policy does not move: in 10 steps, ")
-    assert "a learning_rate of 1e-09 is too small" in lines[0] and "Remedy: raise learning_rate" in lines[0]
+    assert lines[0].startswith("step 10: error [policy_does_not_move] the policy does not move: ")
+    assert "1e-09" in lines[0] and "Remedy: raise learning_rate" in lines[0]
     (row,) = [json.loads(line) for line in Path(tmp_path, "findings.jsonl").read_text().splitlines()]
-    assert list(row) == ["step", "rule", "severity", "title", "evidence", "cause", "remedy"]
+    assert list(row) == ["step", "rule", "severity", "sentence", "remedy"]
     assert row["rule"] == "policy_does_not_move"
 
 

@@ -53,16 +53,16 @@ function overview() {
       : el("p", { class: "empty" }, "No metrics yet: metrics.jsonl gets its first line when the first step, or the evaluation before training, has ended."));
 }
 
-const SIGNS = { error: "✖ error", warning: "▲ warning", info: "● info" };
+const SIGNS = { error: "✖ error", warning: "▲ warning" };
 
 function findings() {
   const all = RUNS.flatMap((run, i) => (view.hidden.has(i) ? [] : run.findings.map((finding) => ({ run, finding }))));
   const order = Object.keys(SIGNS);
   all.sort((a, b) => order.indexOf(a.finding.severity) - order.indexOf(b.finding.severity));
   return el("div", { id: "findings" }, el("h2", {}, "Findings"),
-    all.length ? all.map(({ run, finding }) => el("details", { class: `finding ${order.includes(finding.severity) ? finding.severity : "info"}`, open: finding.severity === "error" || finding.severity === "warning" },
-      el("summary", {}, el("span", { class: "sign" }, SIGNS[finding.severity] || finding.severity), ` ${finding.title ?? finding.rule}`,
+    all.length ? all.map(({ run, finding }) => el("details", { class: `finding ${finding.severity}`, open: true },
+      el("summary", {}, el("span", { class: "sign" }, SIGNS[finding.severity]), ` ${finding.sentence}`,
         el("span", { class: "where" }, ` step ${exact(finding.step)}${RUNS.length > 1 ? `, ${run.name}` : ""}`)),
-      ["evidence", "cause", "remedy"].filter((name) => finding[name]).map((name) => el("p", {}, el("b", {}, `${name[0].toUpperCase()}${name.slice(1)}: `), String(finding[name])))))
+      el("p", {}, el("b", {}, "Remedy: "), finding.remedy)))
       : el("p", { class: "empty" }, "No findings."));
 }

@@ -1,0 +1,139 @@
+"""`Doctor`, which examines a run as it trains, and `check_run`, which examines its folder."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alpaca_ppo.atomic_io import StrPath
+from alpaca_ppo.doctor.history import History
+from alpaca_ppo.doctor.rules import RULES, Severity
+
+ENDED_BY_ERROR = 3
+"""The exit status of a command whose run an error in `stop_on` has ended: neither a mistake (2) nor a crash (1)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that a run does wrong: a line of findings.jsonl."""
+
+    step: int
+    """The step after which it was found."""
+    rule: str
+    """The name of the rule, as `stop_on` takes it."""
+    severity: Severity
+    sentence: str
+    """What is wrong, with the numbers that show it."""
+    remedy: str
+    """What to do, with the options to change."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.severity} [{self.rule}] {self.sentence}. Remedy: {self.remedy}"
+
+
+class Doctor:
+    """Finds what is wrong with a run, each thing once, and again only if a warning has become an error.
+
+    Args:
+        history: of the run; the caller adds each step before `examine`.
+        known: what was reported before the run was resumed.
+    """
+
+    def __init__(self, history: History, known: Collection[Finding] = ()) -> None:
+        self.history = history
+        self._reported = {(finding.rule, finding.severity) for finding in known}
+
+    def examine(self) -> list[Finding]:
+        """Returns what is new after the history's last step."""
+        new = []
+        for name, rule in RULES.items():
+            found = rule.condition(self.history)
+            if found and not {(name, found.severity), (name, "error")} & self._reported:
+                self._reported.add((name, found.severity))
+                sentence = rule.sentence.format(**found.numbers)
+                new.append(Finding(self.history.step, name, found.severity, sentence, rule.remedy))
+        return new
+
+
+def stops(finding: Finding, stop_on: Collection[str]) -> bool:
+    """Whether `finding` ends a run with that `stop_on`, a collection of rules and severities."""
+    return finding.rule in stop_on or finding.severity in stop_on
+
+
+def check_run(folder: StrPath) -> list[Finding]:
+    """Returns what the doctor finds in the run of `folder`, by its metrics.jsonl and run.yaml, and what the run itself
+    has found, errors first; of each rule, the most severe one.
+
+    Raises:
+        ValueError: if the folder has no metrics.jsonl, or a file in it cannot be read.
+    """
+    folder = Path(folder)
+    return examined(read_config(folder), read_lines(folder / "metrics.jsonl"), read_findings(folder))
+
+
+def examined(
+    config: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], known: Collection[Finding] = ()
+) -> list[Finding]:
+    """Returns what the doctor finds in a run's `metrics`, added to what is `known`; of each rule, the most severe."""
+    doctor = Doctor(History(config))
+    found = list(known)
+    for row in metrics:
+        doctor.history.add(int(row["step"]), row)
+        found += doctor.examine()
+    worst: dict[str, Finding] = {}
+    for finding in sorted(found, key=lambda finding: (finding.severity != "error", finding.step)):
+        worst.setdefault(finding.rule, finding)
+    return list(worst.values())
+
+
+def read_findings(folder: StrPath) -> list[Finding]:
+    """Returns what the run of `folder` has found, in the order of the steps; nothing without findings.jsonl."""
+    path = Path(folder) / "findings.jsonl"
+    try:
+        return [Finding(**row) for row in read_lines(path)] if path.exists() else []
+    except TypeError as error:
+        raise ValueError(f"{path} is no file of findings: {error}; move it away") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the options in run.yaml; nothing without the file.
+
+    Raises:
+        ValueError: if it is not a mapping in YAML.
+    """
+    path = folder / "run.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}; restore or remove the file") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__} instead of options; restore or remove the file")
+    return config
+
+
+def read_lines(path: Path, *, key: str = "step") -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line. An incomplete last line, which a killed run leaves, is left out.
+
+    Raises:
+        ValueError: if there is no such file, and for any other line that is not a JSON object with a `key`.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give the folder (output_dir) of a run")
+    # At line feeds alone: JSON leaves other line breaks, such as U+2028, as they are.
+    *lines, rest = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, rest], 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode(errors="surrogateescape"))
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and key in row:
+            yield row
+        elif number <= len(lines):
+            raise ValueError(
+                f"{path} line {number} is no JSON object with a {key}: {line[:80]!r}; remove the line, or the file"
+            )
