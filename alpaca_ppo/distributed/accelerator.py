@@ -1,7 +1,11 @@
-"""Builds the run's Accelerator from its configuration."""
+"""Builds the run's Accelerator from its configuration, and describes the processes and their machine."""
 
+import os
+import platform
 from datetime import timedelta
+from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -26,21 +30,23 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """
     watch_launcher()
     ignore_known_lines()
-    made = _made(args) if accelerator is None else _checked(accelerator, args)
-    limit_threads(made)
-    return made
+    if accelerator is None:
+        accelerator = _made(args)
+    else:
+        _check(accelerator, args)
+    disable_zero3_init()
+    limit_threads(accelerator)
+    return accelerator
 
 
 def _made(args: PPOConfig) -> Accelerator:
-    plugin = deepspeed_plugin(args.deepspeed) if wants_deepspeed(args.deepspeed) else None
+    plugin = deepspeed_plugin(args) if wants_deepspeed(args.deepspeed) else None
     on_cpu = args.use_cpu or not torch.cuda.is_available()
-    if plugin is not None:
-        _check_deepspeed(plugin.zero_stage, args)
     # With DeepSpeed and no GPU, Accelerate picks no backend, and every process runs as if it were the only one. "nccl"
     # is Accelerate's default and leaves the choice to it.
     backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
-        made = Accelerator(
+        return Accelerator(
             # cpu=True makes Accelerate ignore DeepSpeed, but plain DDP without a GPU needs it to form a process group.
             cpu=on_cpu and plugin is None,
             mixed_precision="bf16" if args.bf16 else "no",
@@ -48,8 +54,6 @@ def _made(args: PPOConfig) -> Accelerator:
             deepspeed_plugin=plugin,
             kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.ddp_timeout))],
         )
-        disable_zero3_init()
-        return made
     except ValueError as error:
         # Accelerate keeps one state per process, so a second trainer (in a notebook, say) cannot have other settings.
         raise ValueError(
@@ -58,29 +62,7 @@ def _made(args: PPOConfig) -> Accelerator:
         ) from error
 
 
-def _check_deepspeed(stage: int, args: PPOConfig) -> None:
-    if args.use_cpu and torch.cuda.is_available():
-        raise ValueError(
-            "use_cpu is True, but DeepSpeed uses any GPU it finds; hide the GPU by starting with "
-            "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu, or leave use_cpu out"
-        )
-    check_four_bit(stage, args)
-
-
-def check_four_bit(stage: int, args: PPOConfig) -> None:
-    """Checks that 4-bit weights are not combined with ZeRO 3.
-
-    Raises:
-        ValueError: when they are.
-    """
-    if args.load_in_4bit and stage == 3:
-        raise ValueError(
-            "load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without their scales; use ZeRO 1 or 2, or "
-            "dtype: bfloat16"
-        )
-
-
-def _checked(accelerator: Accelerator, args: PPOConfig) -> Accelerator:
+def _check(accelerator: Accelerator, args: PPOConfig) -> None:
     if args.bf16 != (accelerator.mixed_precision == "bf16"):
         raise ValueError(
             f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
@@ -88,13 +70,33 @@ def _checked(accelerator: Accelerator, args: PPOConfig) -> Accelerator:
         )
     if accelerator.log_with and not accelerator.trackers:
         raise ValueError(
-            f"the accelerator has log_with {[str(name) for name in accelerator.log_with]}, but its trackers are not "
-            "initialized; call accelerator.init_trackers(...) first, or name them in report_to instead"
+            f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} without trackers; call "
+            "accelerator.init_trackers(...) first, or name them in report_to instead"
         )
     if args.deepspeed is not None:
         raise ValueError(
-            f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; either give that accelerator a "
-            "DeepSpeedPlugin for this file and leave deepspeed out, or do not pass an accelerator"
+            f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; give that accelerator a "
+            "DeepSpeedPlugin for this file, or do not pass an accelerator"
         )
-    disable_zero3_init()
-    return accelerator
+
+
+def hardware(accelerator: Accelerator) -> dict[str, Any]:
+    """The processes of a run, how they share the models, and the machine of the main one."""
+    plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
+    found: dict[str, Any] = {
+        "processes": accelerator.num_processes,
+        "distributed": accelerator.distributed_type.value,
+        "zero_stage": None if plugin is None else plugin.zero_stage,
+        "mixed_precision": accelerator.mixed_precision,
+        "device": device.type,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["gpus_of_machine"] = torch.cuda.device_count()
+        found["cuda"] = torch.version.cuda
+    return found

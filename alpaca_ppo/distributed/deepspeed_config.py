@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import DeepSpeedPlugin, is_deepspeed_available, parse_flag_from_env
 from transformers.integrations import unset_hf_deepspeed_config
 
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.config.ppo_config import PPOConfig
 
 
 def wants_deepspeed(file: str | None) -> bool:
@@ -17,19 +19,20 @@ def wants_deepspeed(file: str | None) -> bool:
     return file is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
 
 
-def deepspeed_plugin(file: str | None) -> DeepSpeedPlugin:
-    """Accelerate's plugin for the configuration `file`, or (None) for the configuration of `accelerate launch`.
+def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin:
+    """Accelerate's plugin for the configuration file `args.deepspeed`, or that of `accelerate launch`.
 
     Raises:
-        ValueError: when DeepSpeed is not installed, `file` is not a JSON file, the program was not started by a
-            launcher, or the ZeRO stage is not 1, 2 or 3.
+        ValueError: when DeepSpeed is not installed, the file is not a JSON file, the program was not started by a
+            launcher, the ZeRO stage is not 1, 2 or 3, or `args` ask for what DeepSpeed cannot do.
     """
+    file = args.deepspeed
     if not is_deepspeed_available():
         raise ValueError("DeepSpeed is requested but not installed; pip install 'alpaca_ppo[deepspeed]'")
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(
-            f"DeepSpeed is requested (deepspeed: {file}), but this process was not started by a launcher; use "
-            "accelerate launch --config_file examples/accelerate_configs/ddp.yaml, or torchrun"
+            f"DeepSpeed is requested (deepspeed: {file}), but no launcher started this process; use accelerate launch "
+            "--config_file examples/accelerate_configs/ddp.yaml, or torchrun"
         )
     if file is not None:
         read_deepspeed_file(file)
@@ -37,7 +40,22 @@ def deepspeed_plugin(file: str | None) -> DeepSpeedPlugin:
     # Models are built unsharded and sharded afterwards, because building them reads the weights.
     plugin = DeepSpeedPlugin(hf_ds_config=file, zero3_init_flag=False)
     check_stage(plugin.zero_stage, "the DeepSpeed configuration")
+    check_four_bit(plugin.zero_stage, args)
+    if args.use_cpu and torch.cuda.is_available():
+        raise ValueError(
+            "use_cpu is True, but DeepSpeed uses any GPU it finds; hide it by starting with CUDA_VISIBLE_DEVICES= "
+            "DS_ACCELERATOR=cpu, or leave use_cpu out"
+        )
     return plugin
+
+
+def check_four_bit(stage: int, args: PPOConfig) -> None:
+    """Raises a ValueError where 4-bit weights are combined with ZeRO 3."""
+    if args.load_in_4bit and stage == 3:
+        raise ValueError(
+            "load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without their scales; use ZeRO 1 or 2, or "
+            "dtype: bfloat16"
+        )
 
 
 def read_deepspeed_file(file: str) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from alpaca_ppo.adapters import is_adapter, read_policy_adapter
 from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.damaged_files import loading
-from alpaca_ppo.distributed.accelerator import check_four_bit
-from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_file, resolve_auto
+from alpaca_ppo.distributed.deepspeed_config import check_four_bit, check_stage, read_deepspeed_file, resolve_auto
 from alpaca_ppo.estimate_memory.phases import micro_batches_of
 from alpaca_ppo.estimate_memory.sharding import Sharding
 from alpaca_ppo.models.token_checks import check_positions

@@ -1,7 +1,7 @@
-"""The `transformers.TrainerCallback`s of a run, with its state and control flags.
+"""The `transformers.TrainerCallback`s of a run, with its state and control flags, and `StopAboveKL`.
 
 transformers' own CallbackHandler is not used, because it expects TrainingArguments and decides itself when to log,
-evaluate and save.
+evaluate and save. A stop rule is a callback: it reads the metrics of a step, and sets `should_training_stop`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +24,32 @@ class EvaluationMetrics(dict[str, float]):
         return super().get(name, super().get(name.removeprefix("eval_"), default))
 
 
+class StopAboveKL(TrainerCallback):
+    """Ends the run with a checkpoint where the KL to the reference exceeds `max_kl_to_ref`, in nats per response."""
+
+    def __init__(self, max_kl_to_ref: float, say: Callable[[str], Any]) -> None:
+        self._limit, self._say = max_kl_to_ref, say
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        """Reads the KL of a step.
+
+        Raises:
+            ValueError: if there is none in its metrics.
+        """
+        if (kl := context["metrics"].get("objective/kl_sum_seq")) is None:
+            raise ValueError(
+                f"max_kl_to_ref is {self._limit}, but record_step_stats() returned no objective/kl_sum_seq; return it, "
+                "or set max_kl_to_ref: null"
+            )
+        if kl > self._limit:
+            control.should_save = control.should_training_stop = True
+            self._say(
+                f"step {state.global_step}: objective/kl_sum_seq is {kl:.4g} nats, above max_kl_to_ref "
+                f"({self._limit}): the run ends here, with a checkpoint. Raise max_kl_to_ref to resume from it, or "
+                "start a new run with a higher kl_coef or a lower learning_rate"
+            )
+
+
 class CallbackHandler:
     """The callbacks, state and control flags of one run.
 
@@ -38,10 +64,10 @@ class CallbackHandler:
     def __init__(
         self, callbacks: Sequence[TrainerCallback], state: TrainerState, built_in: Sequence[TrainerCallback] = ()
     ) -> None:
-        self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
-        self.built_in = list(built_in)
-        self.state = state
-        self.control = TrainerControl()
+        self.callbacks, self.built_in = list[TrainerCallback](), list(built_in)
+        self.state, self.control = state, TrainerControl()
+        for callback in callbacks:
+            self.add(callback)
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, an instance or a class; it is notified after those that are there."""
@@ -71,36 +97,6 @@ class CallbackHandler:
             by_flag = zip(*gather([getattr(self.control, flag) for flag in CONTROL_FLAGS]), strict=True)
             for flag, values in zip(CONTROL_FLAGS, by_flag, strict=True):
                 setattr(self.control, flag, any(values))
-
-    def stop_if_kl_above(self, stats: Mapping[str, float], *, max_kl_to_ref: float | None) -> str | None:
-        """Requests a checkpoint and the end of the run if the KL to the reference is too large.
-
-        Args:
-            stats: the step's metrics.
-            max_kl_to_ref: largest allowed `objective/kl_sum_seq`, in nats; None for no limit.
-
-        Returns:
-            The reason for stopping, or None if the run continues.
-
-        Raises:
-            ValueError: if there is a limit, but no KL in `stats`.
-        """
-        if max_kl_to_ref is None:
-            return None
-        if "objective/kl_sum_seq" not in stats:
-            raise ValueError(
-                f"max_kl_to_ref is {max_kl_to_ref}, but record_step_stats() returned no objective/kl_sum_seq to "
-                "compare it with; return it, or set max_kl_to_ref to null"
-            )
-        kl = stats["objective/kl_sum_seq"]
-        if kl <= max_kl_to_ref:
-            return None
-        self.control.should_save = self.control.should_training_stop = True
-        return (
-            f"objective/kl_sum_seq is {kl:.4g} nats, above max_kl_to_ref ({max_kl_to_ref}): the run ends here, with a "
-            "checkpoint. Raise max_kl_to_ref to resume from it, or start a new run with a higher kl_coef or a lower "
-            "learning_rate"
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """What callbacks remember, of those that export it (`transformers.ExportableState`, such as
@@ -133,6 +129,5 @@ class CallbackHandler:
                     raise
                 raise ValueError(
                     f"{type(callback).__name__}.{event} reads args.{error.name}, which {type(args).__name__} does not "
-                    "have, because it was written for another trainer; subclass it and override that method, or remove "
-                    "it from callbacks"
+                    "have: override that method in a subclass, or remove the callback"
                 ) from error

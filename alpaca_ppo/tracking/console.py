@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.tracking import console_text
-from alpaca_ppo.tracking.console_text import Metrics, StepTable, eval_sets
+from alpaca_ppo.tracking.console_text import StepTable, eval_sets
 from alpaca_ppo.tracking.run_log import RunLog
-from alpaca_ppo.tracking.start_and_end import better_before_training, means_in_words
+from alpaca_ppo.tracking.start_and_end import Metrics, better_before_training, means_in_words
 
 _ROWS_PER_HEADER = 20
 _NARROWEST = 80
@@ -37,58 +37,40 @@ class Console(TrainerCallback):
 
     Args:
         args: of the run.
-        run_log: returns the run's log, which prints on the main process.
+        log: of the run; it prints on the main process.
         max_steps: of the run.
-        sources: returns the names of the reward sources.
     """
 
-    def __init__(
-        self, args: PPOConfig, run_log: Callable[[], RunLog], *, max_steps: int, sources: Callable[[], Sequence[str]]
-    ) -> None:
-        self._args, self._run_log, self._max_steps, self._sources = args, run_log, max_steps, sources
-        self._printed_step = 0
-        self._before: Metrics = {}
-        self._start_table()
-
-    def _start_table(self) -> None:
-        args, width = self._args, console_text.MAX_WIDTH
-        if sys.stdout.isatty():
-            width = max(_NARROWEST, min(width, shutil.get_terminal_size().columns))
-        own = args.penalty_reward_value is None and args.overlong_buffer_len is None
-        self._width, self._rows = width, 0
-        self._table = StepTable(
-            width,
-            max_steps=self._max_steps,
-            has_reference=args.reference != "none",
-            reward_is_score=own and args.reward_weights in (None, [1.0]),
-        )
+    def __init__(self, args: PPOConfig, log: RunLog, *, max_steps: int) -> None:
+        self._args, self._log, self._max_steps = args, log, max_steps
+        self._has_reference = args.reference != "none"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins a new table, and, in a run that is resumed, reads what its first evaluation was."""
-        self._began, self._printed_step, self._before = time.perf_counter(), state.global_step, {}
-        self._first_step = state.global_step
-        self._start_table()
-        if self._run_log().is_main:
-            self._before = next((line for line in self._history() if eval_sets(line)), {})
+        self._began, self._printed_step, self._first_step = time.perf_counter(), state.global_step, state.global_step
+        self._rows, self._width = 0, console_text.MAX_WIDTH
+        if sys.stdout.isatty():
+            self._width = max(_NARROWEST, min(self._width, shutil.get_terminal_size().columns))
+        plain = self._args.penalty_reward_value is None and self._args.overlong_buffer_len is None
+        is_score = plain and self._args.reward_weights in (None, [1.0])
+        self._table = StepTable(self._width, max_steps=self._max_steps, reward_is_score=is_score)
+        self._before: Metrics = next((line for line in self._history() if eval_sets(line)), {})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints a step's line before it is evaluated and saved, and its sampled answers."""
         step = state.global_step
         if step % self._args.logging_steps == 0 or step == self._max_steps:
             self._print_step(kwargs["metrics"], step)
-        log = self._run_log()
-        if log.samples:
-            shown = console_text.sample_lines(
-                log.samples, step=step, width=self._width, has_reference=self._args.reference != "none"
-            )
-            self._print_block(shown)
-            log.samples = []
+        samples, self._log.samples = self._log.samples, []
+        self._print_block(
+            console_text.sample_lines(samples, step=step, width=self._width, has_reference=self._has_reference)
+        )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints each set's metrics before training and now."""
-        metrics = console_text.in_order_of_sources(self._known(kwargs["metrics"]), self._sources())
+        metrics = self._known(kwargs["metrics"])
         lines = console_text.evaluation_lines(metrics, self._before, step=state.global_step, width=self._width)
-        self._before = self._before or dict(metrics)
+        self._before = self._before or metrics
         self._print_block(lines)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -100,41 +82,37 @@ class Console(TrainerCallback):
         """Prints what changed, which step was best, what the doctor has found, where the policy is, and what to do
         next.
         """
-        if self._run_log().is_main:
-            self._run_log().message("\n".join(self._summary(state)))
+        if self._log.is_main:
+            self._log.message("\n".join(self._summary(state)))
 
     def _print_step(self, stats: Metrics, step: int) -> None:
-        left = self._run_log().bar.seconds_left(step)
-        lines = self._table.row(stats, step=step, seconds_left=left)
+        lines = self._table.row(self._known(stats), step=step, seconds_left=self._log.bar.seconds_left(step))
         if self._rows % _ROWS_PER_HEADER == 0:
             lines.insert(0, self._table.header)
         self._rows, self._printed_step = self._rows + 1, step
-        self._run_log().message("\n".join(lines))
+        self._log.message("\n".join(lines))
 
     def _print_block(self, lines: list[str]) -> None:
         """Prints lines that are no rows of the table; after several of them, the titles are repeated."""
         if lines:
-            self._run_log().message("\n".join(lines))
+            self._log.message("\n".join(lines))
         if len(lines) > 1:
             self._rows = 0
 
     def _summary(self, state: Any) -> list[str]:
-        history, folder, step = list(self._history()), Path(self._args.output_dir), state.global_step
+        history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
         done = f"{step} steps" if step == self._max_steps else f"stopped at step {step} of {self._max_steps}"
         resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
         lines = [f"done: {done} in {console_text.duration(time.perf_counter() - self._began)}{resumed}"]
-        if found := console_text.changes(history, metric=self._args.metric_for_best_model):
-            over = ", ".join(filter(None, ["from start to end", means_in_words(history)]))
-            lines += [f"{over}:", *console_text.change_lines(found)]
-        lines += self._best(history, state)
-        lines.append(f"findings:    {self._findings()}")
+        if changed := console_text.change_lines(history, metric=self._args.metric_for_best_model):
+            lines += [", ".join(filter(None, ["from start to end", means_in_words(history)])) + ":", *changed]
+        lines += [*self._best(history, state), f"findings:    {self._findings()}"]
         best = self._args.load_best_model_at_end and state.best_global_step
-        commands = [f"policy:      {folder / 'final' / 'policy'}{f' (of step {best})' if best else ''}"]
-        commands += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._run_log().boards]
-        commands += [f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]
-        return lines + commands
+        lines.append(f"policy:      {folder / 'final' / 'policy'}{f' (of step {best})' if best else ''}")
+        lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
+        return [*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]
 
-    def _best(self, history: list[Metrics], state: Any) -> list[str]:
+    def _best(self, history: Sequence[Metrics], state: Any) -> list[str]:
         """The step with the best `metric_for_best_model`, or else the best evaluation, or else the highest reward.
 
         By a metric of the steps, `metric_for_best_model` chooses among those with a checkpoint.
@@ -151,46 +129,32 @@ class Console(TrainerCallback):
             if len(values) < 2:
                 return []
             value, step = max(values, key=lambda pair: pair[0])
-        kept = Path(self._args.output_dir) / f"checkpoint-{int(step or 0)}"
-        where = ""
-        if kept.is_dir():
-            where = f", kept in {kept}"
-        elif step and metric.startswith("eval/"):
-            where = ", not kept: metric_for_best_model was not set"
+        shown, kept = f"{metric} {console_text.number(value)}", Path(self._args.output_dir) / f"checkpoint-{step}"
         if not step:
-            return [f"best step:   none is better than before training ({metric} {console_text.number(value)})"]
-        lines = [f"best step:   {int(step)}{among} ({metric} {console_text.number(value)}{where})"]
+            return [f"best step:   none is better than before training ({shown})"]
+        where = f", kept in {kept}" if kept.is_dir() else ""
+        if not where and metric.startswith("eval/"):
+            where = ", not kept: metric_for_best_model was not set"
+        lines = [f"best step:   {step}{among} ({shown}{where})"]
         if (before := better_before_training(history, metric, value, greater_is_better=greater)) is not None:
             lines.append(f"             worse than before training ({metric} {console_text.number(before)})")
         return lines
 
     def _known(self, stats: Metrics) -> Metrics:
         """`stats` without the KL where there is no reference: it is 0 then, and says nothing."""
-        if self._args.reference != "none":
-            return stats
-        return {key: value for key, value in stats.items() if not key.endswith("kl_sum_seq")}
+        return {key: value for key, value in stats.items() if self._has_reference or not key.endswith("kl_sum_seq")}
 
     def _findings(self) -> str:
         """How many findings the doctor has printed, and where they are."""
         path = Path(self._args.output_dir) / "findings.jsonl"
         found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         counts = Counter(json.loads(line)["severity"] for line in found)
-        if not counts:
-            return "none"
         report = ", in report.html" if self._args.report else ""
-        return f"{console_text.severities(counts)} (printed above{report} and in {path})"
+        return f"{console_text.severities(counts)} (printed above{report} and in {path})" if counts else "none"
 
     def _history(self) -> list[Metrics]:
-        """The lines of metrics.jsonl, as far as the summary needs them."""
-        kept = ("step", "eval/", *(f"objective/{name}" for name in ("rewards", "kl_sum", "response_l", "truncated")))
-        kept += (StepTable.SOURCES, *filter(None, [self._args.metric_for_best_model]))
+        """The lines of metrics.jsonl on the main process. A run may be resumed from another folder's checkpoint."""
         path = Path(self._args.output_dir) / "metrics.jsonl"
-        lines, sources = list[Metrics](), self._sources()
-        # A run may be resumed from a checkpoint in another folder.
-        if not path.exists():
-            return lines
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                known = console_text.in_order_of_sources(self._known(json.loads(line)), sources)
-                lines.append({key: value for key, value in known.items() if key.startswith(kept)})
-        return lines
+        if not self._log.is_main or not path.exists():
+            return []
+        return [self._known(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -14,20 +14,16 @@ FILE = "step.json"
 
 @dataclass(frozen=True)
 class WeightsStep:
-    """The step that weights are from.
-
-    Attributes:
-        step: completed steps of the run when the weights were like this.
-        trained_steps: completed steps of the run when they were saved; more than `step` if `load_best_model_at_end`
-            chose an earlier checkpoint.
-        metric: name of `metric_for_best_model`, if the weights are those of the best checkpoint; else None.
-        value: that metric after `step`.
-    """
+    """The step that weights are from."""
 
     step: int
+    """Completed steps of the run when the weights were like this."""
     trained_steps: int
+    """Completed steps when they were saved: more than `step` if `load_best_model_at_end` chose an earlier one."""
     metric: str | None = None
+    """Name of `metric_for_best_model`, if the weights are those of the best checkpoint."""
     value: float | None = None
+    """That metric after `step`."""
 
     def __str__(self) -> str:
         """In words, such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
@@ -42,20 +38,6 @@ class WeightsStep:
 
 
 def read_weights_step(folder: StrPath) -> WeightsStep | None:
-    """What `WeightsStep.write` wrote into `folder`, such as a run's final/; None if there is no such file.
-
-    Raises:
-        ValueError: when the file is not one of these.
-    """
+    """What `WeightsStep.write` wrote into `folder`, such as a run's final/; None if there is no such file."""
     path = Path(folder) / FILE
-    if not path.is_file():
-        return None
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return WeightsStep(
-            int(entries["step"]), int(entries["trained_steps"]), metric=entries["metric"], value=entries["value"]
-        )
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} does not say which step the models are from ({type(error).__name__}: {error}); delete it"
-        ) from error
+    return WeightsStep(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from alpaca_ppo.checkpoint import export, hub
 from alpaca_ppo.checkpoint.compatibility import check_identity, eval_identity, run_identity
@@ -38,14 +38,16 @@ from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.old_policy import OldPolicySource
 from alpaca_ppo.ppo.updates import Updater
-from alpaca_ppo.report.refresher import refresh_report
-from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics
+from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
+from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
+from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.tracking.weights_step import WeightsStep
-from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
 from alpaca_ppo.trainer.preflight import DiskCheck, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
+from alpaca_ppo.trainer.run_doctor import RunDoctor
 from alpaca_ppo.types import PromptBatch
 
 
@@ -107,7 +109,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.state = TrainerState(
             max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
         )
-        self.callback_handler = CallbackHandler(callbacks, self.state, setup.built_in_callbacks(self))
+        self.run_log = RunLog(self.accelerator, self.args)
+        self.callback_handler = CallbackHandler(callbacks, self.state, self.built_in_callbacks())
         self.preemption = PreemptionHandler(self.accelerator)
         self.progress = TrainProgress(self.accelerator, self.state, self.updater)
         self.checkpoints = CheckpointManager(
@@ -120,7 +123,20 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             identity=self._saved_identity,
             check=self._check_saved,
         )
-        self._run_log: RunLog | None = None
+
+    def built_in_callbacks(self) -> list[TrainerCallback]:
+        """The callbacks of every run, in the order in which they are notified; stop rules are among them."""
+        args, log = self.args, self.run_log
+        callbacks: list[TrainerCallback] = [Console(args, log, max_steps=self.schedule.num_steps)]
+        callbacks.append(RunDoctor(args, self.accelerator, log))
+        if args.max_kl_to_ref is not None:
+            callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
+        if args.num_inspected_prompts:
+            callbacks.append(TrainingPromptInspector(self))
+        if args.report:
+            token_mb = args.report_token_mb
+            callbacks.append(ReportRefresher(args.output_dir, token_mb=token_mb, is_main=log.is_main, say=log.message))
+        return callbacks
 
     def checkpoint_components(self) -> dict[str, Component]:
         """Additional state of a subclass to save in checkpoints, by name: anything with `state_dict` and
@@ -154,16 +170,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def model(self) -> Any:
         """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
         return self.updater.model
-
-    @property
-    def run_log(self) -> RunLog:
-        """The run's log on disk. It is opened without removing existing records; `train` removes those of later steps
-        than the one from which it continues.
-        """
-        if self._run_log is None:
-            self.run_lock.acquire()
-            self._run_log = setup.make_run_log(self.accelerator, self.args, self.run_record, resume_step=None)
-        return self._run_log
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
         """Runs all steps and saves the final models, resuming from a checkpoint if requested; returns the last metrics.
@@ -343,13 +349,12 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.run_log.message(f"{reason}: run saved to {folder}; continue with {RESUME}")
         refresh_report(self.callback_handler.built_in)
         self.run_log.finish()
-        self._run_log = None
         collectives.drain_collectives(self.accelerator)
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
         folder = self.checkpoints.find(resume_from_checkpoint, has_trained=not self.progress.at_start)
         seed_random_states(self.args.seed, self.accelerator.process_index)
-        lines = None
+        lines = 0
         if folder is None:
             self.progress.advance()
         else:
@@ -363,15 +368,13 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             # A run that has no step left only writes its final models again.
             if not self._finished:
                 self.disk_check.check(self.schedule.num_steps - self.state.global_step)
-        self._run_log = setup.begin_run_log(
-            self._run_log,
-            self.accelerator,
-            self.args,
-            self.run_record,
-            resume_step=-1 if self.progress.at_start else self.progress.step,
-            step_ended=self.progress.step_ended,
-            resume_skipped=self.progress.skipped_updates,
-            resume_lines=lines,
+        step = -1 if self.progress.at_start else self.progress.step
+        self.run_log.begin(
+            self.run_record.config(self.args),
+            self.run_record.provenance(self.accelerator, resumed_step=step),
+            step=step,
+            last_line=self.progress.last_line,
+            lines=lines,
         )
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
@@ -407,7 +410,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         """The run's identity as a checkpoint stores it, with hashes of metrics.jsonl and of the eval dataset."""
         return {
             **self._identity(),
-            "metrics": metrics_identity(Path(self.args.output_dir), self.progress.last_line),
+            "metrics": metrics_identity(Path(self.args.output_dir)),
             "eval_dataset": eval_identity(self.eval_prompts),
         }
 
@@ -417,7 +420,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         Called on the main process only, whose identity was saved and which alone writes records.
         """
         check_identity(folder, saved.identity, self._identity(), self.args)
-        check_metrics(Path(self.args.output_dir), saved.identity["metrics"], saved.components["progress"]["last_line"])
+        check_metrics(Path(self.args.output_dir), saved.identity["metrics"])
 
     def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
         """Warns if the eval dataset has changed, which affects only the eval metrics."""
@@ -433,8 +436,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.progress.advance(stats=stats, step_ended=False, update=None)
         self._notify("on_step_end", metrics=stats)
         step, stats = self.state.global_step, dict(stats)
-        if reason := self.callback_handler.stop_if_kl_above(stats, max_kl_to_ref=self.args.max_kl_to_ref):
-            self.run_log.message(f"step {step}: {reason}")
         last = step == self.schedule.num_steps or self.callback_handler.control.should_training_stop
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts and (due or self.callback_handler.control.should_evaluate):

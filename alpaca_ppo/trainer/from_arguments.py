@@ -3,6 +3,7 @@
 The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing that is here.
 """
 
+import sys
 from typing import Any
 
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -10,6 +11,7 @@ from alpaca_ppo.config.provenance import Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.eval_sets import load_eval_datasets
+from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import RemoteReward
 from alpaca_ppo.tracking.run_record import RunRecord
@@ -17,7 +19,7 @@ from alpaca_ppo.trainer.environment_setup import GivenEnvironments, named_enviro
 from alpaca_ppo.trainer.measure_checks import check_value_names
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
 from alpaca_ppo.trainer.preflight import check_start
-from alpaca_ppo.trainer.run_doctor import exit_if_ended_by_an_error
+from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
 def train_from_arguments(
@@ -58,8 +60,27 @@ def train_from_arguments(
     trainer.run_record = RunRecord.of_command(provenance)
     stats = trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
-    exit_if_ended_by_an_error(trainer)
+    _exit_if_ended_by_an_error(trainer)
     return stats
+
+
+def _exit_if_ended_by_an_error(trainer: PPOTrainer) -> None:
+    """Ends the process, with `ENDED_BY_ERROR` on every rank, if an error of the doctor has ended the run; the main
+    process says which one. A run that was ended by a warning is one that ended as it was told to.
+    """
+    doctors = [callback for callback in trainer.callback_handler.built_in if isinstance(callback, RunDoctor)]
+    errors = [finding for doctor in doctors for finding in doctor.ended_by if finding.severity == "error"]
+    if not errors:
+        return
+    step, named = trainer.state.global_step, ", ".join(f"{found.rule} ({found.sentence})" for found in errors)
+    if trainer.accelerator.is_main_process:
+        print(
+            f"error: stop_on ended the run at step {step} of {trainer.schedule.num_steps}, because of {named}; its "
+            f"checkpoint is {trainer.checkpoints.folder(step)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    raise SystemExit(ENDED_BY_ERROR)
 
 
 def reward_sources(script_args: ScriptArguments, args: PPOConfig, processing_class: Any) -> list[str | RemoteReward]:

@@ -100,7 +100,7 @@ class TrainingPromptInspector(TrainerCallback):
         assert rollouts is not None
         rows = rollout_tables.rollout_rows(rollouts, trainer.processing_class, len(self.prompt_ids))
         rows = rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)
-        trainer.run_log.log_inspected(rows, step)
+        trainer.run_log.write_rows("inspected", rows, step)
 
 
 def _sampled(trainer: Any, prompts: PromptBatch) -> Rollouts | None:

@@ -310,8 +310,8 @@ class PPOTrainer(RolloutTrainer):
         """
         self.progress.skipped_updates += 1
         number, step = self.progress.skipped_updates, self.state.global_step + 1
-        self.run_log.log_skipped_update(
-            {"number": number, "step": step, "cause": error.cause, "prompt_ids": error.prompt_ids}
+        self.run_log.append(
+            "skipped_updates", {"number": number, "step": step, "cause": error.cause, "prompt_ids": error.prompt_ids}
         )
         limit = (
             f"{number} updates in this run had a non-finite loss or gradient; max_skipped_updates is "
@@ -385,7 +385,7 @@ class PPOTrainer(RolloutTrainer):
         local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
         if self.args.num_logged_rollouts:
-            self.run_log.log_rollouts(logged_rollouts(self, rollouts, step), step)
+            self.run_log.write_rows("rollouts", logged_rollouts(self, rollouts, step), step)
         if samples_are_due(step, self.args):
             self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)
         return stats

@@ -80,9 +80,7 @@ class RolloutTrainer(BaseTrainer):
         return metrics.Timers(lambda phase: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase)))
 
     def _show_source(self, name: str) -> None:
-        # A scorer that is called by itself does not open the log.
-        if self._run_log is not None:
-            self._run_log.bar.detail(name)
+        self.run_log.bar.detail(name)
 
     @property
     def source_weights(self) -> dict[str, float]:

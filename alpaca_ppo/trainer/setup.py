@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback
 
 from alpaca_ppo.adapters import check_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -39,16 +38,10 @@ from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater, planned_steps
-from alpaca_ppo.report.refresher import ReportRefresher
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rewards.scoring import Penalties
-from alpaca_ppo.tracking.console import Console
-from alpaca_ppo.tracking.run_log import RunLog
-from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.environment_setup import NO_ENVIRONMENTS, GivenEnvironments, prompt_rows, schemas_of
-from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
 from alpaca_ppo.trainer.measure_checks import REWARD_ADAPTER, of_metrics
-from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
 def check_critic_tokenizer(start: Any, processing_class: Any, args: PPOConfig) -> None:
@@ -328,35 +321,6 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
 
-def make_run_log(accelerator: Accelerator, args: PPOConfig, record: RunRecord, **resumed: Any) -> RunLog:
-    """The run's log on disk and in the trackers; `record` goes to run.yaml.
-
-    `resumed` is passed on to `RunLog`: its `resume_step`, `step_ended`, `resume_skipped` and `resume_lines`.
-    """
-    return RunLog(
-        accelerator,
-        output_dir=args.output_dir,
-        report_to=args.report_to,
-        run_name=args.run_name,
-        config=record.config(args),
-        provenance=record.provenance(accelerator, resumed_step=resumed.get("resume_step")),
-        **resumed,
-    )
-
-
-def begin_run_log(
-    log: RunLog | None, accelerator: Accelerator, args: PPOConfig, record: RunRecord, **resumed: Any
-) -> RunLog:
-    """The run's log without records of steps that the run will make again; `resumed` is that of `make_run_log`.
-
-    `log` is the one that is open already, because the trainer evaluated or sampled before it trained; or None.
-    """
-    if log is None:
-        return make_run_log(accelerator, args, record, **resumed)
-    log.rewind(**resumed)
-    return log
-
-
 def make_collector(
     reference: Reference | None,
     scorer: RewardScorer,
@@ -407,35 +371,3 @@ def make_kl_controller(args: PPOConfig) -> KLController:
         k_beta=args.k_beta,
         horizon=args.kl_horizon,
     )
-
-
-def built_in_callbacks(trainer: Any) -> list[TrainerCallback]:
-    """Returns the callbacks of every run, in the order in which they are notified.
-
-    Args:
-        trainer: the `BaseTrainer`. Its `args`, `accelerator`, `schedule` and `state` are there; `run_log` is when the
-            callbacks are notified.
-    """
-    args: PPOConfig = trainer.args
-    callbacks: list[TrainerCallback] = [
-        Console(
-            trainer.args,
-            lambda: trainer.run_log,
-            max_steps=trainer.schedule.num_steps,
-            sources=lambda: list(trainer.source_weights),
-        ),
-        RunDoctor(trainer),
-    ]
-    if args.num_inspected_prompts:
-        callbacks.append(TrainingPromptInspector(trainer))
-    if args.report:
-        is_main = trainer.accelerator.is_main_process
-        callbacks.append(
-            ReportRefresher(
-                args.output_dir,
-                token_mb=args.report_token_mb,
-                is_main=is_main,
-                say=lambda text: trainer.run_log.message(text),
-            )
-        )
-    return callbacks

@@ -10,8 +10,8 @@ from peft import LoraConfig
 
 from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.distributed import deepspeed_config
-from alpaca_ppo.distributed.accelerator import _check_deepspeed, make_accelerator
-from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, resolve_auto, wants_deepspeed
+from alpaca_ppo.distributed.accelerator import make_accelerator
+from alpaca_ppo.distributed.deepspeed_config import check_four_bit, deepspeed_plugin, resolve_auto, wants_deepspeed
 from alpaca_ppo.distributed.optimizer import _check_groups
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm
@@ -50,6 +50,10 @@ def file(tmp_path, monkeypatch):
         return str(tmp_path / "zero.json")
 
     return write
+
+
+def plugin_of(path, **settings):
+    return deepspeed_plugin(tiny_config("unused", deepspeed=path, **settings))
 
 
 def test_what_is_auto_or_absent_is_filled_from_the_run():
@@ -99,11 +103,11 @@ def test_an_entry_that_contradicts_the_run_is_refused(entries, message):
 def test_another_stage_is_refused(stage, file):
     path = file(json.dumps({"zero_optimization": {"stage": stage}}))
     with pytest.raises(ValueError, match=f"has ZeRO stage {stage}; set zero_optimization.stage to 1, 2 or 3"):
-        deepspeed_plugin(path)
+        plugin_of(path)
 
 
 def test_a_plugin_of_the_named_file_loads_models_whole(file):
-    plugin = deepspeed_plugin(file(json.dumps({"zero_optimization": {"stage": 2}})))
+    plugin = plugin_of(file(json.dumps({"zero_optimization": {"stage": 2}})))
     assert isinstance(plugin, DeepSpeedPlugin) and plugin.zero_stage == 2 and not plugin.zero3_init_flag
 
 
@@ -114,7 +118,7 @@ def test_a_file_of_another_shape_is_refused(file):
         ("[" * 9000, "zero.json', which is not a readable JSON file"),
     ):
         with pytest.raises(ValueError, match=message):
-            deepspeed_plugin(file(text))
+            plugin_of(file(text))
 
 
 @pytest.mark.parametrize("text", [None, "{", "\udcff"])
@@ -124,19 +128,19 @@ def test_a_file_that_is_missing_or_no_json_is_refused(text, file, tmp_path):
     elif text is not None:
         file(text)
     with pytest.raises(ValueError, match="zero.json', which is not a readable JSON file"):
-        deepspeed_plugin(str(tmp_path / "zero.json"))
+        plugin_of(str(tmp_path / "zero.json"))
 
 
 def test_a_process_that_no_launcher_started_is_refused(file, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(ValueError, match="was not started by a launcher; use accelerate launch"):
-        deepspeed_plugin(file("{}"))
+    with pytest.raises(ValueError, match="no launcher started this process; use accelerate launch"):
+        plugin_of(file("{}"))
 
 
 def test_a_missing_deepspeed_is_named_with_the_remedy(file, monkeypatch):
     monkeypatch.setattr(deepspeed_config, "is_deepspeed_available", lambda: False)
     with pytest.raises(ValueError, match=r"not installed; pip install 'alpaca_ppo\[deepspeed\]'"):
-        deepspeed_plugin(file("{}"))
+        plugin_of(file("{}"))
 
 
 def test_deepspeed_is_wanted_by_the_run_or_by_the_launcher(monkeypatch):
@@ -155,9 +159,9 @@ def test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu(file, monkeypatch, 
 
 def test_4_bit_weights_are_refused_under_stage_3(tmp_path):
     args = tiny_config(tmp_path, load_in_4bit=True, critic_layout="adapter")
-    _check_deepspeed(2, args)
+    check_four_bit(2, args)
     with pytest.raises(ValueError, match="load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without"):
-        _check_deepspeed(3, args)
+        check_four_bit(3, args)
 
 
 def test_half_precision_that_the_run_has_no_name_for_is_refused():
@@ -176,7 +180,7 @@ def test_the_optimizer_of_zero_1_for_float32_gradients_of_a_bf16_run_is_refused(
 
 
 def test_a_file_beside_an_accelerator_of_one_s_own_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="deepspeed is 'zero.json', but you passed your own accelerator; either give"):
+    with pytest.raises(ValueError, match="deepspeed is 'zero.json', but you passed your own accelerator; give"):
         make_accelerator(tiny_config(tmp_path, deepspeed="zero.json"), Accelerator(cpu=True))
 
 

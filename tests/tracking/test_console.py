@@ -177,7 +177,7 @@ STEP = {"objective/scores/count_even": 1.0, "objective/rewards": 1.0, "objective
 
 def console(folder, **overrides):
     log = Log()
-    made = Console(tiny_config(folder, **overrides), lambda: log, max_steps=100, sources=list)
+    made = Console(tiny_config(folder, **overrides), log, max_steps=100)
     made.on_train_begin(None, SimpleNamespace(global_step=0), None)
     return made, log
 

@@ -9,14 +9,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from alpaca_ppo.tracking import run_log
-from alpaca_ppo.tracking.run_log import RunLog, metrics_identity, tracker_names
+from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity, tracker_names
+from tests.tiny_runs import tiny_config
 
 CONFIG = {"seed": 42, "report_to": ["tensorboard"], "run_name": None, "learning_rate": 1e-06}
+NEW = {"step": -1, "last_line": -1, "lines": 0}
 
 
-def make_log(folder, **kwargs):
-    options = {"output_dir": folder, "report_to": ["none"], "config": CONFIG}
-    return RunLog(Accelerator(cpu=True), **(options | kwargs))
+def make_log(folder, report_to=("none",), begin=NEW, **options):
+    log = RunLog(Accelerator(cpu=True), tiny_config(folder, report_to=list(report_to), **options))
+    log.begin(CONFIG, {"folder": "here"}, **begin)
+    return log
 
 
 def lines(folder):
@@ -33,12 +36,12 @@ def text(accumulator, tag):
     return accumulator.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
-def test_a_line_has_the_step_first_and_then_the_sorted_metrics(tmp_path):
+def test_a_line_has_the_step_first_and_then_the_metrics_in_their_order(tmp_path):
     log = make_log(tmp_path)
     log.log({"ppo/loss": 0.1, "objective/kl": 2}, 1)
     log.log({"ppo/loss": 1 / 3}, 2)
     assert lines(tmp_path) == [
-        '{"step": 1, "objective/kl": 2.0, "ppo/loss": 0.1}',
+        '{"step": 1, "ppo/loss": 0.1, "objective/kl": 2.0}',
         '{"step": 2, "ppo/loss": 0.3333333333333333}',
     ]
 
@@ -48,15 +51,33 @@ def test_numbers_that_json_cannot_represent_are_null(tmp_path):
     assert lines(tmp_path) == ['{"step": 1, "a": null, "b": null, "c": null}']
 
 
-def test_a_resumed_run_keeps_the_lines_up_to_its_step_byte_for_byte(tmp_path):
+def test_a_resumed_run_keeps_what_it_had_written_byte_for_byte(tmp_path):
     log = make_log(tmp_path)
     for step in range(5):
         log.log({"x": step / 7}, step)
+        log.append("findings", {"step": step})
+        log.append("skipped_updates", {"step": step})
+        log.write_rows("rollouts", [{"response": "r"}], step)
+        log.log_table("eval/hard", [{"response": "r"}], step)
+        if step == 2:
+            identity = metrics_identity(tmp_path)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
+    assert metrics_identity(tmp_path, 3) == identity and metrics_identity(tmp_path, 4) != identity
+    check_metrics(tmp_path, identity)
+    for other in ("rollouts/step_notes.jsonl", "step_000060.jsonl"):
+        (tmp_path / other).write_text("mine")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "x": 0.7')  # killed in the middle of a line
-    resumed = make_log(tmp_path, resume_step=2)
+    # Step 3 has been trained, but it was interrupted before its line was written.
+    resumed = make_log(tmp_path, begin={"step": 3, "last_line": 2, "lines": identity["lines"]})
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [0, 1, 2]
+    for name, last in (("findings", 2), ("skipped_updates", 3)):
+        assert [json.loads(line)["step"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] == list(
+            range(last + 1)
+        )
+    for folder in ("rollouts", "eval/hard"):
+        assert sorted(p.stem[-1] for p in (tmp_path / folder).glob("step_0*")) == ["0", "1", "2", "3"]
+    assert (tmp_path / "rollouts/step_notes.jsonl").exists() and (tmp_path / "step_000060.jsonl").exists()
     for step in (3, 4):
         resumed.log({"x": step / 7}, step)
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole
@@ -71,33 +92,18 @@ def test_a_new_run_removes_the_records_of_an_older_one(tmp_path):
     assert list((tmp_path / "eval").iterdir()) == []
 
 
-def test_rows_of_later_steps_are_removed_and_other_files_stay(tmp_path):
-    log = make_log(tmp_path)
-    for step in (20, 40):
-        log.log_rollouts([{"response": "r"}], step)
-    for other in ("rollouts/step_notes.jsonl", "step_000060.jsonl"):
-        (tmp_path / other).write_text("mine")
-    make_log(tmp_path, resume_step=20)
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000020.jsonl", "step_notes.jsonl"]
-    assert (tmp_path / "step_000060.jsonl").exists()
-
-
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}', '{"step": Infinity}', "[" * 9000])
-def test_an_invalid_line_in_metrics_jsonl_is_an_error_that_names_the_line(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record of a run"):
-        make_log(tmp_path, resume_step=1)
-
-
-def test_metrics_in_another_encoding_are_an_error_that_names_the_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes('{"step": 1}\n'.encode("utf-16"))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1 is not a record of a run"):
-        metrics_identity(tmp_path, 1)
+def test_lines_of_another_run_are_refused(tmp_path):
+    make_log(tmp_path).log({"x": 1.0}, 1)
+    with pytest.raises(ValueError, match=r"metrics.jsonl does not belong to the run that wrote the checkpoint: its"):
+        check_metrics(tmp_path, {"lines": 1, "sha256": "0"})
+    # In an empty folder a run may go on from a checkpoint of another one.
+    (tmp_path / "metrics.jsonl").unlink()
+    check_metrics(tmp_path, {"lines": 1, "sha256": "0"})
 
 
 def test_rows_are_strict_json_one_per_line_whatever_the_text(tmp_path):
     row = {"response": "a\nb\u2028c \ud83d | é", "tokens": [{"id": 1, "kl": math.nan}], "pair": (1.5, math.inf)}
-    make_log(tmp_path).log_rollouts([row, {"response": ""}], 20)
+    make_log(tmp_path).write_rows("rollouts", [row, {"response": ""}], 20)
     written = (tmp_path / "rollouts" / "step_000020.jsonl").read_bytes().decode("utf-8").split("\n")
     assert len(written) == 3 and written[2] == ""
     assert json.loads(written[0], parse_constant=pytest.fail) == {
@@ -109,30 +115,30 @@ def test_rows_are_strict_json_one_per_line_whatever_the_text(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     log = make_log(tmp_path)
-    log.log_rollouts([{"response": "old"}], 1)
+    log.write_rows("rollouts", [{"response": "old"}], 1)
 
     def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        log.log_rollouts([{"response": "new"}], 1)
+        log.write_rows("rollouts", [{"response": "new"}], 1)
     assert json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text()) == {"response": "old"}
 
 
 def test_run_yaml_has_the_resolved_configuration(tmp_path):
     make_log(tmp_path)
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == CONFIG
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == CONFIG | {"provenance": {"folder": "here"}}
 
 
 def test_tensorboard_gets_metrics_tables_and_configuration(tmp_path):
-    log = make_log(tmp_path, report_to=["tensorboard"], config={**CONFIG, "metric_for_best_model": "ppo/x"})
+    log = make_log(tmp_path, ["tensorboard"], metric_for_best_model="ppo/x", save_steps=1)
     log.log({"objective/kl": 0.5}, 1)
     log.log({"objective/kl": 0.75}, 2, report=False)
     log.log_table("eval", [{"prompt": f"p{i}", "score": i / 3} for i in range(20)], 2)
-    log.log_rollouts([{"prompt": "p", "response": "r", "score": 0.5, "tokens": [1]}], 3)
+    log.write_rows("rollouts", [{"prompt": "p", "response": "r", "score": 0.5, "tokens": [1]}], 3)
     log.log({"objective/scores": 0.5, "ppo/x": 0.25}, 3)
-    log.log_rollouts([{"prompt": "unreported", "response": "r", "score": 0.5}], 4)
+    log.write_rows("rollouts", [{"prompt": "unreported", "response": "r", "score": 0.5}], 4)
     log.log({"objective/scores": 0.75}, 4, report=False)
     log.finish()
     events = board(tmp_path)
@@ -146,34 +152,25 @@ def test_tensorboard_gets_metrics_tables_and_configuration(tmp_path):
     assert "| learning\\_rate | 1e-06 |" in text(events, "run.yaml")
 
 
-@pytest.mark.parametrize(("resume_step", "steps"), [(2, [1, 2, 3]), (-1, [3])])
-def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, monkeypatch, resume_step, steps):
+@pytest.mark.parametrize(("last_line", "steps"), [(2, [1, 2, 3]), (-1, [3])])
+def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, monkeypatch, last_line, steps):
     # Event files are read in the order of their names: the second in which each was created, and in the end a counter,
     # whose 10 comes before its 9.
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(9))
     for first, last in ((1, 4), (3, 3)):
-        log = make_log(tmp_path, report_to=["tensorboard"], resume_step=-1 if first == 1 else resume_step)
+        begin = NEW if first == 1 else {"step": last_line, "last_line": last_line, "lines": 0}
+        log = make_log(tmp_path, ["tensorboard"], begin=begin)
         for step in range(first, last + 1):
             log.log({"x": step / 2}, step)
         log.finish()
     assert [e.step for e in board(tmp_path).Scalars("x")] == steps
 
 
-def test_an_open_board_that_goes_back_hides_the_steps_after_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(9))
-    log = make_log(tmp_path, report_to=["tensorboard"])
-    for step in range(1, 5):
-        log.log({"x": step / 2}, step)
-    log.rewind(resume_step=2, step_ended=True, resume_skipped=0, resume_lines=None)
-    log.log({"x": 7.0}, 3)
-    log.finish()
-    assert [(e.step, e.value) for e in board(tmp_path).Scalars("x")] == [(1, 0.5), (2, 1.0), (3, 7.0)]
-
-
 def test_trackers_that_the_accelerator_already_has_are_kept_and_left_open(tmp_path):
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path / "mine")
     accelerator.init_trackers("project")
-    log = RunLog(accelerator, output_dir=tmp_path / "run", report_to=["tensorboard"], config=CONFIG)
+    log = RunLog(accelerator, tiny_config(tmp_path / "run", report_to=["tensorboard"]))
+    log.begin(CONFIG, {}, **NEW)
     log.log({"x": 1.0}, 1)
     log.finish()
     assert not (tmp_path / "run" / "runs").exists()
@@ -204,7 +201,7 @@ def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, 
 
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
     monkeypatch.setitem(run_log.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
-    log = make_log(tmp_path / "lucky", report_to=["wandb"])
+    log = make_log(tmp_path / "lucky", ["wandb"])
     log.log({"x": 1.0}, 3)
     log.finish()
     name = ("init", "alpaca_ppo", {"name": "lucky"})
@@ -214,9 +211,10 @@ def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, 
 def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(type(accelerator), "is_main_process", False)
-    log = RunLog(accelerator, output_dir=tmp_path / "run", report_to=["none"], config=CONFIG)
+    log = RunLog(accelerator, tiny_config(tmp_path / "run"))
+    log.begin(CONFIG, {}, **NEW)
     log.log({"x": 1.0}, 1)
-    log.log_rollouts([{"response": "r"}], 1)
+    log.write_rows("rollouts", [{"response": "r"}], 1)
     log.log_table("eval", [{"response": "r"}], 1)
     log.message("hello")
     log.finish()
@@ -238,9 +236,9 @@ def test_a_tracker_named_twice_is_used_once(monkeypatch):
 @pytest.mark.parametrize(
     ("report_to", "message"),
     [
-        (["tensorbord"], "'tensorbord', which is not a tracker of Accelerate; available here: tensorboard, all, none"),
-        (["tensorboard", "wandb"], "'wandb', which is not installed; available here: tensorboard, all, none"),
-        (["none", "tensorboard"], "'none' cannot be combined with other trackers"),
+        (["tensorbord"], "'tensorbord', which is not a tracker of Accelerate; choose of tensorboard, all, or none"),
+        (["tensorboard", "wandb"], "'wandb', which is not installed; choose of"),
+        (["none", "tensorboard"], "'none', which cannot be combined with other trackers"),
     ],
 )
 def test_an_unavailable_tracker_is_an_error_that_lists_the_available_ones(monkeypatch, report_to, message):
