@@ -3,22 +3,21 @@
     python -m examples.reward_server outputs/reward_model --port 8000
     python -m examples.reward_server my_rewards.py:right_result --host 0.0.0.0
 
-POST /score takes the plain form, POST /get_reward that of OpenRLHF (see docs/rewards.md). If the environment variable
-REWARD_API_KEY is set, requests must bring it. One request is scored at a time; for several at once, start several
-servers. It needs `pip install 'alpaca_ppo[http]'`.
+POST /score takes what docs/rewards.md says. If the environment variable REWARD_API_KEY is set, requests must bring it.
+One request is scored at a time; for several at once, start several servers.
 """
 
 import argparse
-import asyncio
 import hmac
+import json
 import math
 import os
 import signal
-from collections.abc import Callable
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
-from aiohttp import web
 
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.rewards.remote import KEY_VARIABLE
@@ -41,33 +40,22 @@ class RewardServer:
         self._scorer = RewardScorer(built.sources, built.weights, measures=True)
         self._scorer.offer(None)
         self.name = self._scorer.names[0]
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()
 
-    def app(self) -> web.Application:
-        """The application that answers requests."""
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-        app.add_routes([web.post("/score", self._answer(plain)), web.post("/get_reward", self._answer(openrlhf))])
-        return app
-
-    def _answer(self, read: Callable[[Any], dict[str, Any]]) -> Callable[[web.Request], Any]:
-        """The handler of requests that `read` turns into the arguments of a scorer."""
-
-        async def handle(request: web.Request) -> web.Response:
-            key = os.environ.get(KEY_VARIABLE, "").strip()
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if key and not hmac.compare_digest(given.encode(), key.encode()):
-                return web.json_response({"error": f"the key is not that of {KEY_VARIABLE}"}, status=401)
-            try:
-                arguments = read(await request.json())
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                return web.json_response({"error": f"a request of another form: {error!r}"}, status=400)
-            try:
-                async with self._lock:
-                    return web.json_response(await asyncio.to_thread(self._score, arguments))
-            except Exception as error:
-                return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
-
-        return handle
+    def answer(self, authorization: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """The HTTP status and the JSON of the answer to a request."""
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if key and not hmac.compare_digest(authorization.removeprefix("Bearer ").encode(), key.encode()):
+            return 401, {"error": f"the key is not that of {KEY_VARIABLE}"}
+        try:
+            arguments = read(json.loads(body))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return 400, {"error": f"a request of another form: {error!r}"}
+        try:
+            with self._lock:
+                return 200, self._score(arguments)
+        except Exception as error:
+            return 500, {"error": f"{type(error).__name__}: {error}"}
 
     def _score(self, arguments: dict[str, Any]) -> dict[str, Any]:
         result = self._scorer(**arguments)
@@ -80,10 +68,10 @@ class RewardServer:
             scores = totals
         logged = {name: total / count for name, (total, count) in self._scorer.logged.pop().items()}
         rewards = [None if math.isnan(total) else score for total, score in zip(totals, scores, strict=True)]
-        return {"rewards": rewards, "metrics": logged, "extra_logs": logged}
+        return {"rewards": rewards, "metrics": logged}
 
 
-def plain(request: Any) -> dict[str, Any]:
+def read(request: Any) -> dict[str, Any]:
     """The arguments of a `RewardScorer` in {"prompts", "completions", "completion_ids", "columns"}."""
     columns, prompts = request.get("columns") or {}, _list(request["prompts"], "prompts")
     count = len(prompts)
@@ -96,40 +84,42 @@ def plain(request: Any) -> dict[str, Any]:
     }
 
 
-def openrlhf(request: Any) -> dict[str, Any]:
-    """The same in {"query", "prompts", "labels"}; a function gets the labels as the column `labels`."""
-    queries = _list(request["query"], "query")
-    prompts = _list(request.get("prompts") or [""] * len(queries), "prompts", len(queries))
-    labels = _list(request.get("labels") or [""] * len(queries), "labels", len(queries))
-    return {
-        "prompts": prompts,
-        "completions": [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)],
-        "completion_ids": [[] for _ in queries],
-        "rows": [{"labels": label} for label in labels],
-    }
-
-
 def _list(value: Any, name: str, count: int | None = None) -> list[Any]:
     if not isinstance(value, list) or count not in (None, len(value)):
         raise ValueError(f"{name} is no list" if count is None else f"{name} is no list of {count} values")
     return value
 
 
-async def serve(server: RewardServer, host: str, port: int) -> None:
+def serve(server: RewardServer, host: str, port: int) -> None:
     """Answers requests until SIGINT (Ctrl-C) or SIGTERM."""
-    stopped = asyncio.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            status, answer = 404, {"error": "the address is /score"}
+            if length > _MAX_REQUEST_BYTES:
+                status, answer = 413, {"error": f"a request of more than {_MAX_REQUEST_BYTES} bytes"}
+            elif self.path == "/score":
+                status, answer = server.answer(self.headers.get("Authorization", ""), self.rfile.read(length))
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Says nothing about each request."""
+
+    stopped = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
-    runner = web.AppRunner(server.app(), access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        bound = runner.addresses[0][1]
-        print(f"{server.name} scores at http://{host}:{bound}/score and /get_reward", flush=True)
-        await stopped.wait()
-        print("stopped")
-    finally:
-        await runner.cleanup()
+        signal.signal(signum, lambda *_: stopped.set())
+    with ThreadingHTTPServer((host, port), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        print(f"{server.name} scores at http://{host}:{http.server_port}/score", flush=True)
+        stopped.wait()
+        http.shutdown()
+    print("stopped")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,8 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch_size", type=int, default=8, help="sequences per forward pass of a reward model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of a reward model")
     given = parser.parse_args(argv)
-    server = RewardServer(given.source, batch_size=given.batch_size, device=given.device)
-    asyncio.run(serve(server, given.host, given.port))
+    serve(RewardServer(given.source, batch_size=given.batch_size, device=given.device), given.host, given.port)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
@@ -37,17 +37,6 @@ class ScriptArguments(ExplainsUnknownNames):
         None,
         "Addresses of a reward server: together they are one reward source, and each must give the same scores. The "
         "environment variable REWARD_API_KEY holds its key.",
-    )
-    reward_url_format: Literal["plain", "openrlhf"] = argument(
-        "plain",
-        "With reward_url: what is sent, prompts, completions and the dataset's columns (plain), or what OpenRLHF's "
-        "reward servers get (openrlhf).",
-        needs=when("reward_url"),
-    )
-    reward_url_labels: str | None = argument(
-        None,
-        "With reward_url_format openrlhf: dataset column that is sent as labels; null = empty labels.",
-        needs=when("reward_url_format", "openrlhf"),
     )
     reward_url_timeout: float = argument(
         60.0,

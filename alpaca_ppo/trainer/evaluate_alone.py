@@ -40,15 +40,14 @@ def evaluate_alone(model: str, script_args: Any, config: Callable[..., PPOConfig
     metrics, opponent = script_args.metric_funcs, args.eval_opponent
     environments = named_environments(script_args)
     given = GivenEnvironments(**environments)
-    check_value_names(args, reward_sources(script_args, args, None), metrics, given)
+    check_value_names(args, reward_sources(script_args), metrics, given)
     datasets = load_eval_datasets(script_args)
     if datasets is None:
         raise ValueError(
             "there are no prompts to evaluate on; give eval_dataset_name or eval_datasets, or dataset_name with "
             "dataset_test_split"
         )
-    tokenizer = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
-    rewards = reward_sources(script_args, args, tokenizer)
+    rewards = reward_sources(script_args)
     scored = bool(rewards or args.reward_adapter or given.source_names)
     if not (scored or metrics or opponent):
         raise ValueError(

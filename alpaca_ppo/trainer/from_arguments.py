@@ -4,7 +4,6 @@ The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing tha
 """
 
 import sys
-from typing import Any
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.provenance import Provenance
@@ -35,9 +34,7 @@ def train_from_arguments(
     check_start(args, resume)
     script_args.check_names(args)
     environments = named_environments(script_args)
-    check_value_names(
-        args, reward_sources(script_args, args, None), script_args.metric_funcs, GivenEnvironments(**environments)
-    )
+    check_value_names(args, reward_sources(script_args), script_args.metric_funcs, GivenEnvironments(**environments))
     name, config = script_args.dataset_name, script_args.dataset_config
     train_dataset = None
     if name:
@@ -47,7 +44,7 @@ def train_from_arguments(
     processing_class = load_processing_class(script_args.model_name_or_path, trust_remote_code=trust)
     trainer = PPOTrainer(
         model=script_args.model_name_or_path,
-        reward_funcs=reward_sources(script_args, args, processing_class),
+        reward_funcs=reward_sources(script_args),
         args=args,
         train_dataset=train_dataset,
         eval_dataset=load_eval_datasets(script_args),
@@ -83,7 +80,7 @@ def _exit_if_ended_by_an_error(trainer: PPOTrainer) -> None:
     raise SystemExit(ENDED_BY_ERROR)
 
 
-def reward_sources(script_args: ScriptArguments, args: PPOConfig, processing_class: Any) -> list[str | RemoteReward]:
+def reward_sources(script_args: ScriptArguments) -> list[str | RemoteReward]:
     """The reward sources that the options name, in the order of their weights: models, functions, the servers."""
     named: list[str | RemoteReward] = [
         *(script_args.reward_model_name_or_path or []),
@@ -92,11 +89,7 @@ def reward_sources(script_args: ScriptArguments, args: PPOConfig, processing_cla
     if script_args.reward_url:
         remote = RemoteReward(
             script_args.reward_url,
-            wire_format=script_args.reward_url_format,
             timeout=script_args.reward_url_timeout,
-            label_column=script_args.reward_url_labels,
-            processing_class=processing_class,
-            chat_template_kwargs=args.chat_template_kwargs,
             name="reward_url",
         )
         named.append(remote)

@@ -100,11 +100,11 @@ def test_failed_requests_are_repeated_by_reward_retries_and_graded_rows_are_not(
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (message("Eleven of ten! [[11]]"), "ChatUnavailable: an answer without a verdict: 'Eleven of ten"),
-        (message(None), "ChatUnavailable: an answer without text"),
-        (response({"choices": []}), r"ChatUnavailable: an answer of another form \(IndexError\)"),
-        (response(b"x"), "ChatUnavailable: .*sent an answer that is no JSON"),
-        (response(b"{}", status="503 Busy"), "ChatUnavailable: .*HTTP status 503"),
+        (message("Eleven of ten! [[11]]"), "NoGrade: an answer without a grade: 'Eleven of ten"),
+        (message(None), "NoGrade: an answer without text"),
+        (response({"choices": []}), r"NoGrade: an answer of another form \(IndexError\)"),
+        (response(b"x"), "RequestFailed: .*sent an answer that is no JSON"),
+        (response(b"{}", status="503 Busy"), "RequestFailed: .*HTTP status 503"),
         (response(b"{}", status="401 No"), "RequestFailed: .*HTTP status 401.*check the environment variable"),
     ],
 )
@@ -145,5 +145,5 @@ def test_the_command_line_reads_the_environment(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=problem):
             JudgedReward("http://h", "m", **options)
-    with pytest.raises(ValueError, match="the interface of a chat model holds 'h', which does not begin"):
+    with pytest.raises(ValueError, match="JudgedReward.url. holds 'h', which does not begin"):
         JudgedReward("h", "m")

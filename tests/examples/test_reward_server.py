@@ -1,4 +1,4 @@
-"""The reference reward server, started as a program, with a function and with a reward model, in both forms."""
+"""The reference reward server, started as a program, with a function and with a reward model."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def start(monkeypatch):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         line = process.stdout.readline()
-        assert (found := re.search(r"scores at (http://127.0.0.1:\d+)/score and /get_reward", line)), line
+        assert (found := re.search(r"scores at (http://127.0.0.1:\d+)/score", line)), line
         return found[1]
 
     yield started
@@ -61,37 +61,27 @@ def batch_of(*completions):
     return make_reward_batch(["p "] * len(completions), list(completions), [[1, 2]] * len(completions), rows)
 
 
-def test_a_function_answers_both_forms(start, tmp_path, monkeypatch):
+def test_a_function_answers(start, tmp_path, monkeypatch):
     (tmp_path / "graded.py").write_text(FUNCTION)
     address, logged = start(f"{tmp_path}/graded.py:graded"), []
     plain = RemoteReward(f"{address}/score")
     assert scored(plain, batch_of("7", "8", "skip"), logged) == [1.0, 0.0, None]
     assert logged == [("rows", 3.0)] * 3
     assert scored(plain, batch_of("tokens", "x")) == [[0.5, 0.5]] * 2
-    openrlhf = RemoteReward(f"{address}/get_reward", wire_format="openrlhf", label_column="answer")
-    assert scored(openrlhf, batch_of("7", "8")) == [1.0, 0.0]
     with pytest.raises(RewardError, match="HTTP status 500.*RuntimeError: no score for it"):
         scored(plain, batch_of("fail"))
-    with pytest.raises(RewardError, match="HTTP status 400.*KeyError"):
+    with pytest.raises(RewardError, match="HTTP status 404.*the address is /score"):
         scored(RemoteReward(f"{address}/get_reward"), batch_of("7"))
     # What no run of this package sends.
-    for path, request, message in (
-        ("get_reward", {"query": "abc"}, "query is no list"),
-        ("get_reward", {"query": ["a"], "labels": []}, None),
-        ("get_reward", {"query": ["a"], "labels": ["b", "c"]}, "labels is no list of 1 values"),
-        (
-            "score",
-            {"prompts": ["a"], "completions": ["b"], "columns": {"answer": "c"}},
-            "answer is no list of 1 values",
-        ),
-        ("score", "[" * 50_000, "RecursionError"),
+    for request, message in (
+        ({"prompts": "abc"}, "prompts is no list"),
+        ({"prompts": ["a"]}, "KeyError"),
+        ({"prompts": ["a"], "completions": ["b"], "columns": {"answer": "c"}}, "answer is no list of 1 values"),
+        ("[" * 50_000, "RecursionError"),
     ):
         body = request if isinstance(request, str) else json.dumps(request)
         headers = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
-        asked = urllib.request.Request(f"{address}/{path}", body.encode(), headers)
-        if message is None:
-            assert "rewards" in json.load(urllib.request.urlopen(asked, timeout=30))
-            continue
+        asked = urllib.request.Request(f"{address}/score", body.encode(), headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(asked, timeout=30)
         assert refused.value.code == 400 and message in json.load(refused.value)["error"]
@@ -106,6 +96,5 @@ def test_a_reward_model_scores_as_it_does_in_the_run(start, tmp_path):
     batch = make_reward_batch(["w10 w11", "w12"], [" w20", " w21 w22"], [[20], [21, 22]], [{}, {}])
     local = build_reward(str(tmp_path))(batch.prompts, batch.completions, batch.completion_ids, [{}, {}])
     address = start(tmp_path)
-    for path, form in (("score", "plain"), ("get_reward", "openrlhf")):
-        found = scored(RemoteReward(f"{address}/{path}", wire_format=form), batch)
-        assert found == pytest.approx(local.rewards.tolist(), abs=1e-6)
+    found = scored(RemoteReward(f"{address}/score"), batch)
+    assert found == pytest.approx(local.rewards.tolist(), abs=1e-6)

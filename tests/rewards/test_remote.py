@@ -2,23 +2,18 @@
 
 import gzip
 import random
-import sys
 import time
 import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RemoteReward, RewardError
+from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RemoteReward, RewardError, RewardScorer
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.remote import _parts
 from alpaca_ppo.rewards.reward_function import call_functions
-from alpaca_ppo.rewards.wire_formats import openrlhf_scores, plain_scores
 from tests.http_servers import RawServer, response
-from tests.tiny_models import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("deadline")
 
@@ -73,7 +68,10 @@ def test_columns_can_be_chosen_and_episodes_are_not_sent():
     with RawServer(right) as server:
         assert scored(RemoteReward(server.url, columns=["answer"]), batch).scores == [0.0]
         assert server.requests[0].body["columns"] == {"answer": ["7"]}
-        with pytest.raises(RewardError, match=r"the column 'picture' cannot be sent as JSON .*columns=\[...\]"):
+        with pytest.raises(
+            RewardError,
+            match=r"a column of \['answer', 'picture'\] or a prompt cannot be sent as J",
+        ):
             scored(RemoteReward(server.url), batch)
         with pytest.raises(RewardError, match="the dataset has no column 'hint' to send, only .*'answer'"):
             scored(RemoteReward(server.url, columns=["hint"]), batch)
@@ -81,48 +79,8 @@ def test_columns_can_be_chosen_and_episodes_are_not_sent():
         assert scored(RemoteReward(server.url), played).scores == [0.0]
         assert server.requests[-1].body["columns"] == {"answer": ["7"]}
         dated = make_reward_batch([[{"role": "user", "content": b"p"}]], ["x"], [[1]], [{}])
-        with pytest.raises(RewardError, match="the column 'prompts' cannot be sent as JSON"):
+        with pytest.raises(RewardError, match="or a prompt cannot be sent as JSON"):
             scored(RemoteReward(server.url), dated)
-
-
-def test_openrlhf_servers_get_the_whole_text_and_labels():
-    answer = {"rewards": [[0.5], 2, 0], "scores": [1, 0.5, 0], "extra_logs": {"right": [1, [0], 0]}}
-    logged = []
-    with RawServer(lambda request: response(answer)) as server:
-        reward = RemoteReward(server.url, wire_format="openrlhf", label_column="answer")
-        assert scored(reward, logged=logged).scores == [0.5, 2.0, 0.0]
-    assert server.requests[0].body == {
-        "query": ["px", "py", "qz"],
-        "prompts": ["p", "p", "q"],
-        "labels": ["7", "7", None],
-    }
-    expected = [("right", 1.0), ("right", 0.0), ("right", 0.0), ("scores", 1.0), ("scores", 0.5), ("scores", 0.0)]
-    assert logged == expected
-
-
-def test_openrlhf_servers_get_messages_as_the_policy_saw_them():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ mark }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    prompt = [{"role": "user", "content": "Why?"}]
-    turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    batch = make_reward_batch([prompt, prompt], ["So.", turns], [[1], [2]], [{}, {}])
-    # Of a single row, some servers send the number alone.
-    with RawServer(lambda r: response({"rewards": 3 if len(r.body["query"]) == 1 else [1, 2]})) as server:
-        reward = RemoteReward(
-            server.url, wire_format="openrlhf", processing_class=tokenizer, chat_template_kwargs={"mark": "|"}
-        )
-        assert scored(reward, batch).scores == [1.0, 2.0]
-        assert server.requests[0].body == {
-            "query": ["<user>Why?|<assistant>So.", "<user>Why?|<assistant>a|<tool>b|"],
-            "prompts": ["<user>Why?|<assistant>"] * 2,
-            "labels": ["", ""],
-        }
-        assert scored(reward, batch.row(0)).scores == [3.0]
-        with pytest.raises(RewardError, match="prompts are messages, which the openrlhf form .*processing_class"):
-            scored(RemoteReward(server.url, wire_format="openrlhf"), batch)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +121,7 @@ def test_servers_are_asked_in_turn_and_the_next_one_in_place_of_one_that_fails()
     with pytest.raises(RewardError) as found:
         scored(reward)
     message = str(found.value)
-    assert message.startswith(
-        "reward source 'served' raised RemoteServersFailed: none of 2 reward servers gave a usable"
-    )
+    assert message.startswith("reward source 'served' raised RemoteServersFailed: the reward server http")
     assert first.url in message and second.url in message and "on row 0" in message
 
 
@@ -192,30 +148,17 @@ HOSTILE = {
     "not UTF-8": (response(b'{"rewards": ["\xff"]}'), r"no JSON \(UnicodeDecodeError\)"),
     "deeply nested": (response(b"[" * 100000), r"no JSON \(RecursionError\)"),
     "digits": (response(b'{"rewards": [%s]}' % (b"9" * 5000)), r"no JSON \(ValueError\)"),
-    "too few": (response({"rewards": [1, 2]}), "sent 2 rewards for 3 rows; it must send one for each"),
-    "too many": (response({"rewards": [1] * 4}), "sent 4 rewards for 3 rows"),
-    "no list": (response({"rewards": {"0": 1}}), r"sent \{'0': 1\} as rewards; it must be a list"),
-    "no object": (response([1, 2, 3]), r'sent \[1, 2, 3\]; it must send \{"rewards": \[...\]\}'),
-    "null": (response(None), "sent None; it must send"),
+    "too few": (response({"rewards": [1, 2]}), r"sent .*; it must send \{\"rewards\": \[...\]\} with 3 entries"),
+    "too many": (response({"rewards": [1] * 4}), "with 3 entries"),
+    "no list": (response({"rewards": {"0": 1}}), "with 3 entries"),
+    "no object": (response([1, 2, 3]), r"sent \[1, 2, 3\]; it must send"),
     "another key": (response({"reward": [1, 2, 3]}), "sent .*'reward'.*; it must send"),
-    "NaN": (response(b'{"rewards": [1, NaN, 1]}'), r"sent nan, which is not finite in float32, in rewards\[1\]"),
-    "infinity": (response(b'{"rewards": [1, 1, -Infinity]}'), r"sent -inf, which is not finite .*rewards\[2\]"),
-    "overflow": (response({"rewards": [1e39, 1, 1]}), r"which is not finite in float32, in rewards\[0\]"),
-    "large integer": (response({"rewards": [10**400, 1, 1]}), r"not finite in float32, in rewards\[0\]"),
-    "bool": (response({"rewards": [True, 1, 1]}), r"sent True, a bool, in rewards\[0\]; it must be a number, null"),
-    "text": (response({"rewards": ["1", 1, 1]}), r"sent '1', a str, in rewards\[0\]"),
-    "nested": (response({"rewards": [[[1]], 1, 1]}), r"sent \[1\], a list, in rewards\[0\]\[0\]; it must be a number$"),
-    "tokens": (response({"rewards": [1, [1], 1]}), r"sent 1 scores in rewards\[1\], a response of 2 tokens"),
-    "metrics": (response({**ONES, "metrics": [1]}), r"sent \[1\] as metrics; it must be up to 100 metrics by name"),
-    "metric": (response({**ONES, "metrics": {"a b": 1}}), "sent the metric 'a b' in metrics; a name is a word"),
-    "metric value": (response({**ONES, "metrics": {"a": "1"}}), r"sent '1', a str, in metrics\['a'\]"),
-    "metric values": (response({**ONES, "metrics": {"a": [1]}}), "sent 1 values of a in metrics for 3 rows"),
-    "status": (response(b"broken", status="500 No"), "answered with HTTP status 500: 'broken'; look into its log"),
+    "metrics": (response({**ONES, "metrics": [1]}), r"sent \[1\] as metrics; it must be an object"),
+    "status": (response(b"broken", status="500 No"), "answered with HTTP status 500: 'broken'; check its log"),
     "refusal": (
         response(b"key?", status="401 No"),
         "status 401: 'key\\?'; check the environment variable REWARD_API_KEY",
     ),
-    "not found": (response(b"", status="404 No"), "status 404: ''; check its address and the form"),
     "long refusal": (response(b"x" * 10**6, status="400 No"), r"status 400: 'x{160}\.\.\.'"),
     "redirect": (
         response(b"", status="307 Elsewhere", headers="Location: http://u:hunter2@evil.example/x?token=abc123\r\n"),
@@ -227,11 +170,11 @@ HOSTILE = {
     ),
     "large": (response(b" " * 2_000_000), "sent an answer of more than 1061120 bytes"),
     "large in chunks": ([chunked(b"")] + [b"10000\r\n" + b" " * 65536 + b"\r\n"] * 40, "answer of more than 1061120"),
-    "cut off": (response(ONES)[:-4], "could not be asked .*; check that it runs and that this machine reaches it"),
-    "nothing": (b"", r"could not be asked \(ServerDisconnectedError"),
+    "cut off": (response(ONES)[:-4], "could not be asked .*; check that it runs"),
+    "nothing": (b"", "could not be asked "),
     "no HTTP": (b"220 mail ready\r\n\r\n", "could not be asked "),
     "bad chunks": (chunked(b"zz\r\n"), "could not be asked "),
-    "long header": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100000 + b"\r\n\r\n", "could not be asked "),
+    "long header": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200000 + b"\r\n\r\n", "could not be asked "),
 }
 
 
@@ -247,6 +190,27 @@ def test_an_unusable_answer_is_an_error_that_names_server_and_remedy(case):
     assert not any(secret in str(found.value) for secret in SECRETS) and len(problem_line) < 900
 
 
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b'{"rewards": [1, NaN, 1]}', "returned nan, which is not finite in float32, on row 1"),
+        (b'{"rewards": [1, 1, -Infinity]}', "returned -inf, which is not finite .*on row 2"),
+        (b'{"rewards": [1e39, 1, 1]}', r"returned 1e\+39, which is not finite in float32, on row 0"),
+        (b'{"rewards": ["1", 1, 1]}', "returned '1', a str and not a number, on row 0"),
+        (b'{"rewards": [[[1]], 1, 1]}', r"returned \[1\], a list and not a number, on row 0"),
+        (b'{"rewards": [1, [1], 1]}', "returned 1 token scores for 2 response tokens, on row 1"),
+        (b'{"rewards": [1, 1, 1], "metrics": {"a b": 1}}', "log_metric was called with the name 'a b'"),
+        (b'{"rewards": [1, 1, 1], "metrics": {"a": "x"}}', r"log_metric\('a', 'x'\): the value must be one finite"),
+    ],
+)
+def test_scores_and_metrics_of_a_server_are_checked_as_those_of_a_function(answer, problem):
+    with RawServer(lambda request: response(answer)) as server:
+        scorer = RewardScorer([FunctionReward(RemoteReward(server.url))], [1.0])
+        scorer.offer(None)
+        with pytest.raises(RewardError, match=problem):
+            scorer(BATCH.prompts, BATCH.completions, BATCH.completion_ids, [{}] * 3)
+
+
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"
 
 
@@ -255,7 +219,7 @@ def test_a_server_that_takes_too_long_is_given_up(parts):
     """The last part is sent again every 0.05 s for 50 s, which no limit on a single read would end."""
     start = time.monotonic()
     with RawServer(lambda request: [*parts, *parts[-1:] * 1000], pause=0.05) as server:
-        with pytest.raises(RewardError, match="did not answer within 0.2 s; give it more time .reward_url_timeout"):
+        with pytest.raises(RewardError, match="did not answer within 0.2 s; allow it more time"):
             scored(RemoteReward(server.url, timeout=0.2), BATCH.row(0))
     assert time.monotonic() - start < 20
 
@@ -301,47 +265,13 @@ def test_the_proxy_of_the_environment_is_asked(monkeypatch):
         (("http://u:hunter2@h:x/",), "cannot be read"),
         (("http://h:0/",), "has port 0 or a blank"),
         (("http://h/a b",), "has port 0 or a blank"),
-        (("http://h", "xml"), "wire_format='xml'. must be one of plain, openrlhf"),
-        (("http://h", "plain", 0), "timeout=0. must be above 0"),
-        (("http://h", "plain", 1, None, "a"), "label_column='a'. is of the openrlhf form"),
-        (("http://h", "openrlhf", 1, ["a"]), r"columns=\['a'\]. is of the plain form"),
+        (("http://h", 0), "timeout=0. must be above 0"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, problem):
-    names = ("url", "wire_format", "timeout", "columns", "label_column")
     with pytest.raises(ValueError, match=problem) as found:
-        RemoteReward(**dict(zip(names, arguments, strict=False)))
+        RemoteReward(**dict(zip(("url", "timeout"), arguments, strict=False)))
     assert "hunter2" not in str(found.value)
-
-
-def test_aiohttp_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(ValueError, match=r"RemoteReward needs the package aiohttp; pip install 'alpaca_ppo\[http\]'"):
-        RemoteReward("http://h")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["rewards", "scores", "metrics", "extra_logs", "x"]), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(JSON | st.fixed_dictionaries({"rewards": JSON, "metrics": JSON, "extra_logs": JSON, "scores": JSON}))
-def test_any_json_is_either_scores_or_a_value_error(answer):
-    for read in (lambda: plain_scores(answer, [1, 2]), lambda: openrlhf_scores(answer, 2)):
-        try:
-            found = read()
-        except ValueError as error:
-            assert len(str(error)) < 2000
-            continue
-        assert len(found.rewards) == 2 and all(len(values) == 2 for values in found.metrics.values())
-        flat = [n for r in found.rewards for n in (r if isinstance(r, list) else [r]) if n is not None]
-        assert all(type(n) is float and abs(n) < 3.5e38 for n in flat)
 
 
 def test_any_bytes_are_an_error_of_the_server():

@@ -8,7 +8,6 @@ from alpaca_ppo.tracking.progress_bar import ProgressBar
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.from_arguments import reward_sources
 from tests.http_servers import RawServer, response
-from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer, weights
 
 pytestmark = pytest.mark.usefixtures("deadline")
@@ -40,17 +39,14 @@ def arguments(**options):
 
 def test_options_name_one_source_after_the_others_and_run_yaml_has_no_credential():
     url = ["http://user:p@ss@host:1/x?api_key=abc123", "http://other/"]
-    options = {"reward_url": url, "reward_url_format": "openrlhf", "reward_url_labels": "answer"}
-    script, args = arguments(reward_funcs=["f.py:f"], reward_url_timeout=2.5, **options), tiny_config("out")
-    function, remote = reward_sources(script, args, tiny_tokenizer())
+    script, args = arguments(reward_funcs=["f.py:f"], reward_url_timeout=2.5, reward_url=url), tiny_config("out")
+    function, remote = reward_sources(script)
     assert function == "f.py:f"
-    assert (remote.urls, remote.timeout, remote.wire_format, remote.__name__) == (url, 2.5, "openrlhf", "reward_url")
+    assert (remote.urls, remote.timeout, remote.__name__) == (url, 2.5, "reward_url")
     written = RunRecord(vars(script)).config(args)["reward_url"]
     removed = "<credential removed>"
     assert written == [f"http://{removed}@host:1/x?api_key={removed}", "http://other/"]
     with pytest.raises(ValueError, match="reward_url holds 'host', which does not begin"):
         arguments(reward_url=["host"])
-    with pytest.raises(ValueError, match="reward_url_labels is 'answer', but reward_url_format is 'plain'"):
-        arguments(reward_url=url, reward_url_labels="answer")
     with pytest.raises(ValueError, match="no reward; .* --reward_url and --reward_adapter"):
         arguments().check_names(args)
