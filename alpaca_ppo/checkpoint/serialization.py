@@ -49,7 +49,8 @@ class Checkpoint:
             ValueError: for a value that is neither plain nor a tensor.
             OSError: when the disk is full.
         """
-        state = {f.name: _stored(getattr(self, f.name), f.name) for f in fields(self) if f.name != "weights"}
+        memory: set[int] = set()
+        state = {f.name: _stored(getattr(self, f.name), f.name, memory) for f in fields(self) if f.name != "weights"}
         of_optimizer = [value for values in self.optimizer["state"].values() for value in values.values()]
         tensors = [value for value in [*self.weights.values(), *of_optimizer] if isinstance(value, Tensor)]
         with write_folder_atomically(folder, needed=sum(tensor.nbytes for tensor in tensors)) as tmp_dir:
@@ -161,8 +162,11 @@ def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
     return weights * (3 if adamw else 1)
 
 
-def _stored(value: Any, name: str) -> Any:
-    """`value` as it is saved: plain values, and tensors that do not drag along the memory of which they are a view."""
+def _stored(value: Any, name: str, memory: set[int]) -> Any:
+    """`value` as it is saved: plain values, and tensors that share no memory, which torch would save and load shared.
+
+    `memory` has the addresses of the tensors before it.
+    """
     if value is None:
         return value
     for kind in (bool, int, float, str):
@@ -170,13 +174,15 @@ def _stored(value: Any, name: str) -> Any:
             # Numbers of NumPy are floats too, but of a type that is not read again.
             return kind(value)
     if isinstance(value, Tensor):
-        is_view = value.untyped_storage().nbytes() > value.nbytes
-        return value.detach().clone() if is_view else value.detach()
+        storage = value.untyped_storage()
+        shared = storage.nbytes() > value.nbytes or storage.data_ptr() in memory
+        memory.add(storage.data_ptr())
+        return value.detach().clone() if shared else value.detach()
     if isinstance(value, list | tuple):
-        entries = [_stored(entry, f"{name}/{i}") for i, entry in enumerate(value)]
+        entries = [_stored(entry, f"{name}/{i}", memory) for i, entry in enumerate(value)]
         return entries if isinstance(value, list) else tuple(entries)
     if isinstance(value, Mapping):
-        return {key: _stored(entry, f"{name}/{key}") for key, entry in value.items()}
+        return {key: _stored(entry, f"{name}/{key}", memory) for key, entry in value.items()}
     raise ValueError(
         f"a checkpoint cannot hold {name} = {value!r}, a {type(value).__name__}; use plain values or tensors"
     )

@@ -198,9 +198,8 @@ def test_the_main_process_decides_what_is_the_best(tmp_path, monkeypatch):
         assert trainer.checkpoints.is_best_evaluation({"eval/scores": 1.0 if not of_main else float("nan")}) is of_main
     # The other metrics choose among the checkpoints that there are anyway.
     monkeypatch.setattr(collectives, "gather_list", lambda item, accelerator: [item])
-    trainer.checkpoints.best = BestCheckpoint(
-        trainer.state, tiny_config(tmp_path, metric_for_best_model="objective/scores")
-    )
+    args = tiny_config(tmp_path, save_steps=1, metric_for_best_model="objective/scores")
+    trainer.checkpoints.best = BestCheckpoint(trainer.state, args)
     assert trainer.checkpoints.is_best_evaluation({"objective/scores": 1.0}) is False
 
 

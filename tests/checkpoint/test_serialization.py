@@ -157,12 +157,15 @@ def test_a_language_model_with_tied_embeddings_round_trips(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_a_view_is_saved_without_the_memory_that_it_is_of(tmp_path):
-    memory = torch.arange(1_000_000.0)
-    save(make_run(), tmp_path / "checkpoint-1", components={"low": memory[:4], "turned": memory[:8].view(2, 4).t()})
+def test_tensors_that_share_memory_are_saved_one_by_one_and_without_what_else_is_there(tmp_path):
+    memory, step = torch.arange(1_000_000.0), torch.tensor(3.0)
+    views = {"low": memory[:4], "turned": memory[:8].view(2, 4).t(), "steps": [step, step]}
+    save(make_run(), tmp_path / "checkpoint-1", components=views)
     components = load(make_run(), tmp_path / "checkpoint-1")
     assert components["low"].tolist() == [0, 1, 2, 3]
     assert components["turned"].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    components["steps"][0] += 1
+    assert components["steps"][1] == 3
     assert (tmp_path / "checkpoint-1" / FILES[1]).stat().st_size < 100_000
 
 
