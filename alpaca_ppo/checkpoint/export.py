@@ -5,39 +5,28 @@ Checkpoints to resume from are in `serialization`, the README of each folder in 
 
 import copy
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from alpaca_ppo.adapters import POLICY, VALUE, AdapterSet, merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
-from alpaca_ppo.checkpoint.model_card import write_model_card, write_value_card
+from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write_value_card
 from alpaca_ppo.library_output import transformers_bars
-from alpaca_ppo.models import (
-    ActorCritic,
-    CriticHead,
-    write_critic,
-    write_critic_adapter,
-)
+from alpaca_ppo.models import ActorCritic, write_critic, write_critic_adapter
 from alpaca_ppo.remote_code import has_remote_code, remote_code
 from alpaca_ppo.tracking.weights_step import FILE as STEP_FILE
-from alpaca_ppo.tracking.weights_step import WeightsStep
 
 
 def save_final(
     folder: StrPath,
     actor_critic: ActorCritic,
     processing_class: Any,
+    run: TrainedRun,
     *,
-    step: WeightsStep,
-    metrics: Mapping[str, float],
-    config: Mapping[str, Any],
-    reward_weights: Mapping[str, float] | None = None,
     merged: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
@@ -48,66 +37,59 @@ def save_final(
         folder: parent of both; its other content is left alone.
         actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's.
         processing_class: the policy's tokenizer, saved with each model.
-        step: which step of the run the weights are from.
-        metrics: metrics of that step, for the card.
-        config: the run's configuration as plain values, for the card.
-        reward_weights: the weight of each reward source by name, in the order of the sources, for the card.
+        run: of which step the weights are, and what the card tells.
         merged: if the policy is an adapter, also write `folder`/merged: the full model with the adapter merged in.
         trust_remote_code: run code that comes with the critic's architecture, to save it as a sequence classifier.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
-    (Path(folder) / STEP_FILE).unlink(missing_ok=True)
-    with write_folder_atomically(Path(folder) / "policy") as tmp_dir:
-        _write_policy(tmp_dir, policy if adapters is None else adapters.peft, processing_class)
-        write_model_card(
-            tmp_dir,
-            step=step,
-            metrics=metrics,
-            config=config,
-            base_model=policy.config.name_or_path,
-            reward_weights=reward_weights,
-            own_code=has_remote_code(policy),
-        )
+    folder = Path(folder)
+    (folder / STEP_FILE).unlink(missing_ok=True)
+    # transformers' bars would be drawn over the run's own.
+    with write_folder_atomically(folder / "policy") as tmp_dir, transformers_bars(shown=False):
+        if adapters is None:
+            policy.save_pretrained(tmp_dir)
+        else:
+            adapters.peft.save_pretrained(str(tmp_dir), selected_adapters=[POLICY])
+        processing_class.save_pretrained(tmp_dir)
+        base = policy.config.name_or_path
+        write_model_card(tmp_dir, run, base_model=base, own_code=has_remote_code(policy))
     if actor_critic.critic is not None:
-        _save_value(
-            Path(folder) / "value",
-            actor_critic,
-            processing_class,
-            trust_remote_code=trust_remote_code,
-        )
+        with write_folder_atomically(folder / "value") as tmp_dir, transformers_bars(shown=False):
+            save_value(tmp_dir, actor_critic, processing_class, trust_remote_code=trust_remote_code)
     # Last, because it reads the base from disk again, which may fail.
     if merged and adapters is not None:
-        save_merged(Path(folder) / "merged", adapters, processing_class)
-    step.write(folder)
+        save_merged(folder / "merged", adapters, processing_class)
+    run.step.write(folder)
 
 
-def _save_value(
-    folder: Path,
-    actor_critic: ActorCritic,
-    processing_class: Any,
-    *,
-    trust_remote_code: bool,
-) -> None:
+def save_value(folder: Path, actor_critic: ActorCritic, processing_class: Any, *, trust_remote_code: bool) -> None:
+    """Writes the critic into the existing `folder`, which `value_model` accepts.
+
+    A scalar critic becomes a sequence classifier with one label, if transformers has one for the architecture;
+    `AutoModelForSequenceClassification` loads it, and its `score` of the hidden state at position t is the value after
+    reading tokens 0..t. One that is an adapter on the policy's base becomes an adapter of such a classifier. Any other
+    critic is written for `models.load_critic`.
+    """
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
-    if critic.backbone is None and policy.adapters is not None:
-        name = VALUE if critic.has_adapter else POLICY
-        save_value_adapter(folder, policy.adapters, name, critic.head, processing_class)
-        return
+    score, adapter = critic.head.score_weight(), critic.backbone is None and policy.adapters is not None
     backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
-    save_value_model(
-        folder,
-        backbone,
-        critic.head,
-        processing_class,
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def save_policy(folder: StrPath, policy: PreTrainedModel, processing_class: Any) -> None:
-    """Writes weights, configuration and tokenizer atomically; for a PEFT model, only the policy's adapter."""
-    with write_folder_atomically(folder) as tmp_dir:
-        _write_policy(tmp_dir, policy, processing_class)
+    classifier = None
+    if adapter:
+        assert policy.adapters is not None
+        write_critic_adapter(folder, policy.adapters, VALUE if critic.has_adapter else POLICY, critic.head)
+    elif score is None or (classifier := matching_classifier(backbone, trust_remote_code=trust_remote_code)) is None:
+        write_critic(folder, critic.head, backbone)
+    else:
+        # The classifier finds the end of a padded row by its pad token.
+        if processing_class.pad_token_id is not None:
+            classifier.config.pad_token_id = processing_class.pad_token_id
+        prefix = classifier.base_model_prefix
+        weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
+        classifier.save_pretrained(folder, state_dict={**weights, "score.weight": score.detach()})
+    processing_class.save_pretrained(folder)
+    is_classifier = classifier is not None or (adapter and score is not None)
+    write_value_card(folder, adapter=adapter, classifier=is_classifier, own_code=has_remote_code(backbone))
 
 
 def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
@@ -128,64 +110,6 @@ def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) ->
         config.dtype = torch.promote_types(model.dtype, torch.float32)
         config.save_pretrained(tmp_dir)
         processing_class.save_pretrained(tmp_dir)
-
-
-def save_value_model(
-    folder: StrPath,
-    backbone: PreTrainedModel,
-    head: CriticHead,
-    processing_class: Any,
-    *,
-    trust_remote_code: bool = False,
-) -> None:
-    """Writes a critic with a full backbone, atomically. `value_model` accepts the folder.
-
-    A scalar critic becomes a sequence classifier with one label, if transformers has one for the architecture;
-    `AutoModelForSequenceClassification` loads it, and its `score` of the hidden state at position t is the value after
-    reading tokens 0..t. Any other critic is written for `models.load_critic`.
-
-    Args:
-        folder: of the model.
-        backbone: a base model of transformers (`LlamaModel`, ...), without a head.
-        head: the value head.
-        processing_class: the tokenizer, saved too. The classifier finds the end of a padded row by its pad token.
-        trust_remote_code: run code that comes with the architecture's classifier; without it, such a critic is written
-            for `models.load_critic`.
-    """
-    score = head.score_weight()
-    classifier = None if score is None else matching_classifier(backbone, trust_remote_code=trust_remote_code)
-    with write_folder_atomically(folder) as tmp_dir, transformers_bars(shown=False):
-        if classifier is None or score is None:
-            write_critic(tmp_dir, head, backbone)
-        else:
-            if processing_class.pad_token_id is not None:
-                classifier.config.pad_token_id = processing_class.pad_token_id
-            prefix = classifier.base_model_prefix
-            weights = {f"{prefix}.{name}": tensor for name, tensor in backbone.state_dict().items()}
-            weights["score.weight"] = score.detach()
-            classifier.save_pretrained(tmp_dir, state_dict=weights)
-        processing_class.save_pretrained(tmp_dir)
-        form: Literal["critic", "classifier"] = "critic" if classifier is None else "classifier"
-        write_value_card(tmp_dir, form, own_code=has_remote_code(backbone))
-
-
-def save_value_adapter(
-    folder: StrPath,
-    adapters: AdapterSet,
-    name: str,
-    head: CriticHead,
-    processing_class: Any,
-) -> None:
-    """Writes a critic that consists of the adapter `name` and a head, atomically.
-
-    A scalar critic becomes an adapter of a sequence classifier, which `AutoPeftModelForSequenceClassification` loads;
-    any other is written for `models.load_critic`.
-    """
-    with write_folder_atomically(folder) as tmp_dir:
-        write_critic_adapter(tmp_dir, adapters, name, head)
-        processing_class.save_pretrained(tmp_dir)
-        form: Literal["critic_adapter", "adapter"] = "critic_adapter" if head.score_weight() is None else "adapter"
-        write_value_card(tmp_dir, form, own_code=has_remote_code(adapters.model))
 
 
 def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
@@ -214,13 +138,3 @@ def matching_classifier(backbone: PreTrainedModel, *, trust_remote_code: bool = 
         return None
     needed = {f"{classifier.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
     return classifier if needed == set(classifier.state_dict()) else None
-
-
-def _write_policy(folder: Path, policy: Any, processing_class: Any) -> None:
-    # They would be drawn over the run's own bar.
-    with transformers_bars(shown=False):
-        if isinstance(policy, PeftModel):
-            policy.save_pretrained(str(folder), selected_adapters=[POLICY])
-        else:
-            policy.save_pretrained(folder)
-    processing_class.save_pretrained(folder)

@@ -75,6 +75,7 @@ def _export(
 
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
+    from alpaca_ppo.checkpoint.model_card import TrainedRun
     from alpaca_ppo.checkpoint.serialization import restore_models
     from alpaca_ppo.config.credentials import without_credentials
     from alpaca_ppo.models import factory
@@ -98,9 +99,7 @@ def _export(
         target,
         actor_critic,
         load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code),
-        step=WeightsStep(step, step),
-        metrics={},
-        config=without_credentials(asdict(args)),
+        TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args))),
         merged=merge,
         trust_remote_code=args.trust_remote_code,
     )

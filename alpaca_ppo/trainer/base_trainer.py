@@ -20,6 +20,7 @@ from alpaca_ppo.checkpoint import export, hub
 from alpaca_ppo.checkpoint.compatibility import check_identity, eval_identity, run_identity
 from alpaca_ppo.checkpoint.directory import RESUME
 from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
+from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
@@ -285,6 +286,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             stats: metrics for the model card.
         """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
+        config = without_credentials(asdict(self.args))
         engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.for_a_while()
         with lock, engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
@@ -292,10 +294,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                     folder,
                     self.actor_critic,
                     self.processing_class,
-                    step=self.weights_step,
-                    metrics=stats or {},
-                    config=without_credentials(asdict(self.args)),
-                    reward_weights=self.source_weights,
+                    TrainedRun(self.weights_step, stats or {}, config, self.source_weights),
                     trust_remote_code=self.args.trust_remote_code,
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.

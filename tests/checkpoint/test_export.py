@@ -1,12 +1,13 @@
 import copy
 import json
+import re
 from functools import partial
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,35 +21,32 @@ from transformers.utils import logging
 
 from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint import export
-from alpaca_ppo.checkpoint.export import (
-    matching_classifier,
-    save_final,
-    save_merged,
-    save_policy,
-    save_value_model,
-)
-from alpaca_ppo.checkpoint.model_card import write_model_card
-from alpaca_ppo.models import (
-    C51Head,
-    HLGaussHead,
-    IQNHead,
-    QuantileHead,
-    ScalarHead,
-    build_actor_critic,
-    load_critic,
-)
+from alpaca_ppo.checkpoint.export import matching_classifier, save_final, save_merged, save_value
+from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
+from alpaca_ppo.models import C51Head, HLGaussHead, IQNHead, QuantileHead, build_actor_critic, load_critic
 from alpaca_ppo.tracking.weights_step import WeightsStep
-from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_tokenizer
 
 METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
 CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
+RUN = TrainedRun(WeightsStep(2, 2), METRICS, CONFIG)
 IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
 
 
-def scalar_head(weight):
-    head = ScalarHead(weight.size(1))
-    head.load_score_weight(weight)
-    return head
+def with_critic(model, **settings):
+    """Policy and critic on one backbone, whose head has been trained."""
+    built = build_actor_critic(model, **{"critic_layout": "shared", **settings})
+    for parameter in built.critic.head.parameters():
+        torch.nn.init.normal_(parameter)
+    return built
+
+
+def card(folder, base_model=None, **config):
+    """The card of a run with these options, and its options as they stand there."""
+    write_model_card(folder, TrainedRun(WeightsStep(2, 2), {}, config), base_model=base_model)
+    text = (folder / "README.md").read_text()
+    fence = re.search("\n(`{3,})yaml\n", text)[1]
+    return text, yaml.safe_load(text.split(f"\n{fence}yaml\n")[1].split(f"\n{fence}\n")[0])
 
 
 def front_matter(folder):
@@ -57,44 +55,43 @@ def front_matter(folder):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_saved_critic_loads_as_a_classifier_and_gives_the_same_values(tmp_path, arch):
-    backbone = tiny_causal_lm(arch).base_model
-    head = torch.randn(1, backbone.get_input_embeddings().weight.size(1))
-    save_value_model(tmp_path / "value", backbone, scalar_head(head), tiny_tokenizer())
+    built = with_critic(tiny_causal_lm(arch))
+    backbone, head = built.policy.model.base_model, built.critic.head.weight
+    save_final(tmp_path, built, tiny_tokenizer(), RUN)
     loaded, report = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "value", num_labels=1, dtype=torch.float32, output_loading_info=True
     )
     assert not any(report.values()), report
     with torch.no_grad():
         values = loaded.eval().score(loaded.base_model(IDS).last_hidden_state).squeeze(-1)
-        expected = (backbone(IDS).last_hidden_state * head).sum(-1)
-    torch.testing.assert_close(values, expected)
+        torch.testing.assert_close(values, (backbone(IDS).last_hidden_state * head).sum(-1))
     assert torch.equal(loaded.score.weight, head)
     assert loaded.config.pad_token_id == PAD
     assert len(AutoTokenizer.from_pretrained(tmp_path / "value")) == 64
 
 
-def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path):
-    classifier = tiny_sequence_classifier("llama")
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token_id = EOS
-    save_value_model(tmp_path / "value", classifier.base_model, scalar_head(classifier.score.weight), tokenizer)
+@pytest.mark.parametrize(("pad", "last"), [(EOS, 2), (None, 3)])
+def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path, pad, last):
+    """Without a pad token of the tokenizer, the model's own, which is another, stays."""
+    built, tokenizer = with_critic(tiny_causal_lm("llama")), tiny_tokenizer()
+    if pad is None:
+        tokenizer.pad_token = None
+    else:
+        tokenizer.pad_token_id = pad
+    save_final(tmp_path, built, tokenizer, RUN)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32).eval()
-    padded = torch.tensor([[5, 9, 11, EOS], [8, 6, 4, 10]])
+    padded = torch.tensor([[5, 9, 11, EOS]])
     with torch.no_grad():
-        torch.testing.assert_close(loaded(padded).logits[0], classifier(padded[:1, :3]).logits[0])
-
-
-def test_a_tokenizer_without_a_pad_token_leaves_the_model_s_own(tmp_path):
-    classifier, tokenizer = tiny_sequence_classifier("qwen2"), tiny_tokenizer()
-    tokenizer.pad_token = None
-    save_value_model(tmp_path / "value", classifier.base_model, scalar_head(classifier.score.weight), tokenizer)
-    assert json.loads((tmp_path / "value" / "config.json").read_text())["pad_token_id"] == PAD
+        states = built.policy.model.base_model(padded).last_hidden_state
+        torch.testing.assert_close(loaded(padded).logits[0], built.critic.head(states[:, last]).values)
 
 
 def test_exporting_changes_neither_the_backbone_nor_its_configuration(tmp_path):
     model = tiny_causal_lm("llama", dtype=torch.bfloat16)
     before = (model.config.to_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()})
-    save_value_model(tmp_path / "value", model.base_model, scalar_head(torch.ones(1, 32)), tiny_tokenizer())
+    built = with_critic(model)
+    (tmp_path / "value").mkdir()
+    save_value(tmp_path / "value", built, tiny_tokenizer(), trust_remote_code=False)
     assert model.config.to_dict() == before[0]
     assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype="auto")
@@ -111,13 +108,13 @@ def test_no_classifier_matches_another_architecture_or_head():
 
 def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(tmp_path):
     config = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, n_ctx=64, rotary_dim=4, vocab_size=64)
-    backbone = AutoModelForCausalLM.from_config(config).base_model.eval()
-    weight = torch.randn(1, 32)
-    save_value_model(tmp_path / "value", backbone, scalar_head(weight), tiny_tokenizer())
+    built = with_critic(AutoModelForCausalLM.from_config(config).eval())
+    save_final(tmp_path, built, tiny_tokenizer(), RUN)
     critic = load_critic(str(tmp_path / "value"))
     with torch.no_grad():
         values = critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values
-        torch.testing.assert_close(values, backbone(IDS).last_hidden_state[:, -1] @ weight[0])
+        states = built.policy.model.base_model(IDS).last_hidden_state[:, -1]
+        torch.testing.assert_close(values, states @ built.critic.head.weight[0])
     assert "load_critic" in (tmp_path / "value" / "README.md").read_text()
 
 
@@ -131,10 +128,8 @@ def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(t
     ],
 )
 def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, settings):
-    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=partial(head, **settings))
-    for parameter in actor_critic.critic.head.parameters():
-        torch.nn.init.normal_(parameter)
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
+    actor_critic = with_critic(tiny_causal_lm("llama"), head=partial(head, **settings))
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), RUN)
     critic = load_critic(str(tmp_path / "value"), risk_level="upper:0.25")
     states = torch.randn(6, 32)
     actor_critic.critic.head.risk_level = "upper:0.25"
@@ -150,12 +145,6 @@ def test_a_critic_folder_is_told_from_a_classifier(tmp_path):
         load_critic(str(tmp_path))
 
 
-def test_without_a_critic_there_is_no_value_folder(tmp_path):
-    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None)
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "step.json"]
-
-
 def test_a_matching_classifier_takes_no_memory():
     classifier = matching_classifier(tiny_causal_lm("llama").base_model)
     assert all(parameter.is_meta for parameter in classifier.parameters())
@@ -164,26 +153,37 @@ def test_a_matching_classifier_takes_no_memory():
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_a_saved_policy_loads_with_its_tokenizer(tmp_path, arch):
     policy = tiny_causal_lm(arch)
-    save_policy(tmp_path / "policy", policy, tiny_tokenizer(["hello"]))
+    save_final(tmp_path, build_actor_critic(policy, critic_layout=None), tiny_tokenizer(["hello"]), RUN)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
     with torch.no_grad():
-        assert torch.equal(loaded(IDS).logits, policy(IDS).logits)
+        torch.testing.assert_close(loaded(IDS).logits, policy(IDS).logits)
     assert AutoTokenizer.from_pretrained(tmp_path / "policy")("hello")["input_ids"] == [4]
-    assert [path.name for path in (tmp_path / "policy").glob("*.bin")] == []
+    # Without a critic there is no value folder.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "step.json"]
 
 
-def test_a_failing_save_leaves_the_older_policy_whole(tmp_path):
-    save_policy(tmp_path / "policy", tiny_causal_lm("llama"), tiny_tokenizer())
-    before = sorted(path.name for path in (tmp_path / "policy").iterdir())
+def test_a_failing_save_leaves_the_older_policy_whole_and_progress_bars_as_they_were(tmp_path):
+    seen = []
 
     class Broken:
         def save_pretrained(self, folder):
+            seen.append(logging.is_progress_bar_enabled())
             raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        save_policy(tmp_path / "policy", tiny_causal_lm("gpt2"), Broken())
+    def save(arch, tokenizer):
+        save_final(tmp_path, build_actor_critic(tiny_causal_lm(arch), critic_layout=None), tokenizer, RUN)
+
+    save("llama", tiny_tokenizer())
+    before = sorted(path.name for path in (tmp_path / "policy").iterdir())
+    for shown in (False, True):
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        with pytest.raises(OSError, match="disk full"):
+            save("gpt2", Broken())
+        assert logging.is_progress_bar_enabled() == shown
+    assert seen == [False, False]
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == before
     assert json.loads((tmp_path / "policy" / "config.json").read_text())["model_type"] == "llama"
+    # The models are not those of a step until all of them are there.
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
@@ -195,7 +195,7 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
         if layout == "separate":
             actor_critic.critic.backbone.get_input_embeddings().weight.mul_(2)
     (tmp_path / "notes.txt").write_text("mine")
-    save_final(tmp_path, actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG)
+    save_final(tmp_path, actor_critic, tiny_tokenizer(), RUN)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32)
     embedded = actor_critic.policy.model.get_input_embeddings().weight
@@ -219,7 +219,7 @@ def hub_cache(tmp_path, monkeypatch):
 
 
 def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache):
-    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG, base_model="someone/some-model")
+    write_model_card(tmp_path, RUN, base_model="someone/some-model")
     assert front_matter(tmp_path) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -227,8 +227,8 @@ def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache
         "tags": ["alpaca_ppo", "ppo", "rlhf"],
     }
     text = (tmp_path / "README.md").read_text()
-    assert "| `eval/reward` | 1 |\n| `objective/kl` | 0.1235 |\n" in text
-    assert "time/rollout" not in text
+    assert "| Metric | Step 2 |\n| --- | ---: |\n| `eval/reward` | 1 |\n| `objective/kl` | 0.1235 |\n" in text
+    assert "time/rollout" not in text and "trust_remote_code" not in text
     assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == CONFIG
     assert "from transformers import AutoModelForCausalLM" in text
 
@@ -241,61 +241,44 @@ def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache
 def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model, hub_cache):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config={}, base_model=base_model)
-    assert "base_model" not in front_matter(tmp_path)
-    assert "No metrics were logged." in (tmp_path / "README.md").read_text()
+    text, _ = card(tmp_path, base_model)
+    assert "base_model" not in front_matter(tmp_path) and "No metrics were logged." in text
 
 
 def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "models/judge").mkdir(parents=True)
-    config = {
-        "output_dir": "outputs/secret/run",
-        "deepspeed": str(tmp_path / "zero.json"),
-        "reference": "models/judge",
-        "reward_adapter": "/gone/adapter",
-        "own_option": str(tmp_path / "models"),
-        # No paths, though they look like some.
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "models")
+    paths = {
+        "output_dir": ("outputs/secret/run", "run"),
+        "deepspeed": (str(tmp_path / "zero.json"), "zero.json"),
+        "reference": ("models/judge", "judge"),
+        "reward_adapter": ("/gone/adapter", "adapter"),
+        "own": (
+            [path, {"file": path, "names": ["/no_think", 1]}],
+            ["models", {"file": "models", "names": ["/no_think", 1]}],
+        ),
+        "pair": ((path, 2.5), ["models", 2.5]),
+    }
+    # No paths, though they look like some.
+    others = {
         "run_name": "mine",
         "hub_model_id": "me/model",
         "prompt_template": "/no_think {prompt}",
-        "truncate_tokens": ["/", "."],
+        "tokens": ["/", "."],
     }
-    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config=config, base_model=None)
-    text = (tmp_path / "README.md").read_text()
-    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == config | {
-        "output_dir": "run",
-        "deepspeed": "zero.json",
-        "reference": "judge",
-        "reward_adapter": "adapter",
-        "own_option": "models",
-    }
-    for word in ("auto", "someone/some-model"):
-        write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config={"reference": word}, base_model=None)
-        assert f"\nreference: {word}\n" in (tmp_path / "README.md").read_text()
-
-
-def test_the_card_shortens_paths_inside_options_and_names_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "data/run").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "data/run")
-    path = str(tmp_path / "data")
-    config = {"output_dir": ".", "own": [path, {"file": path, "names": ["/no_think", 1]}], "pair": (path, 2.5)}
-    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config=config, base_model=None)
-    text = (tmp_path / "README.md").read_text()
+    text, shown = card(tmp_path, **{name: given for name, (given, _) in paths.items()}, **others)
+    assert shown == {name: wanted for name, (_, wanted) in paths.items()} | others
     assert str(tmp_path) not in text
-    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == {
-        "output_dir": "run",
-        "own": ["data", {"file": "data", "names": ["/no_think", 1]}],
-        "pair": ["data", 2.5],
-    }
+    for word in ("auto", "someone/some-model"):
+        assert card(tmp_path, reference=word)[1] == {"reference": word}
+    monkeypatch.chdir(tmp_path / "models/judge")
+    assert card(tmp_path, output_dir=".")[1] == {"output_dir": "judge"}
 
 
 def test_backticks_in_an_option_do_not_end_the_configuration_s_code_block(tmp_path):
     config = {"prompt_template": "```\n{prompt}\n````\n", "seed": 1}
-    write_model_card(tmp_path, step=WeightsStep(2, 2), metrics={}, config=config, base_model=None)
-    text = (tmp_path / "README.md").read_text()
-    # Longer than the four of the template.
-    assert yaml.safe_load(text.split("\n`````yaml\n")[1].split("\n`````\n")[0]) == config
+    assert card(tmp_path, **config)[1] == config
 
 
 @pytest.mark.parametrize("broken", [ValueError("bad head"), OSError("no folder")])
@@ -314,29 +297,11 @@ def test_a_warning_tells_why_a_model_s_own_classifier_cannot_be_built(broken, mo
 
 
 def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
-    policy = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
-    save_policy(tmp_path / "policy", policy, tiny_tokenizer())
-    write_model_card(tmp_path / "policy", step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG, base_model=None)
+    adapters = add_policy_adapter(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    save_final(tmp_path, build_actor_critic(adapters, critic_layout=None), tiny_tokenizer(), RUN)
     assert front_matter(tmp_path / "policy")["library_name"] == "peft"
     assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in (tmp_path / "policy" / "README.md").read_text()
     assert not (tmp_path / "policy" / "model.safetensors").exists()
-
-
-def test_saving_shows_no_progress_bars_and_leaves_them_as_they_were(tmp_path):
-    seen = []
-
-    class Policy:
-        def save_pretrained(self, folder):
-            seen.append(logging.is_progress_bar_enabled())
-
-    logging.disable_progress_bar()
-    save_policy(tmp_path / "quiet", Policy(), Policy())
-    assert not logging.is_progress_bar_enabled()
-    logging.enable_progress_bar()
-    save_policy(tmp_path / "policy", Policy(), Policy())
-    # The first of each save is the model, the second the tokenizer.
-    assert (seen[0], seen[2]) == (False, False)
-    assert logging.is_progress_bar_enabled()
 
 
 EMBEDDED = {"llama": "embed_tokens", "gpt2": "wte"}
@@ -365,7 +330,7 @@ def test_a_merged_model_has_the_logits_of_its_adapter_and_base(arch, tied, adapt
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
     built = build_actor_critic(adapters, critic_layout="shared")
-    save_final(tmp_path, built, tiny_tokenizer(), step=WeightsStep(2, 2), metrics=METRICS, config=CONFIG, merged=True)
+    save_final(tmp_path, built, tiny_tokenizer(), RUN, merged=True)
     merged, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float32, output_loading_info=True
     )

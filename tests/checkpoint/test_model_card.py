@@ -7,8 +7,7 @@ from dataclasses import asdict
 import yaml
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.checkpoint.model_card import write_model_card
-from alpaca_ppo.checkpoint.training_curve import training_curve
+from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
 from alpaca_ppo.report.page import report_data
 from alpaca_ppo.report.runs import read_run
 from alpaca_ppo.tracking.console_text import changes
@@ -34,9 +33,7 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     # As in metrics.jsonl, by name. The sources are in another order.
     metrics = {"objective/scores/brevity": 0.1, "objective/scores/grade": 0.5}
     sources = {"grade": 1.0, "brevity": 0.5}
-    write_model_card(
-        tmp_path, step=STEP, metrics=metrics, config=config, base_model="/models/mine/sft", reward_weights=sources
-    )
+    write_model_card(tmp_path, TrainedRun(STEP, metrics, config, sources), base_model="/models/mine/sft")
     text = (tmp_path / "README.md").read_text()
     assert "- **Base model**: `sft`\n- **Data**: `questions.jsonl`\n" in text
     assert "- **Reward**: `grade` (weight 1), `brevity` (weight 0.5)\n" in text
@@ -49,10 +46,14 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     assert "![Reward and KL over the run](training_curve.svg)" in text
     assert text.index("## Key figures") < text.index("## Use") < text.index("## Metrics")
     assert "secret" not in text and "/models" not in text
-    assert (tmp_path / "training_curve.svg").read_text() == training_curve(RECORDS)
+    picture = (tmp_path / "training_curve.svg").read_text()
+    assert {"reward, training prompts", "reward, held-out prompts", "KL (right)"} <= set(
+        ET.fromstring(picture).itertext()
+    )
     # The figures of an earlier checkpoint end with it.
     best = WeightsStep(3, 4, "objective/scores", 0.5)
-    write_model_card(tmp_path, step=best, metrics=metrics, config=config, base_model=None)
+    write_model_card(tmp_path, TrainedRun(best, metrics, config), base_model=None)
+    assert (tmp_path / "training_curve.svg").read_text() == picture
     text = (tmp_path / "README.md").read_text()
     assert "; the weights are those of step 3 of 4, the best checkpoint by objective/scores (0.5)." in text
     # They were evaluated once up to then, before training.
@@ -66,7 +67,7 @@ def test_weights_that_are_worse_than_before_training_are_called_so(tmp_path):
     def card(value, greater_is_better=True):
         config = {"output_dir": str(tmp_path), "greater_is_better": greater_is_better}
         step = WeightsStep(10, 25, "eval/scores", value)
-        write_model_card(tmp_path, step=step, metrics={}, config=config, base_model=None)
+        write_model_card(tmp_path, TrainedRun(step, {}, config), base_model=None)
         return (tmp_path / "README.md").read_text()
 
     worse = "\n\n**These weights are worse than those before training**: `eval/scores` was 0.484, and is 0.3554.\n\n"
@@ -86,7 +87,7 @@ def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
     shown = {change.title: (change.start, change.end) for change in changes(history)}
     assert (shown["reward"], shown["eval reward"]) == ((2.0, 29.0), (0.5, 0.25))
     config = {"output_dir": str(tmp_path)}
-    write_model_card(tmp_path, step=WeightsStep(30, 30), metrics={}, config=config, base_model=None)
+    write_model_card(tmp_path, TrainedRun(WeightsStep(30, 30), {}, config), base_model=None)
     card = (tmp_path / "README.md").read_text()
     assert "| Reward on held-out prompts | 0.5 | 0.25 |\n| Reward on training prompts | 2 | 29 |\n" in card
     # The entropy that was measured in every step: 2 * 2 and 2 * 29.
@@ -98,23 +99,8 @@ def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
     assert start_and_end(history, "nothing") is None
 
 
-def test_weights_that_are_all_one_are_not_named(tmp_path):
-    write_model_card(tmp_path, step=STEP, metrics={}, config={}, base_model=None, reward_weights={"z": 1.0, "a": 1.0})
-    assert "- **Reward**: `z`, `a`\n" in (tmp_path / "README.md").read_text()
-
-
-def test_without_a_run_there_is_no_curve(tmp_path):
-    write_model_card(tmp_path, step=STEP, metrics={}, config={}, base_model=None)
-    assert "training_curve" not in (tmp_path / "README.md").read_text()
-    assert not (tmp_path / "training_curve.svg").exists()
-
-
-def test_the_curve_runs_from_the_first_step_to_the_last_and_from_the_lowest_value_to_the_highest():
-    picture = ET.fromstring(training_curve(RECORDS))
-    lines = [line.get("points") for line in picture.iter("{http://www.w3.org/2000/svg}polyline")]
-    # 520 points wide from x = 60, 140 high from y = 180 up. Steps 1 and 3 of 0 to 4; -0.5 and 0.5 in -1 to 1.
-    assert lines == ["190.0,145.0 450.0,75.0", "60.0,180.0 580.0,40.0", "190.0,180.0 320.0,110.0 450.0,40.0"]
-    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"-1", "1", "0", "2", "step 0", "4"} <= set(texts)
-    assert training_curve([]) == "" and training_curve(RECORDS[:1]) == ""
-    assert len(training_curve([{"step": i, "objective/scores": 1.0} for i in range(10_000)])) < 10_000
+def test_weights_that_are_all_one_are_not_named_and_a_card_without_a_run_has_no_curve(tmp_path):
+    write_model_card(tmp_path, TrainedRun(STEP, {}, {}, {"z": 1.0, "a": 1.0}), base_model=None)
+    text = (tmp_path / "README.md").read_text()
+    assert "- **Reward**: `z`, `a`\n" in text and "training_curve" not in text and "No metrics were logged." in text
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from alpaca_ppo.checkpoint.compatibility import run_identity
 from alpaca_ppo.checkpoint.export import save_final
+from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.models.skeletons import trained_parameters
 from alpaca_ppo.tracking.weights_step import WeightsStep
@@ -58,7 +59,7 @@ def saved(tmp_path_factory):
                 if parameter.requires_grad:
                     parameter.data += torch.empty_like(parameter).normal_(0, 0.1, generator=generator)
             final = folder / f"{layout}-{adapters}-{critic}"
-            save_final(final, trained, tiny_tokenizer(), step=WeightsStep(2, 2), metrics={}, config={})
+            save_final(final, trained, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
             made[layout, adapters, critic] = final, values(trained)
         return made[layout, adapters, critic]
 

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
 from alpaca_ppo.checkpoint.export import save_final
+from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.tracking.weights_step import WeightsStep
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -60,9 +61,7 @@ def test_a_critic_takes_the_backbone_of_a_language_model(arch, sizes, settings, 
 def test_a_critic_of_another_size_is_exported_and_starts_another_run(tmp_path):
     trainer = tiny_trainer(tmp_path / "first", **given(tiny_causal_lm("llama", seed=7, **WIDE)))
     trainer.step(trainer.prompt_batches(0))
-    save_final(
-        tmp_path / "final", trainer.actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics={}, config={}
-    )
+    save_final(tmp_path / "final", trainer.actor_critic, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
     value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final" / "value")
     assert value.config.hidden_size == 64 and value.config.num_hidden_layers == 3
     second = tiny_trainer(tmp_path / "second", **given(str(tmp_path / "final" / "value")))
@@ -70,7 +69,7 @@ def test_a_critic_of_another_size_is_exported_and_starts_another_run(tmp_path):
     assert_close(head.weight, trainer.actor_critic.critic.head.weight)
     assert all(torch.equal(p, backbone_of(trainer)[name]) for name, p in backbone_of(second).items())
     third = tiny_trainer(tmp_path / "third", critic="c51", **given(tiny_causal_lm("llama", seed=7, **WIDE)))
-    save_final(tmp_path / "c51", third.actor_critic, tiny_tokenizer(), step=WeightsStep(2, 2), metrics={}, config={})
+    save_final(tmp_path / "c51", third.actor_critic, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
     loaded = load_critic(str(tmp_path / "c51" / "value"))
     assert loaded.head.hidden_size == 64 and loaded.head.kind == "c51"
     fourth = tiny_trainer(tmp_path / "fourth", critic="c51", **given(str(tmp_path / "c51" / "value")))
