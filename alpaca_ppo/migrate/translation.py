@@ -1,127 +1,141 @@
-"""`Translation`: the options here that do what another trainer's configuration says, and how they are printed."""
+"""`Translation`: the options here that do what another trainer's configuration says, and what of it was not taken."""
 
 import dataclasses
+import functools
 import json
+import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from alpaca_ppo.config.fields import options_of
-from alpaca_ppo.config.foreign_names import ForeignName, value_key
+from alpaca_ppo.config.foreign_names import ForeignName, find_foreign_name, value_key
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 _CLASSES = (ScriptArguments, LoraArguments, PPOConfig)
 OPTIONS = {name: option for cls in _CLASSES for name, option in options_of(cls).items()}
 """Every option that a configuration file may have."""
+_FILL_IN = {"model_name_or_path": "FILL_IN", "dataset_name": "FILL_IN", "reward_funcs": ["rewards.py:reward"]}
+"""What stands for required options that the source does not tell."""
 
-_WIDTH = 118
+
+@functools.cache
+def defaults(section: str) -> Mapping[str, Any]:
+    """The other trainer's defaults."""
+    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))
+    return table[section]
 
 
 @dataclasses.dataclass
 class Translation:
-    """A configuration that has been translated.
+    """A configuration that is being translated.
 
     Attributes:
-        source: what was translated, in words.
+        source: what is translated, in words.
+        given: the foreign names with their values.
+        section: the section of the table that has the other trainer's defaults.
+        lines: where the names stand in the source, as far as it is known.
+        values: `given` over the defaults.
         options: our options and their values.
         comments: for some of them, what they were computed from.
-        to_do: what is left for the user to do or to check.
-        to_do_in_yaml: the same, where a script that makes its trainer itself keeps what it has.
-        variable: what the configuration is called in Python.
-        lost: what has no counterpart here, and why.
-        lost_together: the same, by the reason.
-        pending: foreign names whose value here other code has to compute, with their advice.
-        settled: those of which the other code has said all that there is to say.
-        unneeded: what is not needed here, by the reason.
+        not_taken: foreign names, by the reason why no option was set for them.
     """
 
     source: str
+    given: Mapping[str, Any]
+    section: str
+    lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     comments: dict[str, str] = dataclasses.field(default_factory=dict)
-    to_do: list[str] = dataclasses.field(default_factory=list)
-    to_do_in_yaml: list[str] = dataclasses.field(default_factory=list)
-    variable: str = "config"
-    lost: list[str] = dataclasses.field(default_factory=list)
-    lost_together: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    unneeded: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    pending: list[tuple[ForeignName, str, Any]] = dataclasses.field(default_factory=list)
-    settled: set[str] = dataclasses.field(default_factory=set)
+    not_taken: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    _open: list[tuple[ForeignName, str]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
         """Sets the option `name`; `comment` says what it was computed from."""
         assert name in OPTIONS, name
-        self.options[name] = value
-        if comment:
-            self.comments[name] = comment
+        self.options[name], self.comments[name] = value, comment
 
-    def record(self, entry: ForeignName, name: str, value: Any) -> None:
-        """Applies an entry of the table to the foreign `name` with `value`, where the table alone says what it is here:
-        one option with the same value, options for this value, or none.
+    def drop(self, *names: str) -> None:
+        """Takes options away, which have no effect in this run."""
+        for name in names:
+            self.options.pop(name, None)
+
+    def leave(self, name: str, reason: str) -> None:
+        """Lists the foreign `name` as not taken."""
+        value = f" ({_text(self.given[name])})" if name in self.given else ""
+        line = f", line {self.lines[name]}" if name in self.lines else ""
+        self.not_taken.setdefault(reason, []).append(f"{name}{value}{line}")
+
+    def take(self, sections: Sequence[str]) -> None:
+        """Applies the table of names: to one option with the same value, options for this value, or none."""
+        for name, value in self.values.items():
+            entry = find_foreign_name(name, sections)
+            if entry is None and name not in OPTIONS:
+                self.leave(name, "there is no option of this name")
+            elif entry is None or entry.same:
+                self.set(entry.ours[0] if entry else name, value)
+            elif entry.values and isinstance(here := entry.values.get(value_key(value)), Mapping):
+                for ours, of_ours in here.items():
+                    self.set(ours, of_ours, f"{name}: {value}")
+            elif name in self.given and not entry.is_neutral(value):
+                self._open.append((entry, name))
+
+    def count(self, name: str) -> int:
+        """The value of the foreign `name`, from which batch sizes follow.
+
+        Raises:
+            ValueError: if it is no whole number of at least 1.
         """
-        if entry.same:
-            self.set(entry.ours[0], value)
-        elif entry.none:
-            if not entry.is_neutral(value):
-                self.lost_together.setdefault(entry.none, []).append(f"{name} ({_text(value)})")
-        elif entry.unneeded:
-            self.unneeded.setdefault(entry.unneeded, []).append(name)
-        elif entry.values:
-            here = entry.values.get(value_key(value))
-            if isinstance(here, Mapping):
-                for ours, ours_value in here.items():
-                    self.set(ours, ours_value, f"{name}: {_text(value)}")
-            else:
-                self.lost.append(f"{name} ({_text(value)}): {entry.advice(value)}")
-        elif not entry.is_neutral(value) and value not in (None, False):
-            self.pending.append((entry, name, value))
-
-    def settle(self, *names: str) -> None:
-        """Notes that nothing is left to say about the foreign `names`, whether options were set for them or not."""
-        self.settled |= set(names)
+        value = self.values[name]
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; batch sizes follow from it: give a whole number of at least 1")
+        return value
 
     def finish(self) -> None:
-        """Makes something to do of each foreign name that is not settled and for which no option was set."""
-        for entry, name, value in self.pending:
-            if name not in self.settled and not set(entry.ours) & set(self.options):
-                self.to_do.append(f"{name} ({_text(value)}): {entry.advice(value)}")
-        self.pending = []
+        """Lists the foreign names for which no option was set, spells values as the checks want them, and takes away
+        what cannot act in this run.
+        """
+        for entry, name in self._open:
+            value = self.given[name]
+            if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
+                self.leave(name, entry.advice(value))
+        for name, value in self.options.items():
+            kinds = OPTIONS[name].kinds
+            if isinstance(value, float) and float not in kinds and int in kinds:
+                self.options[name] = math.ceil(value)
+            elif isinstance(value, str) and any(typing.get_origin(kind) is list for kind in kinds):
+                self.options[name] = [value]
+        for cls in _CLASSES:
+            run = object.__new__(cls)
+            vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})
+            idle = [n for n, o in options_of(cls).items() if not all(need.holds(run, {}) for need in o.needs)]
+            self.drop(*idle)
 
     def as_yaml(self) -> str:
-        """The options as a YAML file for `--config`; everything else that there is to say are its comments."""
-        lines = [f"# Translated from {self.source}.", *self._notes([*self.to_do, *self.to_do_in_yaml])]
-        for name in self._names(OPTIONS):
-            comment = f"  # {self.comments[name]}" if name in self.comments else ""
-            lines.append(f"{name}: {_text(self.options[name])}{comment}")
+        """The options as a file for `--config`, with a list of what was not taken as its comment."""
+        lines = [f"# Translated from {self.source}.", "#", "# Not taken:"][: 3 if self.not_taken else 1]
+        for reason, names in self.not_taken.items():
+            note = f"{', '.join(names)}: {reason}"
+            lines += textwrap.wrap(note, 118, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)
+        lines.append("")
+        rewarded = "reward_funcs" in self.options or "reward_model_name_or_path" in self.options
+        unknown = {name: value for name, value in _FILL_IN.items() if not rewarded or name != "reward_funcs"}
+        for name in OPTIONS:
+            value = self.options.get(name, unknown.get(name))
+            comment = self.comments.get(name, "") if name in self.options else "not known from the source"
+            if value is not None:
+                lines.append(f"{name}: {_text(value)}{'  # ' if comment else ''}{comment}")
         return "\n".join(lines) + "\n"
-
-    def as_python(self) -> str:
-        """The options as a call of `PPOConfig`, for a script that makes its trainer itself."""
-        lines = [f"# Translated from {self.source}.", *self._notes(self.to_do), f"{self.variable} = PPOConfig("]
-        for name in self._names(options_of(PPOConfig)):
-            comment = f"  # {self.comments[name]}" if name in self.comments else ""
-            lines.append(f"    {name}={self.options[name]!r},{comment}")
-        return "\n".join([*lines, ")"]) + "\n"
-
-    def _names(self, known: Collection[str]) -> list[str]:
-        """The names in `known` to print, in its order: all but those that are null by default anyway."""
-        return [name for name in known if name in self.options and self.options[name] is not None]
-
-    def _notes(self, to_do: Sequence[str]) -> list[str]:
-        unneeded = [f"{', '.join(names)}: {reason}" for reason, names in self.unneeded.items()]
-        lines = []
-        lost = [f"{', '.join(names)}: {reason}" for reason, names in self.lost_together.items()]
-        sections = (("To do", to_do), ("Has no counterpart", [*lost, *self.lost]), ("Not needed", unneeded))
-        for title, notes in sections:
-            lines += ["#", f"# {title}:"] if notes else []
-            for note in dict.fromkeys(notes):
-                lines += textwrap.wrap(
-                    note, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False
-                )
-        return [*lines, ""]
 
 
 def _text(value: Any) -> str:
     """`value` in YAML, on one line. JSON is YAML, except for the forms of numbers."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text.replace("Infinity", ".inf")
+    return json.dumps(value, ensure_ascii=False, default=str).replace("Infinity", ".inf")

@@ -101,7 +101,9 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_a_damaged_one_refused(tmp_path
         read_run(run, "run")
 
 
-@pytest.mark.parametrize("text, message", [("a: [", "run.yaml is not YAML"), ("- 1", "holds a list instead of options")])
+@pytest.mark.parametrize(
+    "text, message", [("a: [", "run.yaml is not YAML"), ("- 1", "holds a list instead of options")]
+)
 def test_a_damaged_configuration_is_refused(text, message, tmp_path):
     run = make_run(tmp_path / "run")
     (run / "run.yaml").write_text(text)
