@@ -108,10 +108,10 @@ class Rollouts(TypedDict, total=False):
     loss_weights: NotRequired[Tensor]
     """(B, R) float32, set by `step_with_rollouts` with `old_policy: correct`: importance weight of each token."""
     value_taus: NotRequired[Tensor]
-    """(K,) float32 in (0, 1), quantile levels of an iqn critic's loss; only in the batch passed to `compute_loss`."""
+    """(K,) float32 in (0, 1), quantile levels of an iqn critic's loss; only in the batch of a loss."""
     positive_tokens: NotRequired[Tensor]
     """Scalar, the number of tokens of responses that succeeded in the whole optimizer-step batch (1 without any); with
-    `positive_nll_coef`, and only in the batch passed to `compute_loss`."""
+    `positive_nll_coef`, and only in the batch of a loss."""
     denominator: NotRequired[Tensor]
     """Scalar, the number of tokens or sequences of the whole optimizer-step batch, by which the loss is divided; only
-    in the batch passed to `compute_loss`."""
+    in the batch of a loss."""

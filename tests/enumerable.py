@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.ppo.rollouts import EvaluationSettings, evaluate_responses
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import acting, tiny_trainer
+from tests.tiny_runs import acting, loss_of, tiny_trainer
 
 VOCABULARY, STOP = 3, 0
 PROMPT = torch.tensor([1, 2])
@@ -156,11 +156,11 @@ def policy_gradient(loss: Tensor, trainer: PPOTrainer) -> Tensor:
 def expected_loss_gradient(
     trainer: PPOTrainer, rollouts: Any, probabilities: Tensor, *, denominator: float = 1.0
 ) -> Tensor:
-    """The sum over responses of probability times the gradient of `compute_loss` on that response alone."""
+    """The sum over responses of probability times the gradient of the loss on that response alone."""
     total = torch.zeros((), dtype=torch.float64)
     for row, probability in enumerate(probabilities):
         batch = {name: value[row : row + 1] for name, value in rollouts.items()}
-        total = total + probability * trainer.compute_loss({**batch, "denominator": torch.tensor(denominator)})[0]
+        total = total + probability * loss_of(trainer, {**batch, "denominator": torch.tensor(denominator)})
     return policy_gradient(total, trainer)
 
 

@@ -1,8 +1,10 @@
 """A tiny trainer for the tests: a random model, forty prompts of uneven length, a reward that counts even ids."""
 
+import itertools
 import json
 import resource
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.ppo.device_rows import row_tensors
+from alpaca_ppo.ppo.minibatches import UpdateStep
+from alpaca_ppo.ppo.step_stats import StepStats
+from alpaca_ppo.ppo.updates import Applied
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 
 
@@ -101,58 +107,64 @@ def poisoned(*updates: tuple[int, int]) -> type[PPOTrainer]:
 
     class Poisoned(PPOTrainer):
         def step_with_rollouts(self, rollouts: Any) -> dict[str, float]:
-            take, advantages, count = self.updater.step, rollouts["advantages"], 0
+            take, advantages, count = self.updater.micro_batches, rollouts["advantages"], 0
 
-            def step(rollouts: Any, rows: torch.Tensor, *args: Any, **how: Any) -> Any:
+            def micro_batches(rollouts: Any, update: UpdateStep) -> Any:
                 nonlocal count
                 rollouts["advantages"] = advantages.clone()
                 if (self.state.global_step, count) in updates:
-                    rollouts["advantages"][rows[0]] = torch.nan
+                    rollouts["advantages"][update.rows[0]] = torch.nan
                 count += 1
-                return take(rollouts, rows, *args, **how)
+                return take(rollouts, update)
 
-            self.updater.step = step  # type: ignore[method-assign]
+            self.updater.micro_batches = micro_batches  # type: ignore[method-assign]
             try:
                 return super().step_with_rollouts(rollouts)
             finally:
-                self.updater.step = take  # type: ignore[method-assign]
+                self.updater.micro_batches = take  # type: ignore[method-assign]
                 rollouts["advantages"] = advantages
 
     return Poisoned
 
 
+def one_update(
+    trainer: PPOTrainer, rollouts: Any, rows: Sequence[int] | torch.Tensor, *, part: Any = "both", check: Any = None
+) -> tuple[dict[str, float], Applied]:
+    """One optimizer step on some rows of the rollouts: its statistics, and what became of it."""
+    step, stats = trainer.state.global_step, StepStats()
+    update = UpdateStep(part, torch.as_tensor(rows), step, (trainer.args.seed, step, 0, 0))
+    for batch in trainer.updater.micro_batches(rollouts, update):
+        stats.add(trainer.updater.backward(batch, trainer.compute_policy_loss, trainer.compute_value_loss))
+    applied = trainer.updater.apply(update, stats, check or (lambda measured: None))
+    return stats.reduce(trainer.accelerator, with_critic=trainer.critic_head is not None), applied
+
+
+def loss_of(trainer: PPOTrainer, batch: Any) -> torch.Tensor:
+    """The loss of policy and critic on `batch`, from one pass."""
+    sizes: dict[str, Any] = {"temperature": trainer.args.temperature, "chunk_size": trainer.args.logprob_chunk_size}
+    outputs = trainer.model(*row_tensors(batch).values(), value_taus=batch.get("value_taus"), **sizes)
+    loss, _ = trainer.compute_policy_loss(batch, outputs)
+    return loss if trainer.critic_head is None else loss + trainer.compute_value_loss(batch, outputs)[0]
+
+
+def before_update(trainer: PPOTrainer, number: int, act: Callable[[], Any]) -> None:
+    """Calls `act` before the run's optimizer step `number` (from 1) is applied."""
+    apply, count = trainer.updater.apply, itertools.count(1)
+
+    def applying(*arguments: Any, **how: Any) -> Applied:
+        if next(count) == number:
+            act()
+        return apply(*arguments, **how)
+
+    trainer.updater.apply = applying  # type: ignore[method-assign]
+
+
 class Steep(PPOTrainer):
     """A trainer whose loss is finite, and the policy's gradient of it is not: sqrt(0) is 0, its derivative infinite."""
 
-    def compute_loss(self, rollouts_batch: Any) -> Any:
-        loss, stats = super().compute_loss(rollouts_batch)
-        logprobs: Any = self._forward(rollouts_batch, with_policy=True, with_critic=False).logprobs
-        return loss + (logprobs - logprobs.detach()).sum().abs().sqrt(), stats
-
-
-class Crowded(PPOTrainer):
-    """Runs out of memory in micro-batches of more than `room` rows on `rank` (None: on all), when the critic's
-    gradients exist already: first in the forward pass, then in the policy's backward pass, and so on in turn.
-    """
-
-    room = 1000
-    rank: int | None = None
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self.attempts: list[int] = []
-        super().__init__(*arguments, **settings)
-
-    def compute_loss(self, rollouts_batch: Any) -> Any:
-        self.attempts.append(len(rollouts_batch["responses"]))
-        loss, stats = super().compute_loss(rollouts_batch)
-        if self.attempts[-1] > self.room and self.rank in (None, self.accelerator.process_index):
-            if len(self.attempts) % 2:
-                self._run_out(loss)
-            loss.register_hook(self._run_out)
-        return loss, stats
-
-    def _run_out(self, loss: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+    def compute_policy_loss(self, batch: Any, outputs: Any) -> Any:
+        loss, stats = super().compute_policy_loss(batch, outputs)
+        return loss + (outputs.logprobs - outputs.logprobs.detach()).sum().abs().sqrt(), stats
 
 
 class FillDisk(TrainerCallback):

@@ -38,7 +38,7 @@ eval_do_sample eval_top_p eval_top_k eval_temperature eval_num_samples eval_pass
 eval_answer_func eval_best_of_by eval_opponent eval_judge
 tool_timeout
 trust_remote_code reward_retries failed_rewards
-mismatch_action mismatch_check_steps entropy_logging_steps max_tokens_per_micro_batch padding_free
+mismatch_action entropy_logging_steps max_tokens_per_micro_batch padding_free
 num_inspected_prompts report report_token_mb stop_on print_samples_every
 """.split()
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.

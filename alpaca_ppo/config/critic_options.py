@@ -85,14 +85,6 @@ class CriticOptions(LearningOptions):
         at_least=0,
         needs=_CRITIC,
     )
-    critic_pretraining_explained_variance: float | None = argument(
-        None,
-        "End critic pretraining after the first step whose ppo/val/explained_variance reaches this; null = after "
-        "critic_pretraining_steps.",
-        above=0,
-        at_most=1,
-        needs=when("critic_pretraining_steps"),
-    )
     init_value_with_reward: bool = argument(
         False,
         "Initialize the critic from the reward model (a distributional one from its backbone) instead of the policy.",

@@ -144,14 +144,8 @@ class LearningOptions(EnvironmentOptions):
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
         "auto",
         "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
-        "correct recomputes and weights the loss by the ratio of the two. auto recomputes, and in float32 takes the "
-        "sampler's once the two have agreed.",
-    )
-    mismatch_check_steps: int = argument(
-        50,
-        "With old_policy auto, and in critic pretraining: steps between two that recompute all the same, to compare "
-        "sampler and trainer.",
-        at_least=1,
+        "correct recomputes and weights the loss by the ratio of the two. auto compares the two before the first "
+        "rollout: rollout from the second step on if they agree in float32, else recompute.",
     )
     rollout_correction_level: RolloutCorrectionLevel = argument(
         "token",

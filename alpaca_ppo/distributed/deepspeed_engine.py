@@ -118,11 +118,6 @@ class DeepSpeedEngine(Engine):
             for buffer in getattr(self._zero, "accumulated_grads_in_cpu", {}).values():
                 buffer.zero_()
 
-    @property
-    def can_repeat(self) -> bool:
-        # Gradients are reduced, and parameters gathered, within the passes.
-        return False
-
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         self.model.set_gradient_accumulation_boundary(last)

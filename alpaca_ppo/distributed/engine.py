@@ -120,24 +120,7 @@ class Engine(TrainState):
         alone = self.accelerator.num_processes == 1
         model = self.accelerator.prepare_model(self.actor_critic, evaluation_mode=alone)
         self._stepping = self.accelerator.prepare_optimizer(self.optimizer)
-        if self.defers_reduction:
-            # A forward pass that broadcasts buffers (constants, such as rotary frequencies) would wait for all ranks.
-            model.broadcast_buffers = False
         return model
-
-    @property
-    def defers_reduction(self) -> bool:
-        """Whether gradients are reduced over the ranks after the last micro-batch instead of in its backward pass.
-
-        Only then can an optimizer step be made again after a rank has run out of memory: until the reduction, no rank
-        waits for another one. A host's memory does not run out with an error that could be handled.
-        """
-        return self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether an optimizer step can be made again after a micro-batch that did not fit into memory."""
-        return self.accelerator.num_processes == 1 or self.defers_reduction
 
     @property
     def learning_rates(self) -> LearningRates:
@@ -159,24 +142,9 @@ class Engine(TrainState):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one, or
-        (`defers_reduction`) by `end_micro_batches`.
-        """
-        with nullcontext() if last and not self.defers_reduction else self.accelerator.no_sync(self.model):
+        """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one."""
+        with nullcontext() if last else self.accelerator.no_sync(self.model):
             yield
-
-    def end_micro_batches(self) -> None:
-        """Reduces the gradients over the ranks, if the last micro-batch has not (`defers_reduction`)."""
-        if not self.defers_reduction:
-            return
-        # DDP reduces what has been accumulated in the next backward pass that follows a call of the model. This call
-        # computes nothing, and the loss adds a gradient of zero to every parameter.
-        one = torch.zeros(1, 1, dtype=torch.long, device=self.accelerator.device)
-        nothing = {"temperature": 1.0, "chunk_size": 1, "with_policy": False, "with_critic": False}
-        self.model(one, one + 1, one, one.bool(), **nothing)
-        loss = self.unused_parameter_loss([p for p in self.actor_critic.parameters() if p.requires_grad])
-        assert isinstance(loss, Tensor)
-        self.backward(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

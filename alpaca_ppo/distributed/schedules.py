@@ -61,8 +61,6 @@ class Schedules:
     ) -> None:
         self.totals = totals
         """Optimizer steps of the whole run, as they were planned at its start."""
-        self._args = args
-        self._restarted: int | None = None
         self._groups: dict[Part, _Groups] = {}
         self._schedules: dict[Part, Any] = {"both": own}
         if own is not None:
@@ -98,27 +96,14 @@ class Schedules:
                     self._groups[of].step()
                 schedule.step()
 
-    def restart_policy(self, total: int) -> None:
-        """Begins the policy's schedule anew, over `total` optimizer steps; a single schedule goes on as it is."""
-        if "policy" not in self._groups:
-            return
-        self._restarted = total
-        self._schedules["policy"] = make_scheduler(self._groups["policy"], self._args, total)
-
     def state_dict(self) -> dict[str, Any]:
         """How far each schedule has come."""
-        states = {of: schedule.state_dict() for of, schedule in self._schedules.items()}
-        return {"restarted": self._restarted, "schedules": states}
+        return {of: schedule.state_dict() for of, schedule in self._schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned. The learning rates themselves are part of the optimizer's state."""
-        if state["restarted"] is not None:
-            rates = [group["lr"] for group in self._groups["policy"].param_groups]
-            self.restart_policy(state["restarted"])
-            for group, rate in zip(self._groups["policy"].param_groups, rates, strict=True):
-                group["lr"] = rate
         for of, schedule in self._schedules.items():
-            schedule.load_state_dict(state["schedules"][of])
+            schedule.load_state_dict(state[of])
 
 
 class _Groups(torch.optim.Optimizer):

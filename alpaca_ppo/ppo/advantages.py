@@ -33,13 +33,11 @@ def rollout_passes(
     *,
     with_policy: bool,
     with_entropies: bool,
-    policy_is_reference: bool = False,
     may_fail: bool = False,
 ) -> RolloutPasses:
     """Which passes a rollout needs for the `adv_estimator` of `args`; the keywords are fields of the result."""
     return RolloutPasses(
         with_policy=with_policy,
-        policy_is_reference=policy_is_reference,
         with_entropies=with_entropies,
         may_fail=may_fail,
         with_critic=args.uses_critic,

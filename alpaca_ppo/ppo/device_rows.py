@@ -57,7 +57,7 @@ class DeviceRows:
             yield DeviceBatch(host, device)
 
     def _dummy(self) -> DeviceBatch:
-        # Copies: a `compute_loss` may change its batch in place.
+        # Copies: a loss may change its batch in place.
         host = {key: value[:1].clone() for key, value in self._tensors.items()}
         host["response_mask"] = torch.zeros_like(host["response_mask"])
         return DeviceBatch(host, {key: upload(value, self._device) for key, value in host.items()})

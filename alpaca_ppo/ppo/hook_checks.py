@@ -2,8 +2,7 @@
 tensor operation.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,22 +17,6 @@ SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
 ESTIMATED = ("advantages", "returns")
 SAMPLED = ("responses", "response_mask", "rollout_logprobs", "stopped")
 SCORED = ("scores", "rewards", "scores_by_source")
-
-
-class NonFiniteUpdate(FloatingPointError):
-    """An optimizer step that was skipped: weights, optimizer and schedule are unchanged.
-
-    Args:
-        cause: which loss term of which rank, or the gradient's norm.
-        prompt_ids: of the whole batch.
-    """
-
-    def __init__(self, cause: str, prompt_ids: Sequence[int]) -> None:
-        super().__init__(
-            f"{cause}: the update was skipped and the weights are unchanged. Prompts of the batch: "
-            f"{list(prompt_ids)}. Look for a learning_rate that is too high, or for non-finite values in a custom hook"
-        )
-        self.cause, self.prompt_ids = cause, list(prompt_ids)
 
 
 def check_full_softmax(sampling_params: SamplingParams) -> None:
@@ -194,28 +177,6 @@ def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tupl
                 "them. Look at the rewards, and at the log-probs of policy and reference"
             )
     rollouts.update(returned)  # type: ignore[typeddict-item]
-
-
-def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
-    """Describes which terms (`loss/*` in `stats`) make `loss` non-finite; None if `loss` is finite."""
-    if bool(torch.isfinite(loss.detach())):
-        return None
-    terms = {name: float(value) for name, value in stats.items() if name.startswith("loss/") and name != "loss/total"}
-    bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
-    return " and ".join(bad or [f"the loss is {float(loss.detach())}"])
-
-
-def check_loss(loss: Any) -> None:
-    """Checks that the loss returned by `compute_loss` is a scalar tensor with a gradient.
-
-    Raises:
-        ValueError: when it is not.
-    """
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        raise ValueError(
-            f"compute_loss() returned {_described(loss)} as the loss; it must return a pair (loss, stats) whose loss "
-            "is a scalar tensor with a gradient"
-        )
 
 
 def _check_keys(hook: str, returned: Any, required: tuple[str, ...]) -> None:

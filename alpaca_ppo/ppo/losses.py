@@ -4,8 +4,6 @@ The mathematics is in `functional`, the critic's loss in its head. Every term is
 (see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +17,6 @@ from alpaca_ppo.functional import (
     positive_nll_loss,
     rollout_correction_weights,
 )
-from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCriticOutputs, CriticHead
 from alpaca_ppo.ppo.metrics import mismatch_stats
 from alpaca_ppo.ppo.policy_losses import configured_policy_loss
@@ -63,47 +60,7 @@ def _succeeded(scores: Tensor, args: PPOConfig) -> Tensor:
     return scores > args.positive_nll_threshold
 
 
-def sample_value_taus(head: CriticHead | None, *key: int) -> Tensor | None:
-    """The quantile levels (K,) of the critic's predictions in one optimizer step, a function of the integers in `key`;
-    None for a head that needs none, and without a critic.
-    """
-    return None if head is None else head.sample_taus(seeded_generator(*key))
-
-
-def loss_terms(
-    forward: Callable[..., ActorCriticOutputs],
-    batch: Rollouts,
-    args: PPOConfig,
-    *,
-    head: CriticHead | None,
-    with_policy: bool,
-    with_critic: bool,
-    critic_backward_first: Callable[[], AbstractContextManager[Callable[[Terms], Terms]]] | None,
-) -> list[Terms]:
-    """The terms of a micro-batch's loss and their statistics.
-
-    Args:
-        forward: a pass over the micro-batch; takes `with_policy` and `with_critic`. If its outputs have entropies,
-            their mean is among the statistics.
-        batch: the micro-batch.
-        args: the run's configuration.
-        head: the critic's; None without a critic.
-        with_policy: False leaves the policy's terms out.
-        with_critic: False leaves the critic's out.
-        critic_backward_first: `Updater.critic_backward_first`, which runs the critic's forward and backward pass
-            before the policy's forward pass; None for one backward pass through both.
-    """
-    head = head if with_critic else None
-    if head is not None and with_policy and critic_backward_first is not None:
-        with critic_backward_first() as backward:
-            critic = backward(critic_terms(forward(with_policy=False, with_critic=True), batch, head, args))
-        return [policy_terms(forward(with_policy=True, with_critic=False), batch, args), critic]
-    outputs = forward(with_policy=with_policy, with_critic=head is not None)
-    terms = [policy_terms(outputs, batch, args)] if with_policy else []
-    return terms if head is None else [*terms, critic_terms(outputs, batch, head, args)]
-
-
-def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) -> Terms:
+def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) -> Terms:
     """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
@@ -134,10 +91,10 @@ def policy_terms(outputs: ActorCriticOutputs, batch: Rollouts, args: PPOConfig) 
         loss = loss - args.entropy_coef * stats["loss/entropy"]
     if args.old_policy in ("auto", "rollout") and "recomputed" not in batch:
         stats |= mismatch_stats(outputs.logprobs, batch["rollout_logprobs"], mask)
-    return loss, stats
+    return loss, {name: stat.detach() for name, stat in stats.items()}
 
 
-def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, head: CriticHead, args: PPOConfig) -> Terms:
+def critic_terms(batch: Rollouts, outputs: ActorCriticOutputs, head: CriticHead, args: PPOConfig) -> Terms:
     """The loss of the critic's `head`, weighted by `vf_coef`, and its statistics."""
     assert outputs.predictions is not None
     value = _checked(
@@ -153,7 +110,7 @@ def critic_terms(outputs: ActorCriticOutputs, batch: Rollouts, head: CriticHead,
         ),
     )
     stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
-    return args.vf_coef * value.loss, stats
+    return args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}
 
 
 def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The metrics of a step, as flat dictionaries of floats; `objective/*` and `ppo/*` use AlpacaFarm's names.
 
-Every rank has the rollouts of all ranks, so their metrics need no collective operation. Training statistics are
-computed per micro-batch; `StatsAccumulator` combines them over micro-batches and ranks. Means are over masked tokens or
+Every rank has the rollouts of all ranks, so their metrics need no collective operation. Training statistics
+are in `step_stats`. Means are over masked tokens or
 over sequences, never over padding. Writing the metrics is in `tracking.run_log`.
 """
 
@@ -24,91 +24,6 @@ from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo.trained_rows import trained_mask, with_reward
 from alpaca_ppo.types import Rollouts
-
-
-class StatsAccumulator:
-    """Combines the statistics of micro-batches exactly. The name of a statistic decides how.
-
-    `loss/*` are divided by the denominator of the whole optimizer-step batch; they are added up, and averaged over
-    optimizer steps. For `*_min` and `*_max` the minimum or maximum is kept. All others are means over the micro-batch's
-    masked tokens, and are averaged with the number of tokens as weight.
-    """
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self.means: dict[str, tuple[float, float]] = {}
-        self.extremes: dict[str, float] = {}
-
-    def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
-        """Adds the statistics of one micro-batch.
-
-        Args:
-            stats: scalars by name.
-            tokens: the number of masked tokens of the micro-batch. With 0, only `loss/*` are added.
-
-        Raises:
-            ValueError: for a statistic that is not a scalar.
-        """
-        numbers = [torch.as_tensor(value).detach().double() for value in stats.values()]
-        for name, number in zip(stats, numbers, strict=True):
-            if number.dim():
-                raise ValueError(
-                    f"the statistic {name!r} has shape {tuple(number.shape)}; compute_loss must return scalars"
-                )
-        # A single transfer for all of them, because every .item() synchronizes with the device.
-        device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
-        values = torch.stack([number.to(device) for number in numbers]).tolist() if numbers else []
-        for name, value in zip(stats, values, strict=True):
-            if name.startswith("loss/"):
-                self.parts[name] = self.parts.get(name, 0.0) + value
-            elif tokens and name.endswith(("_min", "_max")):
-                self._extreme(name, value)
-            elif tokens:
-                total, weight = self.means.get(name, (0.0, 0.0))
-                self.means[name] = (total + value * tokens, weight + tokens)
-
-    def add_padding(self, lengths: Sequence[int], *, padded: bool) -> None:
-        """Adds a micro-batch with rows of `lengths` tokens to `padding_fraction`: `padded` to the longest, or not."""
-        positions = len(lengths) * max(lengths, default=0) if padded else sum(lengths)
-        if positions:
-            fraction = 1.0 - sum(lengths) / positions
-            total, weight = self.means.get("padding_fraction", (0.0, 0.0))
-            self.means["padding_fraction"] = (total + fraction * positions, weight + positions)
-
-    def merge(self, other: "StatsAccumulator") -> None:
-        """Adds the statistics that another rank accumulated in the same optimizer steps."""
-        for name, value in other.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + value
-        for name, (total, weight) in other.means.items():
-            mine = self.means.get(name, (0.0, 0.0))
-            self.means[name] = (mine[0] + total, mine[1] + weight)
-        for name, value in other.extremes.items():
-            self._extreme(name, value)
-
-    def compute(self, optimizer_steps: int) -> dict[str, float]:
-        """Returns the statistics of the whole update; `loss/*` are averaged over `optimizer_steps`."""
-        stats = {name: value / optimizer_steps for name, value in self.parts.items()}
-        stats |= {name: total / weight for name, (total, weight) in self.means.items()}
-        return stats | self.extremes
-
-    def _extreme(self, name: str, value: float) -> None:
-        choose = min if name.endswith("_min") else max
-        self.extremes[name] = choose(self.extremes.get(name, value), value)
-
-
-def update_stats(kinds: Sequence[tuple[StatsAccumulator, int]]) -> dict[str, float]:
-    """Returns the statistics of an update with several kinds of optimizer steps, such as the critic's and the policy's.
-
-    Args:
-        kinds: of each kind, the statistics of all ranks and the number of its steps. Its `loss/*` are averaged over
-            these, and then added up over the kinds.
-    """
-    whole, losses = StatsAccumulator(), dict[str, float]()
-    for stats, steps in kinds:
-        for name, value in stats.parts.items():
-            losses[name] = losses.get(name, 0.0) + value / steps
-        whole.merge(stats)
-    return {**whole.compute(1), **losses}
 
 
 @dataclass
@@ -149,21 +64,24 @@ class Timers:
     """Wall-clock seconds by phase.
 
     Args:
-        during: returns a context manager in which a phase, given by name, takes place.
+        during: returns a context manager in which a phase, given by name and number of parts, takes place.
     """
 
-    def __init__(self, during: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self,
+        during: Callable[[str, int | None], AbstractContextManager[Any]] = lambda *_: nullcontext(lambda parts: None),
+    ) -> None:
         self.seconds: dict[str, float] = {}
         self._during = during
 
     @contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
-        """Adds the seconds spent inside the block to `phase`."""
+    def measure(self, phase: str, parts: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Adds the seconds spent inside the block to `phase`; yields a function that counts its `parts`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        with self._during(phase):
-            yield
+        with self._during(phase, parts) as count:
+            yield count
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -6,7 +6,7 @@ a run is the same on any machine. The order of prompts is in `data.schedule`, th
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,10 +23,12 @@ class UpdateStep(NamedTuple):
 
     part: Part
     """What it trains."""
-    epoch: int
-    """From 0; policy and critic count theirs separately if they take separate steps."""
     rows: Tensor
     """(step batch,) int64, the rows of the global rollouts that it trains on."""
+    step: int
+    """The run's step, from 0."""
+    key: tuple[int, ...]
+    """Seeds its random numbers."""
 
 
 def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
@@ -35,46 +37,42 @@ def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
 
 
 def step_counts(rows: int, args: PPOConfig, *, critic_only: bool) -> StepCounts:
-    """Returns how many optimizer steps `update_steps` yields for the same arguments."""
+    """Returns how many optimizer steps `plan_updates` plans for the same arguments."""
     critic = optimizer_steps(rows, args.critic_batch_rows, args.critic_passes) if args.uses_critic else 0
     policy = 0 if critic_only else optimizer_steps(rows, args.step_batch_size, args.ppo_epochs)
     joint = not critic_only and not args.separate_critic_steps
     return StepCounts(policy if joint else policy + critic, policy, critic)
 
 
-def update_steps(rows: int, args: PPOConfig, key: tuple[int, ...], *, critic_only: bool) -> Iterator[UpdateStep]:
-    """Yields the optimizer steps of the update on a rollout of `rows` responses, in their order.
+def plan_updates(rows: int, args: PPOConfig, step: int, *, critic_only: bool) -> list[UpdateStep]:
+    """Returns the optimizer steps of the update on a rollout of `rows` responses, in their order.
 
-    If the critic takes separate steps, all of them come first. Then no step of the policy is between the rollout, where
-    the advantages' values were computed, and the steps of the critic that reads the policy's base model; and
-    `target_kl_stop` ends the policy's steps without taking any from the critic.
+    Each epoch is a permutation of all rows, the same for policy and critic, split into batches, of which the last may
+    be smaller. If the critic takes separate steps, all of them come first. Then no step of the policy is between the
+    rollout, where the advantages' values were computed, and the steps of the critic that reads the policy's base model;
+    and `target_kl_stop` ends the policy's steps without taking any from the critic.
 
     Args:
         rows: of the global rollouts.
         args: of the run.
-        key: seeds the order of the rows, which is the same for policy and critic in the same epoch.
+        step: of the run, from 0.
         critic_only: leaves the policy's steps out.
     """
+    kinds: list[tuple[Part, int, int]] = []
     if args.separate_critic_steps or critic_only:
-        for epoch, batch in update_batches(rows, args.critic_batch_rows, args.critic_passes, key):
-            yield UpdateStep("critic", epoch, batch)
+        kinds.append(("critic", args.critic_batch_rows, args.critic_passes))
     if not critic_only:
-        part: Part = "policy" if args.separate_critic_steps else "both"
-        for epoch, batch in update_batches(rows, args.step_batch_size, args.ppo_epochs, key):
-            yield UpdateStep(part, epoch, batch)
-
-
-def update_batches(
-    rows: int, step_batch_size: int, ppo_epochs: int, key: tuple[int, ...]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields the epoch (from 0) and the rows (int64 indices) of each optimizer step.
-
-    Each epoch is a permutation of all rows, seeded by `key` and the epoch, and split into batches of `step_batch_size`;
-    the last batch may be smaller.
-    """
-    for epoch in range(ppo_epochs):
-        for batch in torch.split(seeded_permutation(rows, *key, epoch), step_batch_size):
-            yield epoch, batch
+        kinds.append(("policy" if args.separate_critic_steps else "both", args.step_batch_size, args.ppo_epochs))
+    batches = [
+        (part, epoch, batch)
+        for part, size, epochs in kinds
+        for epoch in range(epochs)
+        for batch in torch.split(seeded_permutation(rows, args.seed, step, epoch), size)
+    ]
+    return [
+        UpdateStep(part, batch, step, (args.seed, step, epoch, number))
+        for number, (part, epoch, batch) in enumerate(batches)
+    ]
 
 
 def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
@@ -112,7 +110,19 @@ Plan = list[list[list[int]]]
 because collective operations must match."""
 
 
-def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+def plan_micro_batches(lengths: Sequence[int], args: PPOConfig, *, padding_free: bool, num_ranks: int) -> Plan:
+    """Returns the micro-batches of each rank for rows of `lengths` tokens (in the pass where each has the most), under
+    the run's budget: the same on every rank.
+    """
+    if padding_free:
+        return plan_packed_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
+    if args.max_tokens_per_micro_batch is None and num_ranks == 1:
+        # On one process nobody waits for others. The number of a full step batch, also for a smaller last one.
+        return plan_equal_rows(lengths, num_micro_batches=-(-args.step_batch_size // args.step_per_device_batch_size))
+    return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
+
+
+def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
     """Returns the rows that each rank trains on, in micro-batches of at most `max_tokens` tokens without padding.
 
     The number of micro-batches is the smallest for which longest-processing-time-first scheduling (Graham 1969: the
@@ -135,8 +145,8 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
 
 
 def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
-    """As `plan_micro_batches`, for rows that are padded to the longest of their micro-batch, which then costs its rows
-    times the longest of them.
+    """As `plan_packed_micro_batches`, for rows that are padded to the longest of their micro-batch, which then costs
+    its rows times the longest of them.
 
     There are as few micro-batches as possible, with rows of similar length together, and the largest costs the least
     that so many of them allow. No bound on the number of rows: with one, micro-batches of short rows would cost less.

@@ -1,15 +1,16 @@
 """Whether sampler and trainer agree on the log-probs of the same tokens: the bounds, and what happens beyond them.
 
-`judge` compares `mismatch/*` with the one table of bounds, `BOUNDS`. `MismatchGuard` applies it in a run: to a few
-short responses before the first rollout is paid for, and to the rollouts of every step before they train the policy.
-How the metrics are measured is in `metrics`, what `old_policy: auto` concludes from them in `old_policy`; the weights
-of `old_policy: correct` are in `functional.policy_losses`.
+`judge` compares `mismatch/*` with the one table of bounds, `BOUNDS`. `SamplerCheck` applies it in a run: to a few
+short responses before the first rollout is paid for, by which `old_policy: auto` is decided, and to the rollouts of
+every step before they train the policy. How the metrics are measured is in `metrics`; the weights of
+`old_policy: correct` are in `functional.policy_losses`.
 """
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -21,9 +22,9 @@ from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.models.packed_attention import underlying_attention
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.rollouts import RolloutCollector, evaluate_responses
+from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -114,7 +115,7 @@ def in_half_precision(actor_critic: ActorCritic, accelerator: Accelerator) -> bo
     return narrow or accelerator.mixed_precision != "no"
 
 
-def clipped_difference(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> float:
+def clipped_difference(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Returns the mean absolute difference in nats per token, of which a token counts at most `OUTLIER`.
 
     Args:
@@ -122,7 +123,7 @@ def clipped_difference(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor)
         rollout_logprobs: (B, R), from the sampler.
         mask: (B, R) bool, True = a token that the policy chose.
     """
-    return float(masked_mean((logprobs - rollout_logprobs).abs().clamp(max=OUTLIER), mask))
+    return masked_mean((logprobs - rollout_logprobs).abs().clamp(max=OUTLIER), mask)
 
 
 def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:
@@ -133,91 +134,95 @@ def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:
     return [order[i * (len(order) - 1) // (count - 1)] for i in range(count)]
 
 
-class MismatchGuard:
-    """Ends a run whose sampler is not the policy that is trained, or warns of it once, as `mismatch_action` says.
+class SamplerCheck:
+    """Ends a run whose sampler is not the policy that is trained, or warns of it once, as `mismatch_action` says; and
+    decides, once in a run, whether the sampler's log-probs are the old policy's.
+
+    With `old_policy: auto` they are if sampler and trainer agree within the rounding of float32 on short responses
+    before the first rollout, which saves the policy's forward pass. A checkpoint keeps the decision; it is made again
+    if backend, dtype or engine have changed. Steps recompute all the same: in half precision; with a critic that shares
+    the policy's hidden states, whose pass computes all of the policy but its head; with environments that answer, as
+    the rounding then depends on when they do; and with a backend that is not built in, as it may have weights of its
+    own.
 
     Args:
         engine: of the policy.
         args: of the run. With `old_policy: correct`, whose weights are made for a mismatch, a run is never ended.
+        backend: the generation backend of the run.
+        answered: whether environments answer the policy.
+        report: called with the decision.
     """
 
-    def __init__(self, engine: Engine, args: PPOConfig) -> None:
-        self._engine, self._accelerator, self._args = engine, engine.accelerator, args
-        self._warned = self._short_agreed = False
-
-    @property
-    def active(self) -> bool:
-        """Whether a mismatch is reported at all."""
-        return self._args.mismatch_action != "ignore"
-
-    def check_short_responses(
-        self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
+    def __init__(
+        self, engine: Engine, args: PPOConfig, *, backend: str, answered: bool, report: Callable[[str], Any]
     ) -> None:
-        """Samples short responses to a few prompts with the run's generation backend, and judges them.
-
-        Every rank must call it, with equally many prompts. Beyond a bound, two experiments look for the cause.
-        The run ends only if many tokens disagree (`clipped_difference`), not for a single one among so few.
-
-        Args:
-            collector: samples and evaluates.
-            prompts: a few, of different lengths.
-            sampling_params: of the run; at most `SHORT` tokens are sampled.
-
-        Raises:
-            ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
-        """
-        n = sampling_params.num_return_sequences
-        short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
-        samples, logprobs = self._sample(collector, prompts, short)
-        rollout_logprobs, mask = samples["rollout_logprobs"], samples["response_mask"]
-        stats = self.largest(mismatch_stats(logprobs, rollout_logprobs, mask))
-        clipped = clipped_difference(logprobs, rollout_logprobs, mask)
-        clipped = max_over_ranks({"clipped": clipped}, self._accelerator)["clipped"]
-        self._short_agreed = not self._judge(stats)
-        if self._short_agreed:
-            return
-        again = self._logprobs(collector, samples, short)
-        repeated = self.largest(mismatch_stats(again, logprobs, mask))
-        alone, logprobs = self._sample(replace(collector, per_device_batch_size=n), prompts, short)
-        one_at_a_time = self.largest(mismatch_stats(logprobs, alone["rollout_logprobs"], alone["response_mask"]))
-        if self._judge(repeated):
-            difference = repeated["mismatch/logprob_abs_mean"]
-            cause = (
-                f"two forward passes of the trainer over the same tokens differ by {difference:.3g} nats per token, as "
-                "with dropout in a custom model; switch it off"
-            )
-        elif not self._judge(one_at_a_time):
-            cause = (
-                "one prompt at a time they agree, so what the model computes for a row depends on padding or on the "
-                "other rows of its batch, as with learned positions or some recurrent states; set "
-                f"rollout_per_device_batch_size: {n} (num_return_sequences), which samples one prompt at a time"
-            )
-        else:
-            cause = self._likely_causes()
-        where = f"in {len(logprobs)} short responses before the first rollout"
-        fault = self._report(stats, where, cause, may_stop=clipped > BOUNDS["mismatch/logprob_abs_mean"].stop)
-        if fault is not None:
-            raise ValueError(fault)
+        self._engine, self._args, self._report = engine, args, report
+        critic = engine.actor_critic.critic
+        shared = critic is not None and critic.shares_states
+        built_in = backend in GENERATION_BACKENDS.built_in
+        self._may_spare = args.old_policy == "auto" and built_in and not (answered or shared or self.half_precision)
+        self._conditions = [backend, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]
+        self._spares: bool | None = None
+        self._warned = False
 
     @property
     def half_precision(self) -> bool:
         """Whether the policy computes in less than 32 bits."""
-        return in_half_precision(self._engine.actor_critic, self._accelerator)
+        return in_half_precision(self._engine.actor_critic, self._engine.accelerator)
 
     @property
-    def shares_states(self) -> bool:
-        """Whether the critic reads the policy's hidden states, so that its pass is one of the policy too."""
-        critic = self._engine.actor_critic.critic
-        return critic is not None and critic.shares_states
+    def compares(self) -> bool:
+        """Whether the short responses before the first rollout are of any use."""
+        return self._args.mismatch_action != "ignore" or (self._may_spare and self._spares is None)
 
-    def stats(self, rollouts: Rollouts) -> dict[str, float]:
-        """`mismatch/*` of global rollouts that the trainer has evaluated (`recomputed`). Every rank must call it."""
-        mask = rollouts["response_mask"]
-        return self.largest(mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask))
+    def recomputes(self, step: int) -> bool:
+        """Whether the old log-probs of `step` (from 0) come from a forward pass of the trainer.
 
-    def largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
-        """The largest of each number on any rank, so that all ranks decide alike. Every rank must call it."""
-        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._accelerator)
+        They do in the first step that trains the policy, whatever `auto` has decided: until then policy and reference
+        may be equal, and the sampler's rounding would be all of the KL, which whitening turns into advantages.
+        """
+        if self._args.old_policy != "auto":
+            return self._args.old_policy != "rollout"
+        return not self._spares or step == self._args.critic_pretraining_steps
+
+    def before_training(
+        self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
+    ) -> None:
+        """Samples short responses to a few prompts with the run's generation backend, judges them, and decides `auto`.
+
+        Every rank must call it, with the same prompts. The run ends only if many tokens disagree
+        (`clipped_difference`), not for a single one among so few.
+
+        Raises:
+            ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
+        """
+        short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
+        samples = collector.sample(self._engine, prompts, short, RolloutPoll())
+        logprobs = collector.policy_logprobs(self._engine, samples, temperature=short.temperature)
+        pair = samples["rollout_logprobs"], samples["response_mask"]
+        measured = {**mismatch_stats(logprobs, *pair), "clipped": clipped_difference(logprobs, *pair)}
+        stats = self._largest(measured)
+        if self._may_spare and self._spares is None:
+            difference, self._spares = stats["mismatch/logprob_abs_mean"], not judge(stats, half_precision=False)
+            then = "the sampler's log-probs are" if self._spares else "every step computes"
+            self._report(
+                f"sampler and trainer differ by {difference:.2g} nats per token: {then} the old policy's "
+                "(old_policy: auto)"
+            )
+        many = stats["clipped"] > BOUNDS["mismatch/logprob_abs_mean"].stop
+        fault = self._judged(stats, f"in {len(logprobs)} short responses before the first rollout", may_stop=many)
+        if fault is not None:
+            raise ValueError(fault)
+
+    def check_rollouts(self, rollouts: Rollouts) -> None:
+        """Judges the responses of a step, if the trainer has evaluated them (`recomputed`). Every rank must call it.
+
+        Raises:
+            SamplerMismatch: as `check`.
+        """
+        if "recomputed" in rollouts:
+            mask = rollouts["response_mask"]
+            self.check(self._largest(mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)))
 
     def check(self, stats: Mapping[str, float]) -> None:
         """Judges `mismatch/*` of all ranks' responses in one step.
@@ -225,67 +230,40 @@ class MismatchGuard:
         Raises:
             SamplerMismatch: on every rank, if an update would be meaningless and `mismatch_action` is stop.
         """
-        if self.active and self._judge(stats):
-            fault = self._report(stats, "in the responses of this step", self._likely_causes(), may_stop=True)
-            if fault is not None:
-                raise SamplerMismatch(fault)
+        fault = self._judged(stats, "in the responses of this step")
+        if fault is not None:
+            raise SamplerMismatch(fault)
 
-    def _judge(self, stats: Mapping[str, float]) -> list[Finding]:
-        return judge(stats, half_precision=self.half_precision, temperature=self._args.temperature)
+    def stats(self, rollouts: Rollouts) -> dict[str, float]:
+        """`mismatch/recomputed` of a step with `old_policy: auto`: 1 if the trainer computed the log-probs, else 0."""
+        return {"mismatch/recomputed": float("recomputed" in rollouts)} if self._args.old_policy == "auto" else {}
 
-    def _sample(
-        self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Samples, and the trainer's log-probs (B, R) of their tokens."""
-        samples = collector.sample(self._engine, prompts, sampling_params, RolloutPoll())
-        return samples, self._logprobs(collector, samples, sampling_params)
+    def state_dict(self) -> dict[str, Any]:
+        """The decision, and what it depends on."""
+        return {"spares": self._spares, "conditions": self._conditions}
 
-    def _logprobs(
-        self, collector: RolloutCollector, samples: dict[str, Tensor], sampling_params: SamplingParams
-    ) -> Tensor:
-        settings = collector.evaluation_settings(self._engine, sampling_params.temperature)
-        model, device = self._engine.actor_critic, self._accelerator.device
-        with self._engine.autocast():
-            outputs = evaluate_responses(model, samples, settings, device=device, with_policy=True, with_critic=False)
-        return outputs["logprobs"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the decision that `state_dict` returned, if it was made under the same conditions."""
+        self._spares = state["spares"] if list(state["conditions"]) == self._conditions else None
 
-    def _likely_causes(self) -> str:
-        model, args = self._engine.actor_critic.policy.model, self._args
-        if model._is_stateful:
-            return (
-                f"{type(model).__name__} keeps a recurrent state, and sampling with it token by token gives other "
-                "numbers than one pass over the whole row; use a model without one"
-            )
-        if self._short_agreed:
-            return (
-                f"something that depends on the length or on trained weights, as responses of {SHORT} tokens agreed "
-                "before the run: rotations or windows that change with the length, an attention implementation (here "
-                f"{underlying_attention(model)}), a sampler that still has older weights"
-            )
-        return (
-            "a generation_backend or _generate that changes the logits (top_k, top_p, a penalty, the model's "
-            f"generation_config, a temperature other than {args.temperature:g}) or has other weights or another dtype; "
-            f"or an attention implementation (here {underlying_attention(model)}) that reads padding"
-        )
+    def _largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
+        """The largest of each number on any rank, so that all ranks decide alike."""
+        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._engine.accelerator)
 
-    def _report(self, stats: Mapping[str, float], where: str, cause: str, *, may_stop: bool) -> str | None:
-        """Returns the message with which the run has to end; else warns once, and returns None."""
-        findings, args = self._judge(stats), self._args
-        corrected = args.old_policy == "correct"
-        what = ", ".join(map(str, findings))
+    def _judged(self, stats: Mapping[str, float], where: str, *, may_stop: bool = True) -> str | None:
+        """The message with which the run has to end; else warns, once."""
+        args = self._args
+        findings = judge(stats, half_precision=self.half_precision, temperature=args.temperature)
+        if not findings or args.mismatch_action == "ignore":
+            return None
         text = (
-            f"sampler and trainer disagree on the log-probs of the same tokens {where}: {what}. Likely cause: {cause}"
+            f"sampler and trainer disagree on the log-probs of the same tokens {where}: "
+            f"{', '.join(map(str, findings))}; docs/troubleshooting.md lists the causes"
         )
-        may_stop = may_stop and args.mismatch_action == "stop" and not corrected
-        if may_stop and any(finding.meaningless for finding in findings):
-            # A resumed run may change mismatch_action, but not old_policy.
-            return (
-                f"{text}. The update would be meaningless: remove the cause, or set mismatch_action: warn, which "
-                "trains all the same, or, in a new run, old_policy: correct, which weights the loss by the ratio of "
-                "the two"
-            )
-        if not self._warned and self._accelerator.is_main_process:
+        stops = may_stop and args.mismatch_action == "stop" and args.old_policy != "correct"
+        if stops and any(finding.meaningless for finding in findings):
+            return f"{text}. Remove the cause, set mismatch_action: warn or, in a new run, old_policy: correct"
+        if not self._warned and self._engine.accelerator.is_main_process:
             self._warned = True
-            more = "" if corrected else ". In a new run, old_policy: correct weights the loss by it"
-            warnings.warn(text + more, stacklevel=4)
+            warnings.warn(text, stacklevel=4)
         return None

@@ -43,9 +43,6 @@ class RolloutPasses:
 
     with_policy: bool = True
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
-    policy_is_reference: bool = False
-    """Whether the policy is known to equal its reference: `with_policy`, its log-probs and entropies are then those of
-    the reference's pass."""
     with_critic: bool = True
     """The critic's values."""
     with_entropies: bool = False
@@ -400,13 +397,11 @@ class RolloutCollector:
         Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
         out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
         """
-        assert not passes.policy_is_reference or (passes.with_policy and self.reference is not None)
-        runs_policy = passes.with_policy and not passes.policy_is_reference
         settings = replace(self.evaluation_settings(engine, temperature), with_entropies=passes.with_entropies)
         device = self.accelerator.device
         rows = EvaluatedRows(samples, settings, device)
         out: dict[str, Tensor] = {}
-        if runs_policy or passes.with_critic:
+        if passes.with_policy or passes.with_critic:
             with engine.autocast():
                 out = evaluate_responses(
                     engine.actor_critic,
@@ -414,7 +409,7 @@ class RolloutCollector:
                     settings,
                     device=device,
                     poll=poll,
-                    with_policy=runs_policy,
+                    with_policy=passes.with_policy,
                     with_critic=passes.with_critic,
                 )
         if passes.with_policy:
@@ -425,6 +420,4 @@ class RolloutCollector:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():
             ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=poll)
-        if passes.policy_is_reference:
-            out |= {name: value.clone() for name, value in ref_outputs.items()}
         return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

@@ -34,10 +34,8 @@ from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.mismatch import SamplerMismatch
-from alpaca_ppo.ppo.old_policy import OldPolicySource
+from alpaca_ppo.ppo.mismatch import SamplerCheck, SamplerMismatch
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
 from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
@@ -73,8 +71,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
-    old_policy: OldPolicySource
-    critic_pretraining: CriticPretraining
+    sampler_check: SamplerCheck
     run_record: RunRecord
     """What run.yaml holds beyond `args`. `train_from_arguments` replaces it before the run log is opened."""
     start_identity: Mapping[str, Any]
@@ -113,7 +110,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.run_log = RunLog(self.accelerator, self.args)
         self.callback_handler = CallbackHandler(callbacks, self.state, self.built_in_callbacks())
         self.preemption = PreemptionHandler(self.accelerator)
-        self.progress = TrainProgress(self.accelerator, self.state, self.updater)
+        self.progress = TrainProgress(self.state, self.updater)
         self.checkpoints = CheckpointManager(
             self.accelerator,
             self.args,
@@ -148,7 +145,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def _components(self) -> dict[str, Component]:
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
         own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
-        own |= {"old_policy": self.old_policy, "critic_pretraining": self.critic_pretraining}
+        own["sampler_check"] = self.sampler_check
         own["callbacks"] = self.callback_handler
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
@@ -169,7 +166,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     @property
     def model(self) -> Any:
-        """What `compute_loss` calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
+        """What a step calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
         return self.updater.model
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
@@ -331,17 +328,12 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     def _save_before_rollouts(self) -> None:
         """Saves a run whose next update would be meaningless, unless nothing has been trained yet."""
-        if self.progress.is_current:
-            self.progress.discard_rollouts()
-            if not self.progress.at_start:
-                self._save_interrupted("sampler and trainer disagree")
+        if self.progress.is_current and not self.progress.at_start:
+            self._save_interrupted("sampler and trainer disagree")
 
     def _save_interrupted(self, reason: str) -> None:
         folder = self.checkpoints.folder(self.state.global_step)
-        # Do not overwrite the best checkpoint: its weights must be those that were evaluated. A resumed run starts from
-        # it and repeats the interrupted step.
-        is_best = self.checkpoints.best.folder == folder
-        if not self.progress.saved and not is_best:
+        if not self.progress.saved:
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
@@ -379,7 +371,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
         self.run_log.message(
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
-            f"of at most {self.updater.budget.max_tokens} tokens on each of {self.accelerator.num_processes} processes"
+            f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
             + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
         )
         self._notify("on_train_begin")
@@ -432,7 +424,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     def _end_step(self, stats: dict[str, float]) -> None:
         """Evaluates, logs and saves after the update. A run that was interrupted in here resumes here."""
-        self.progress.advance(stats=stats, step_ended=False, update=None)
+        self.progress.advance(stats=stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
         step, stats = self.state.global_step, dict(stats)
         last = step == self.schedule.num_steps or self.callback_handler.control.should_training_stop

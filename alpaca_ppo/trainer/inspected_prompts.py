@@ -30,7 +30,7 @@ def logged_rollouts(trainer: Any, rollouts: Rollouts, step: int) -> list[dict[st
     """
     count = trainer.args.num_logged_rollouts
     first: Any = {name: value[:count] for name, value in rollouts.items()}  # type: ignore[index]
-    if metrics.logs_entropies(step - 1, trainer.args) and not trainer.critic_pretraining.includes(step - 1):
+    if metrics.logs_entropies(step - 1, trainer.args) and step > trainer.args.critic_pretraining_steps:
         logprobs = trainer.collector.policy_logprobs(
             trainer.updater.engine, row_tensors(first), temperature=trainer.args.temperature
         )

@@ -6,7 +6,6 @@ are in `rollout_trainer`; the loop over steps, with logging and checkpoints, is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +27,10 @@ from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
-from alpaca_ppo.ppo.device_rows import row_tensors
-from alpaca_ppo.ppo.losses import correction_weights, loss_terms, sample_value_taus
-from alpaca_ppo.ppo.metrics import RolloutCounts
-from alpaca_ppo.ppo.minibatches import update_steps
-from alpaca_ppo.ppo.mismatch import MismatchGuard
-from alpaca_ppo.ppo.old_policy import OldPolicySource
+from alpaca_ppo.ppo.losses import correction_weights, critic_terms, policy_terms
+from alpaca_ppo.ppo.minibatches import plan_updates
+from alpaca_ppo.ppo.mismatch import SamplerCheck
+from alpaca_ppo.ppo.step_stats import StepStats
 from alpaca_ppo.ppo.trained_rows import compared_mask
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.tracking import rollout_tables
@@ -48,7 +45,6 @@ from alpaca_ppo.trainer.preflight import (
     check_config_class,
     check_output_dir,
 )
-from alpaca_ppo.trainer.progress import UpdateProgress
 from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -89,11 +85,6 @@ class PPOTrainer(RolloutTrainer):
     Raises:
         ValueError: for arguments that cannot work together, and for those of another trainer, with what they are here.
     """
-
-    separate_critic_backward = True
-    """Whether `compute_loss` runs the critic's backward pass itself, before the policy's forward pass, which saves
-    memory if the two share no activations. An override may add terms to what `super().compute_loss` returns; one that
-    scales it, or couples policy and critic in another way, must set this to False (a scaled loss raises an error)."""
 
     def __init__(
         self,
@@ -152,58 +143,33 @@ class PPOTrainer(RolloutTrainer):
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
         self.has_own_schedule = optimizers[1] is not None
-        self._set_up_steps(has_reference=reference is not None)
-        self.set_up_run(callbacks or [])
-
-    def _set_up_steps(self, *, has_reference: bool) -> None:
-        """Evaluation, and what decides from step to step: the sampler's check, critic pretraining, the old policy, the
-        KL penalty.
-        """
-        args = self.args
         check_sampler(self.environments, self.sampling_params, self.updater.engine)
         self.collector.prepare_frozen_models(self.updater.engine)
         self.evaluator = Evaluator(self, self.collector.metric_scorer)
-        self.mismatch_guard = MismatchGuard(self.updater.engine, args)
-
-        def report(text: str) -> None:
-            self.run_log.message(text)
-
-        self.critic_pretraining = setup.make_critic_pretraining(self.updater, self.schedule, args, report=report)
-        self.old_policy = OldPolicySource(
-            self.mismatch_guard,
+        self.sampler_check = SamplerCheck(
+            self.updater.engine,
             args,
-            self.critic_pretraining,
-            has_reference=has_reference,
-            report=report,
-            sampler_repeats=self.environments is None or not self.environments.answer,
+            backend=args.generation_backend,
+            answered=self.environments is not None and self.environments.answer,
+            report=lambda text: self.run_log.message(text),
         )
         self.kl_controller = setup.make_kl_controller(args)
+        self.set_up_run(callbacks or [])
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
-        """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics.
-
-        A run that is resumed in the middle of a step's update continues with the rollouts stored in the checkpoint.
-        """
-        self.run_lock.acquire()
-        self.timers, self.counts = self.new_timers(), RolloutCounts()
-        step, update = self.state.global_step, self.progress.pop_resumed_update()
-        if update is None:
-            rollouts = self._rollouts_with_advantages(prompt_batches)
-            self.progress.advance(update=UpdateProgress(rollouts, self.timers.seconds, self.counts))
-        else:
-            rollouts, self.timers.seconds, self.counts = update.rollouts, update.seconds, update.counts
-        with self.timers.measure("update"):
-            train_stats = self.step_with_rollouts(rollouts)
-        self.mark_step_done(step)
+        """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
+        step = self.state.global_step
+        rollouts = self.rollouts_with_advantages(prompt_batches)
+        train_stats = self.step_with_rollouts(rollouts)
         stats = self.record_step_stats(train_stats, rollouts, step + 1)
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
-        if not self.critic_pretraining.includes(step):
+        if step >= self.args.critic_pretraining_steps:
             kl = float(rollouts["kl"].sum(dim=1).mean())
             self.kl_controller.update(kl, num_sequences=rollouts["responses"].size(0))
         return stats
 
-    def _rollouts_with_advantages(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
-        """The global rollouts with shaped rewards, advantages and returns."""
+    def rollouts_with_advantages(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
+        """The global rollouts of a step with what `_shape_reward` and `_estimate_advantage` make of them."""
         rollouts = self.step_rollouts(prompt_batches)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
@@ -260,69 +226,48 @@ class PPOTrainer(RolloutTrainer):
         return estimate_advantages(inputs, self.args, monte_carlo_returns=self.in_critic_pretraining)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
-        """The optimizer steps on the global rollouts (`ppo.minibatches.update_steps`); returns the statistics of all
+        """The optimizer steps on the global rollouts (`ppo.minibatches.plan_updates`); returns the statistics of all
         ranks.
 
         Marks the step as done (`mark_step_done`), so that the next `rollout` of a custom loop uses new random numbers.
         """
-        step, args = self.state.global_step, self.args
-        self.old_policy.check_rollouts(rollouts, step)
-        rollouts.update(correction_weights(rollouts, args))  # type: ignore[typeddict-item]
-        update = self.progress.update_for(rollouts)
-        rows, key = rollouts["responses"].size(0), (args.seed, step)
-        plan = list(update_steps(rows, args, key, critic_only=self.in_critic_pretraining))
-        with self.run_log.bar.phase("update", len(plan), update.num_attempted) as count_steps:
-            for part, epoch, batch in plan[update.num_attempted :]:
-                if update.kl_stopped:
+        step, stats = self.state.global_step, StepStats()
+        rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
+        rows, critic_only = rollouts["responses"].size(0), self.in_critic_pretraining
+        plan = plan_updates(rows, self.args, step, critic_only=critic_only)
+        with self.timers.measure("update", len(plan)) as count_updates:
+            for update in plan:
+                count_updates(1)
+                for batch in self.updater.micro_batches(rollouts, update):
+                    stats.add(self.updater.backward(batch, self.compute_policy_loss, self.compute_value_loss))
+                applied = self.updater.apply(update, stats, check=self.sampler_check.check)
+                if applied.fault is not None:
+                    self._record_skip(applied.fault, rollouts["prompt_ids"][update.rows].tolist())
+                if applied.stopped:
                     break
-                count_steps(1)
-                try:
-                    stats, stepped = self.updater.step(
-                        rollouts,
-                        batch,
-                        self.compute_loss,
-                        policy_unchanged=update.policy_steps == 0,
-                        part=part,
-                        value_taus=sample_value_taus(self.critic_head, *key, epoch, update.num_attempted),
-                        target_kl_stop=args.target_kl_stop,
-                        check_first=self.old_policy.check_first(rollouts, step),
-                        poll=self.poll,
-                        message=self.run_log.message,
-                    )
-                    update.add(part, stats, stepped=stepped)
-                    self.old_policy.record_optimizer_step(step, moved_policy=self.updater.moved_policy)
-                except hook_checks.NonFiniteUpdate as error:
-                    self.skip_update(error)
-                    update.skipped += 1
-                if update is self.progress.update:
-                    self.progress.advance()
-        train_stats = update.train_stats(self.accelerator, with_critic=self.critic_head is not None)
+            train_stats = stats.reduce(self.accelerator, with_critic=self.critic_head is not None)
         self.updater.warn(train_stats)
-        self.critic_pretraining.end_step(step, rollouts)
         self.mark_step_done(step)
         return train_stats
 
-    def skip_update(self, error: hook_checks.NonFiniteUpdate) -> None:
+    def _record_skip(self, cause: str, prompt_ids: list[int]) -> None:
         """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
 
         Raises:
             FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
         """
         self.progress.skipped_updates += 1
-        number, step = self.progress.skipped_updates, self.state.global_step + 1
+        number, step, limit = self.progress.skipped_updates, self.state.global_step + 1, self.args.max_skipped_updates
         self.run_log.append(
-            "skipped_updates", {"number": number, "step": step, "cause": error.cause, "prompt_ids": error.prompt_ids}
+            "skipped_updates", {"number": number, "step": step, "cause": cause, "prompt_ids": prompt_ids}
         )
-        limit = (
-            f"{number} updates in this run had a non-finite loss or gradient; max_skipped_updates is "
-            f"{self.args.max_skipped_updates}"
+        text = (
+            f"step {step}: {cause}: the update was skipped and the weights are unchanged (prompts {prompt_ids}); "
+            f"{number} updates in this run had a non-finite loss or gradient, max_skipped_updates is {limit}"
         )
-        if number > self.args.max_skipped_updates:
-            raise FloatingPointError(
-                f"step {step}: {error}. {limit}; to continue, raise max_skipped_updates and resume "
-                "from the last checkpoint"
-            ) from error
-        self.run_log.message(f"step {step}: {error}. {limit}")
+        if number > limit:
+            raise FloatingPointError(f"{text}; to continue, raise it and resume from the last checkpoint")
+        self.run_log.message(text)
 
     @property
     def critic_head(self) -> CriticHead | None:
@@ -333,43 +278,23 @@ class PPOTrainer(RolloutTrainer):
     @property
     def in_critic_pretraining(self) -> bool:
         """Whether this step trains the critic alone, on Monte-Carlo returns."""
-        return self.critic_pretraining.includes(self.state.global_step)
+        return self.state.global_step < self.args.critic_pretraining_steps
 
-    def compute_loss(self, rollouts_batch: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and detached statistics of one micro-batch, on the device.
+    def compute_policy_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and statistics of the policy in one micro-batch, on the device: policy gradient, successes, KL, entropy.
 
         The loss is this micro-batch's part of the optimizer step's loss: a masked sum divided by
-        `rollouts_batch["denominator"]`, so that the parts add up. Statistics named `loss/*` add up in the same way,
-        `*_min` and `*_max` are extremes, all others means over the micro-batch's masked tokens.
-
-        With `separate_critic_backward`, the backward pass of a critic that shares no activations with the policy is
-        run inside this method, and its part of the returned loss is detached from the critic.
+        `batch["denominator"]`, so that the parts add up. Statistics named `loss/*` add up in the same way, `*_min` and
+        `*_max` are extremes, all others means over the micro-batch's masked tokens.
         """
-        separate = self.separate_critic_backward and self.updater.separate_backward
-        entropies = self.args.entropy_coef > 0 or metrics.logs_entropies(self.state.global_step, self.args)
-        terms = loss_terms(
-            partial(self._forward, rollouts_batch, with_entropies=entropies),
-            rollouts_batch,
-            self.args,
-            head=self.critic_head,
-            with_policy=self.updater.part != "critic",
-            with_critic=self.updater.part != "policy",
-            critic_backward_first=self.updater.critic_backward_first if separate else None,
-        )
-        loss = torch.stack([term for term, _ in terms]).sum()
-        stats = {name: stat.detach() for _, part in terms for name, stat in part.items()}
-        return loss, {**stats, "loss/total": loss.detach()}
+        return policy_terms(batch, outputs, self.args)
 
-    def _forward(self, batch: Any, **parts: bool) -> ActorCriticOutputs:
-        outputs: ActorCriticOutputs = self.model(
-            *row_tensors(batch).values(),
-            value_taus=batch.get("value_taus"),
-            temperature=self.args.temperature,
-            chunk_size=self.args.logprob_chunk_size,
-            packed=self.updater.packed(batch),
-            **parts,
-        )
-        return outputs
+    def compute_value_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same of the critic: its loss times `vf_coef`. It has a backward pass of its own if the critic shares no
+        activations with the policy; `outputs` then has the critic's part only.
+        """
+        assert self.critic_head is not None
+        return critic_terms(batch, outputs, self.critic_head, self.args)
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them."""
@@ -378,11 +303,12 @@ class PPOTrainer(RolloutTrainer):
             **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts, self.args),
-            **self.old_policy.stats(rollouts),
+            **self.sampler_check.stats(rollouts),
             **self._pop_counts().stats(self.args),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
-        local = {**self.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
+        timers, self.timers = self.timers, self.new_timers()
+        local = {**timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
         if self.args.num_logged_rollouts:
             self.run_log.write_rows("rollouts", logged_rollouts(self, rollouts, step), step)

@@ -23,7 +23,7 @@ from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import rollout_passes
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
-from alpaca_ppo.ppo.mismatch import MismatchGuard, spread_by_length
+from alpaca_ppo.ppo.mismatch import SamplerCheck, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
 from alpaca_ppo.ppo.trained_rows import add_baseline, leave_out_failures
 from alpaca_ppo.rewards.logged_metrics import merged
@@ -44,7 +44,7 @@ class RolloutTrainer(BaseTrainer):
 
     collector: RolloutCollector
     sampling_params: SamplingParams
-    mismatch_guard: MismatchGuard
+    sampler_check: SamplerCheck
     evaluator: Evaluator
     environments: Environments | None
 
@@ -77,7 +77,7 @@ class RolloutTrainer(BaseTrainer):
 
     def new_timers(self) -> metrics.Timers:
         """Timers at 0, whose phases the progress bar shows."""
-        return metrics.Timers(lambda phase: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase)))
+        return metrics.Timers(lambda phase, parts: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase), parts))
 
     def _show_source(self, name: str) -> None:
         self.run_log.bar.detail(name)
@@ -97,9 +97,9 @@ class RolloutTrainer(BaseTrainer):
         hooks = (self.rollout, self._generate)
         inherited = hooks == (MethodType(RolloutTrainer.rollout, self), MethodType(RolloutTrainer._generate, self))
         inherited = inherited and not self.train_prompts.any_blank
-        if self.mismatch_guard.active and inherited:
+        if self.sampler_check.compares and inherited:
             prompts = self.spread_prompts(self.state.global_step)
-            self.mismatch_guard.check_short_responses(self.collector, prompts, self.sampling_params)
+            self.sampler_check.before_training(self.collector, prompts, self.sampling_params)
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
         """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
@@ -120,7 +120,9 @@ class RolloutTrainer(BaseTrainer):
         if not self.args.dynamic_sampling:
             return rollouts
         prompts = self.step_prompts(self.state.global_step)
-        return replace_uninformative(rollouts, prompts, self._redraw, args=self.args, counts=self.counts)
+        rollouts = replace_uninformative(rollouts, prompts, self._redraw, args=self.args, counts=self.counts)
+        self.progress.drawn[self.state.global_step] = self.counts.extra_prompts
+        return rollouts
 
     @contextmanager
     def in_sampling_round(self, number: int) -> Iterator[None]:
@@ -144,17 +146,18 @@ class RolloutTrainer(BaseTrainer):
         Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
         up to `rewards`.
         """
-        step = self.state.global_step
+        step, args = self.state.global_step, self.args
         hook_checks.check_full_softmax(self.sampling_params)
-        sampling_params = replace(self.sampling_params, seed=self.args.seed, step=step)
+        sampling_params = replace(self.sampling_params, seed=args.seed, step=step)
         passes = rollout_passes(
-            self.args,
-            with_policy=self.old_policy.recomputes(step),
-            policy_is_reference=self.old_policy.reads_reference(step),
-            with_entropies=metrics.logs_entropies(step, self.args),
+            args,
+            with_policy=self.sampler_check.recomputes(step),
+            with_entropies=metrics.logs_entropies(step, args),
             may_fail=sampling_params.sampling_round > 0,
         )
-        return self.sample_rollouts(prompt_batches, sampling_params, passes)
+        rollouts = self.sample_rollouts(prompt_batches, sampling_params, passes)
+        self.sampler_check.check_rollouts(rollouts)
+        return rollouts
 
     def sample_rollouts(
         self,
@@ -299,7 +302,7 @@ class RolloutTrainer(BaseTrainer):
         if not self.eval_prompts:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
         # What a training loop of one's own has dropped so far is for the step's record.
-        of_step = self._pop_counts()
+        of_step, timers = self._pop_counts(), self.timers
         self.timers = self.new_timers()
         with self.run_lock.for_a_while(), kept_random_states():
             if self.environments is not None:
@@ -307,7 +310,7 @@ class RolloutTrainer(BaseTrainer):
                 seed_random_states(self.args.seed, self.accelerator.process_index)
             stats = self.evaluator.evaluate()
         stats["time/eval"] = sum(self.timers.seconds.values())
-        self.counts = of_step
+        self.counts, self.timers = of_step, timers
         return stats
 
     def generate(

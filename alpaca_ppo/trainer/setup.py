@@ -3,7 +3,7 @@
 The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,8 @@ from alpaca_ppo.models.token_checks import (
     check_token_ids,
 )
 from alpaca_ppo.ppo import kl_controllers
-from alpaca_ppo.ppo.critic_pretraining import CriticPretraining
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.ppo.updates import Updater, planned_steps
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.trainer.environment_setup import NO_ENVIRONMENTS, GivenEnvironments, prompt_rows, schemas_of
@@ -154,24 +152,6 @@ def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
         total_episodes=args.total_episodes,
         num_steps=args.max_steps,
     )
-
-
-def make_critic_pretraining(
-    updater: Updater, schedule: PromptSchedule, args: PPOConfig, *, report: Callable[[str], Any]
-) -> CriticPretraining:
-    """Which steps pretrain the critic. If they end early, the policy's learning rates are spread over all steps left.
-
-    Args:
-        updater: of the run.
-        schedule: of its prompts.
-        args: of the run.
-        report: called with messages for the user.
-    """
-
-    def restart_policy(steps: int) -> None:
-        updater.schedules.restart_policy(planned_steps(schedule, args, pretraining_steps=steps).policy)
-
-    return CriticPretraining(args, on_early_end=restart_policy, report=report)
 
 
 def make_sampling_params(

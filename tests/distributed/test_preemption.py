@@ -21,9 +21,8 @@ from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
 from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.trainer.preflight import check_start
-from tests.integration.run_killed import at_the
 from tests.leftovers import work_folder
-from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+from tests.tiny_runs import before_update, metric_lines, one_update, prompts, tiny_trainer, weights
 from tests.tools.warm_python import warm_python
 
 RUN = {
@@ -60,16 +59,14 @@ def ctrl_c_is_heard():
 class LongFirst(PPOTrainer):
     """Adds a key to the rollouts, and lets it weigh in the loss, with noise of its own."""
 
-    separate_critic_backward = False
-
     def rollout(self, prompt_batches):
         rollouts = super().rollout(prompt_batches)
         rollouts["weight"] = rollouts["response_mask"].sum(dim=1) / 5 + torch.rand(len(rollouts["responses"]))
         return rollouts
 
-    def compute_loss(self, rollouts_batch):
-        loss, stats = super().compute_loss(rollouts_batch)
-        return loss * (rollouts_batch["weight"].mean() + 0.1 * torch.rand(())), stats
+    def compute_policy_loss(self, batch, outputs):
+        loss, stats = super().compute_policy_loss(batch, outputs)
+        return loss * (batch["weight"].mean() + 0.1 * torch.rand(())), stats
 
 
 def signal_at(trainer, monkeypatch, *, check: int) -> None:
@@ -201,11 +198,10 @@ def test_a_resumed_run_that_had_nothing_left_to_do_still_knows_its_figures(tmp_p
 def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_before_the_run_does(tmp_path):
     class Twice(PPOTrainer):
         def step(self, prompt_batches):
-            rollouts = self._rollouts_with_advantages(prompt_batches)
-            rows = torch.arange(4)
-            self.updater.step(rollouts, rows, self.compute_loss, policy_unchanged=True)
+            rollouts = self.rollouts_with_advantages(prompt_batches)
+            one_update(self, rollouts, range(4))
             os.kill(os.getpid(), signal.SIGTERM)
-            stats = self.step_with_rollouts(self._rollouts_with_advantages(prompt_batches))
+            stats = self.step_with_rollouts(self.rollouts_with_advantages(prompt_batches))
             return self.record_step_stats(stats, rollouts, self.state.global_step)
 
     with pytest.raises(Interrupted):
@@ -317,21 +313,15 @@ def test_a_run_killed_as_it_replaces_its_only_checkpoint_is_found_and_goes_on(tm
     assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_the_best_checkpoint_keeps_the_weights_that_were_measured(tmp_path, monkeypatch):
-    run = {**RUN, "save_steps": 1, "metric_for_best_model": "objective/scores"}
-    whole = tiny_trainer(tmp_path / "whole", **run)
-    whole.train()
+def test_a_signal_in_an_update_finishes_the_step_first(tmp_path):
+    tiny_trainer(tmp_path / "whole", **RUN).train()
     parts = tmp_path / "parts"
-    trainer = tiny_trainer(parts, **run)
-    # The update of the second step: the first step's checkpoint is the best there is.
-    trainer.updater._loss = at_the(15, "SIGTERM", trainer.updater._loss)
+    trainer = tiny_trainer(parts, **RUN)
+    before_update(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted):
         trainer.train()
-    assert trainer.state.best_model_checkpoint == str(parts / "checkpoint-1")
-    progress = load_extra(parts / "checkpoint-1")["components"]["progress"]
-    update = progress["update"]
-    assert update is None
-    tiny_trainer(parts, **run).train(resume_from_checkpoint=True)
+    assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-1"]
+    tiny_trainer(parts, **RUN).train(resume_from_checkpoint=True)
     assert metric_lines(parts) == metric_lines(tmp_path / "whole")
 
 

@@ -60,26 +60,6 @@ def test_what_the_critic_leaves_out_is_the_policys(model):
     assert found == list(zip(policy, critic, strict=True))
 
 
-def test_the_policys_schedule_begins_anew_and_goes_on_in_a_resumed_run(model):
-    optimizer, schedules = made(model, lr_scheduler_type="linear")
-    for _ in range(3):
-        schedules.step("critic")
-    schedules.restart_policy(5)
-    schedules.step("both")
-    assert rates(optimizer) == (0.8, pytest.approx(0.5 * 2 / 6))
-    other_optimizer, other = made(model, lr_scheduler_type="linear")
-    # Loading replaces the groups of the optimizer.
-    other_optimizer.load_state_dict(optimizer.state_dict())
-    other.load_state_dict(schedules.state_dict())
-    assert rates(other_optimizer) == rates(optimizer)
-    for part in ("policy", "critic", "both"):
-        schedules.step(part)
-        other.step(part)
-        assert rates(other_optimizer) == rates(optimizer)
-    assert rates(optimizer)[0] == pytest.approx(1 - 3 / 5)
-    assert schedules.totals == TOTALS
-
-
 def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model):
     args, warm = tiny_config("unused", lr_scheduler_type="linear"), tiny_config("unused", critic_lr_warmup_steps=0)
     mixed = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -96,7 +76,6 @@ def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model):
         for optimizer, each in ((mixed, schedules), (own, users)):
             optimizer.step()
             each.step(part)
-            each.restart_policy(3)
             # Linear over 10 steps.
             assert optimizer.param_groups[0]["lr"] == pytest.approx(1 - done / 10)
 

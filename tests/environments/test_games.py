@@ -14,7 +14,7 @@ from alpaca_ppo.environments.episode import EnvironmentFailure
 from alpaca_ppo.generation import generate
 from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
+from tests.tiny_runs import count_even, loss_of, metric_lines, prompts, tiny_trainer
 
 GAME = {"response_len": 20, "query_len": 6, "max_turn_tokens": 3}
 
@@ -22,8 +22,8 @@ GAME = {"response_len": 20, "query_len": 6, "max_turn_tokens": 3}
 class Recorder(PPOTrainer):
     """Keeps the rollouts of its last step."""
 
-    def _rollouts_with_advantages(self, prompt_batches):
-        self.last = super()._rollouts_with_advantages(prompt_batches)
+    def rollouts_with_advantages(self, prompt_batches):
+        self.last = super().rollouts_with_advantages(prompt_batches)
         return self.last
 
 
@@ -297,8 +297,7 @@ def test_words_of_the_environment_only_move_the_context(tmp_path):
             for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rollout_logprobs"):
                 given[name] = torch.where(holes, torch.nan, given[name])
         trainer.actor_critic.zero_grad()
-        loss, _ = trainer.compute_loss(given)
-        loss.backward()
+        loss_of(trainer, given).backward()
         gradients.append({n: p.grad.clone() for n, p in trainer.actor_critic.named_parameters() if p.grad is not None})
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name

@@ -10,7 +10,7 @@ import torch
 
 from alpaca_ppo.distributed.preemption import Interrupted
 from tests.environments.test_games import GAME, Partner
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from tests.tiny_runs import before_update, metric_lines, tiny_trainer, weights
 
 RUN = {**GAME, "total_episodes": 30, "ppo_epochs": 2, "save_steps": 2, "num_return_sequences": 2}
 SOURCES = {"environment_factory": Partner, "reward_funcs": None}
@@ -94,14 +94,8 @@ def test_a_step_whose_episodes_are_done_is_not_played_again(tmp_path, whole):
 
     Stops.__name__ = "Partner"
     trainer = run(tmp_path, environment_factory=Stops)
-    step = trainer.updater.step
-
-    def stop_in_the_second_update(*args, **keywords):
-        if trainer.state.global_step == 1 and trainer.progress.update.num_attempted == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args, **keywords)
-
-    trainer.updater.step = stop_in_the_second_update
+    # The second update of the second step, of ten each.
+    before_update(trainer, 12, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted):
         trainer.train()
     resumed = run(tmp_path, environment_factory=Stops)

@@ -49,9 +49,9 @@ class Recording(PPOTrainer):
         self.denominators.clear()
         return super().step_with_rollouts(rollouts)
 
-    def compute_loss(self, batch):
+    def compute_policy_loss(self, batch, outputs):
         self.denominators.append(float(batch["denominator"]))
-        return super().compute_loss(batch)
+        return super().compute_policy_loss(batch, outputs)
 
 
 def poisoned(sampled):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from alpaca_ppo.distributed.preemption import Interrupted
 from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import tiny_trainer
+from tests.tiny_runs import before_update, tiny_trainer
 
 
 class Clerk:
@@ -94,14 +94,7 @@ def test_turns_of_tools_and_of_a_partner_have_roles_of_their_own(whole):
 
 def test_roles_are_kept_by_a_step_that_goes_on_after_a_signal(tmp_path, whole):
     trainer = run(tmp_path, eval_steps=1)
-    step = trainer.updater.step
-
-    def stop_in_the_second_update(*args, **keywords):
-        if trainer.progress.update.num_attempted == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args, **keywords)
-
-    trainer.updater.step = stop_in_the_second_update
+    before_update(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted):
         trainer.train()
     run(tmp_path, eval_steps=1).train(resume_from_checkpoint=True)

@@ -407,9 +407,8 @@ CASES: dict[str, Case] = {
     ),
     "constant with warm-up": case(lr_scheduler_type="constant_with_warmup", warmup_steps=5, adam_epsilon=1e-6),
     "critic first": case(critic_pretraining_steps=1, weight_decay=0.4, lr_scheduler_type="linear", warmup_steps=1),
-    "critic first, until it explains enough": case(
-        critic_pretraining_steps=2,
-        critic_pretraining_explained_variance=0.4,
+    "critic first, of returns that are whitened": case(
+        critic_pretraining_steps=1,
         lr_scheduler_type="linear",
         kl_controller="proportional",
         target_kl=0.5,

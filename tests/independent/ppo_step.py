@@ -111,11 +111,8 @@ class IndependentPPO:
             self.num_updates += 1
             self.policy_updates += learner != "critic"
             self.critic_updates += learner != "policy"
-        bound = self.config["critic_pretraining_explained_variance"]
         if not self._pretrains:
             self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, self.config)
-        elif bound is not None and self._explained(samples, experience) >= bound:
-            self.pretraining_steps = self.num_ppo_steps + 1
         self.num_ppo_steps += 1
         return experience
 
@@ -123,14 +120,6 @@ class IndependentPPO:
     def _pretrains(self) -> bool:
         """Whether this PPO step trains the critic alone."""
         return self.num_ppo_steps < self.pretraining_steps
-
-    def _explained(self, samples: Samples, experience: Experience) -> float:
-        """1 - Var(return - value) / Var(return) over all tokens, of the values before the update."""
-        assert experience.values is not None and self.config["risk_level"] == "neutral"
-        assert not self.config["mask_truncated"], "no independent computation of the tokens that count"
-        returns = torch.cat(experience.returns)
-        errors = returns - torch.cat(experience.values)
-        return 1 - float(((errors - errors.mean()) ** 2).sum() / ((returns - returns.mean()) ** 2).sum())
 
     @property
     def _separate(self) -> bool:

@@ -18,9 +18,10 @@ from alpaca_ppo.functional import LOSS_AGG_MODES
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.models.critic_heads import QuantileHead, ScalarHead
 from alpaca_ppo.ppo.losses import correction_weights
+from alpaca_ppo.ppo.updates import Applied
 from tests.independent.property_cases import assert_same, examples
 from tests.tiny_models import PAD, tiny_causal_lm
-from tests.tiny_runs import count_even, tiny_trainer, weights
+from tests.tiny_runs import count_even, one_update, tiny_trainer, weights
 
 KL_IN_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.05}
 CRITIC_FREE = {"num_return_sequences": 2, "kl_coef": 0.0}
@@ -69,21 +70,20 @@ class Laboratory:
         items = [{"input_ids": ids, "row": {"prompt": ""}} for ids in prompts.values()]
         batch = collate_prompts(items, list(prompts), pad_token_id=PAD, query_len=width)
         trainer.collector = replace(trainer.collector, per_device_batch_size=per_device)
-        rollouts = trainer._rollouts_with_advantages([batch])
+        rollouts = trainer.rollouts_with_advantages([batch])
         return {**rollouts, **correction_weights(rollouts, trainer.args)}
 
     def update(self, rollouts, *, mode=None, max_tokens=1000):
         """By how much one step on all rows moves each parameter, and the step's statistics."""
         trainer = self.trainer
         mode = mode or trainer.args.loss_agg_mode
-        trainer.args = replace(trainer.args, loss_agg_mode=mode)
-        trainer.updater.args, trainer.updater.budget.max_tokens = trainer.args, max_tokens
-        rows = torch.arange(len(rollouts["responses"]))
-        stats, stepped = trainer.updater.step(rollouts, rows, trainer.compute_loss, policy_unchanged=True)
-        assert stepped
+        trainer.args = replace(trainer.args, loss_agg_mode=mode, max_tokens_per_micro_batch=max_tokens)
+        trainer.updater.args = trainer.args
+        stats, applied = one_update(trainer, rollouts, torch.arange(len(rollouts["responses"])))
+        assert applied == Applied()
         after = weights(trainer)
         trainer.actor_critic.load_state_dict(self.start, strict=False)
-        measured = {name: torch.tensor(x) for name, x in stats.compute(1).items() if name != "padding_fraction"}
+        measured = {name: torch.tensor(x) for name, x in stats.items() if name != "padding_fraction"}
         return {name: after[name] - self.start[name] for name in after}, measured
 
 

@@ -91,7 +91,7 @@ def prepare(trainer: PPOTrainer, what: str, where: str, number: str) -> None:
         (source,) = trainer.collector.scorer.sources
         source.function = at_the(int(number), what, source.function)
     elif where == "update":
-        trainer.updater._loss = at_the(int(number), what, trainer.updater._loss)
+        trainer.updater.backward = at_the(int(number), what, trainer.updater.backward)
     else:
         # One count for all of them.
         strike = at_the(int(number), what, lambda: None)

@@ -32,11 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.checkpoint.run_lock import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
-from alpaca_ppo.distributed.engine import Engine  # noqa: E402
 from alpaca_ppo.models import packing_probe  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import (  # noqa: E402
-    Crowded,
     FillDisk,
     LargestFile,
     Steep,
@@ -130,7 +128,6 @@ def made_trainer(
     talker: bool = False,
     poison: Any = (),
     steep: bool = False,
-    crowded: Any = (),
     largest_file: Any = (),
     fill_disk: Any = (),
     stop_after: int = 0,
@@ -155,7 +152,6 @@ def made_trainer(
         talker: let a `Talker` answer and reward beside `count_even`.
         poison: [[step, update], ...] in which the loss of one row is NaN.
         steep: train a loss whose gradient is infinite.
-        crowded: [rank, rows], the memory of that rank of several, whose gradients are reduced as on a GPU.
         largest_file: [step, bytes], the limit of files from the end of that step on.
         fill_disk: [step, bytes], what is left of the output folder's disk from the end of that step on.
         stop_after: step after which the run ends; 0 for its last.
@@ -189,8 +185,6 @@ def made_trainer(
         overrides["trainer_class"] = poisoned(*map(tuple, poison))
     elif steep:
         overrides["trainer_class"] = Steep
-    elif crowded:
-        overrides["trainer_class"] = type("CrowdedRank", (Crowded,), dict(zip(("rank", "room"), crowded, strict=True)))
     model: Any = tiny_causal_lm(arch, dtype=getattr(torch, dtype), seed=model_seed)
     if start_adapter:
         model = get_peft_model(model, LoraConfig(**LORA))
@@ -269,11 +263,7 @@ def run(output_dir: str, *settings: str) -> None:
     gc.freeze()
     # Each rank has its own random numbers, and a run that is resumed begins with others.
     set_seed(int(os.environ.get("RANK", 0)) + (100 if resume else 0))
-    defers = "crowded" in overrides and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    with (
-        mock.patch.object(Engine, "defers_reduction", defers),
-        needing_padding(overrides.pop("padded_rank", None)),
-    ):
+    with needing_padding(overrides.pop("padded_rank", None)):
         train(made_trainer(output_dir, **overrides), output_dir, resume)
 
 

@@ -37,7 +37,7 @@ RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-
 ADAPTER = ("lora=true", "critic_layout=adapter")
 SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
 CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
-SPARING = ("rollout_batch_size=4", "mismatch_check_steps=5")
+SPARING = ("rollout_batch_size=4",)
 RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
     # log-probs.
@@ -76,9 +76,6 @@ RUNS = {
     # A loss that is NaN on one rank.
     "skipping": SKIPPING,
     "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
-    # The second of two ranks has memory for one row; gradients are reduced as on a GPU.
-    "crowded": ("crowded=[1,1]", "ppo_epochs=2", "critic_pretraining_steps=1"),
-    "crowded_adapter": ("crowded=[1,1]", *ADAPTER, "gradient_checkpointing=true", "max_tokens_per_micro_batch=20"),
     # The second of two ranks cannot read rows without padding.
     "padded_rank": ("padded_rank=1", "eval_prompts=3"),
     # Of one eval set the second of two ranks has no prompt.
@@ -169,13 +166,6 @@ def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(name, runs):
     records = [json.loads(line) for line in (runs / "two" / name / "skipped_updates.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
-
-
-@pytest.mark.parametrize("name", [case("crowded"), case("crowded_adapter")])
-def test_a_rank_that_runs_out_of_memory_lowers_the_budget_of_all(name, runs):
-    lowered = "process 1 ran out of memory in a micro-batch of 2 responses"
-    output = (runs / "two" / name / "output.txt").read_text()
-    assert output.count(lowered) == output.count("ran out of memory") >= 1
 
 
 def test_a_rank_that_needs_padding_makes_all_pad(runs):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo import PPOTrainer
 from alpaca_ppo.ppo import device_rows, rollouts
 from alpaca_ppo.ppo.rollouts import EvaluatedRows, RolloutPasses
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import tiny_trainer, weights
+from tests.tiny_runs import tiny_trainer
 
 
 @pytest.fixture
@@ -99,41 +98,3 @@ def test_a_rank_makes_the_passes_of_the_longest_one(tmp_path):
     expected = evaluate(trainer, samples)
     for name in ("logprobs", "values"):
         assert_close(out[name], expected[name], rtol=0, atol=0)
-
-
-class Blinded(PPOTrainer):
-    """Trains on all tokens but the first of each response: in other tensors, or by a change in place."""
-
-    in_place = False
-
-    def compute_loss(self, rollouts_batch):
-        assert self.updater.packed(rollouts_batch) is not None
-        if self.in_place:
-            rollouts_batch["response_mask"][:, 0] = False
-        else:
-            mask = rollouts_batch["response_mask"].clone()
-            mask[:, 0] = False
-            rollouts_batch = {**rollouts_batch, "response_mask": mask}
-        assert self.updater.packed(rollouts_batch) is None
-        return super().compute_loss(rollouts_batch)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_rows_that_compute_loss_changes_are_packed_anew(in_place, tmp_path):
-    settings = {"total_episodes": 10, "mismatch_action": "ignore"}
-    plain, changed = (
-        tiny_trainer(
-            tmp_path / name,
-            model=tiny_causal_lm("llama", dtype=torch.float64),
-            trainer_class=Blinded,
-            padding_free=packs,
-            **settings,
-        )
-        for name, packs in (("padded", False), ("packed", "auto"))
-    )
-    plain.in_place = changed.in_place = in_place
-    plain.train()
-    changed.train()
-    expected = weights(plain)
-    for name, tensor in weights(changed).items():
-        assert_close(tensor, expected[name], rtol=1e-8, atol=1e-11)

@@ -8,8 +8,8 @@ from torch import Tensor, tensor
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.functional import Loss, aggregate_loss, masked_mean, register_policy_loss
-from alpaca_ppo.models import ActorCriticOutputs, IQNHead, ScalarHead
-from alpaca_ppo.ppo.losses import critic_terms, policy_terms, sample_value_taus
+from alpaca_ppo.models import ActorCriticOutputs, ScalarHead
+from alpaca_ppo.ppo.losses import critic_terms, policy_terms
 from tests.registered import temporary_choices
 
 MASK = tensor([[True, True], [True, False]])
@@ -37,21 +37,21 @@ def outputs(**others: Tensor) -> ActorCriticOutputs:
 
 def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
     args = PPOConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1+", entropy_coef=0.01)
-    loss, stats = policy_terms(outputs(), batch(), args)
+    loss, stats = policy_terms(batch(), outputs(), args)
     # Ratio 1: -(1 + 2 + 3) / 6 = -1. KL: (0.5 + 0 + 1) / 6 = 0.25. Entropy: (0.5 + 1 + 1.5) / 6 = 0.5.
     assert float(stats["loss/policy"]) == -1 and float(stats["loss/kl"]) == 0.25 and float(stats["loss/entropy"]) == 0.5
     assert float(loss) == pytest.approx(-1 + 0.1 * 0.25 - 0.01 * 0.5)
     # The weights of the responses multiply each term: 2 on the last response doubles its 3, 1 and 1.5.
     weights = tensor([[1.0, 1.0], [2.0, 0.0]])
-    stats = policy_terms(outputs(), batch(loss_weights=weights), args)[1]
+    stats = policy_terms(batch(loss_weights=weights), outputs(), args)[1]
     expected = pytest.approx([-1.5, 2.5 / 6, 0.75])
     assert [float(stats[f"loss/{name}"]) for name in ("policy", "kl", "entropy")] == expected
 
 
 def test_without_entropies_only_their_statistic_is_missing():
     args = PPOConfig(use_kl_loss=True)
-    loss, stats = policy_terms(outputs(), batch(), args)
-    alone, others = policy_terms(outputs(entropies=None), batch(), args)
+    loss, stats = policy_terms(batch(), outputs(), args)
+    alone, others = policy_terms(batch(), outputs(entropies=None), args)
     assert torch.equal(alone, loss) and set(stats) - set(others) == {"policy/entropy"}
 
 
@@ -60,28 +60,19 @@ def test_the_samplers_log_probs_are_compared_with_the_policys_in_the_loss_where_
     taken = batch(rollout_logprobs=sampler)
     del taken["recomputed"]
     for mode in ("auto", "rollout"):
-        stats = policy_terms(outputs(), taken, PPOConfig(old_policy=mode))[1]
+        stats = policy_terms(taken, outputs(), PPOConfig(old_policy=mode))[1]
         # Of three tokens, the last is outside the mask: (0.5 + 0 + 0.25) / 3.
         assert float(stats["mismatch/logprob_abs_mean"]) == 0.25
-    stats = policy_terms(outputs(), batch(rollout_logprobs=sampler), PPOConfig())[1]
+    stats = policy_terms(batch(rollout_logprobs=sampler), outputs(), PPOConfig())[1]
     assert not any(name.startswith("mismatch/") for name in stats)
 
 
 def test_the_critics_term_is_the_loss_of_its_head_times_vf_coef():
     head = ScalarHead(4)
-    loss, stats = critic_terms(outputs(), batch(), head, PPOConfig(vf_coef=0.5))
+    loss, stats = critic_terms(batch(), outputs(), head, PPOConfig(vf_coef=0.5))
     # Half the squared errors 1, 4 and 16 over the denominator.
     assert float(stats["loss/value"]) == 0.5 * 21 / 6 and float(loss) == 0.5 * 0.5 * 21 / 6
     assert float(stats["val/error"]) == 7.0
-
-
-def test_value_taus_are_the_same_for_the_same_key_alone():
-    head = IQNHead(4, num_quantiles=5)
-    taus = sample_value_taus(head, 1, 2, 3)
-    assert taus is not None and taus.shape == (5,) and bool(((taus > 0) & (taus < 1)).all())
-    assert torch.equal(taus, sample_value_taus(head, 1, 2, 3))
-    assert not torch.equal(taus, sample_value_taus(head, 1, 3, 2))
-    assert sample_value_taus(ScalarHead(4), 1) is None and sample_value_taus(None, 1) is None
 
 
 def test_a_registered_policy_loss_gets_the_batch_and_its_stats_are_named_after_it():
@@ -104,7 +95,7 @@ def test_a_registered_policy_loss_gets_the_batch_and_its_stats_are_named_after_i
 
         weights = tensor([[1.0, 1.0], [2.0, 0.0]])
         args = PPOConfig(policy_loss="reinforce", cliprange=0.5)
-        loss, stats = policy_terms(outputs(logprobs=torch.full((2, 2), -3.0)), batch(loss_weights=weights), args)
+        loss, stats = policy_terms(batch(loss_weights=weights), outputs(logprobs=torch.full((2, 2), -3.0)), args)
     # -0.5 * (1 + 2 + 2 * 3) * -3 / 6.
     assert float(loss) == 2.25 and float(stats["policy/drift"]) == -2.0
 
@@ -121,8 +112,8 @@ def test_what_a_registered_loss_returns_is_checked(returned: Any, message: str, 
     with temporary_choices():
         register_policy_loss("mine")(lambda *args, **keywords: returned)
         with pytest.raises(ValueError, match=f"the policy_loss 'mine' {message}"):
-            policy_terms(outputs(), batch(), PPOConfig(policy_loss="mine"))
+            policy_terms(batch(), outputs(), PPOConfig(policy_loss="mine"))
     head = ScalarHead(4)
     monkeypatch.setattr(head, "loss", lambda *args, **keywords: returned)
     with pytest.raises(ValueError, match=f"the loss of the critic 'scalar' {message}"):
-        critic_terms(outputs(), batch(), head, PPOConfig())
+        critic_terms(batch(), outputs(), head, PPOConfig())

@@ -8,6 +8,7 @@ import torch
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo import metrics
+from alpaca_ppo.ppo.step_stats import StatsAccumulator
 
 
 def tensors(**values: float) -> dict[str, torch.Tensor]:
@@ -15,7 +16,7 @@ def tensors(**values: float) -> dict[str, torch.Tensor]:
 
 
 def test_losses_add_up_means_are_weighted_by_tokens_and_extremes_are_kept():
-    one, two = metrics.StatsAccumulator(), metrics.StatsAccumulator()
+    one, two = StatsAccumulator(), StatsAccumulator()
     one.add(tensors(loss__total=0.5, clipfrac=0.25, ratio_min=0.9, ratio_max=1.1), tokens=4)
     one.add(tensors(loss__total=0.25, clipfrac=1.0, ratio_min=0.8, ratio_max=1.0), tokens=2)
     # A dummy micro-batch has no tokens: its zeros must not change the means or the extremes.
@@ -31,7 +32,7 @@ def test_losses_add_up_means_are_weighted_by_tokens_and_extremes_are_kept():
 
 
 def test_the_padding_fraction_is_over_all_positions():
-    stats = metrics.StatsAccumulator()
+    stats = StatsAccumulator()
     stats.add_padding([4, 2], padded=True)
     stats.add_padding([10], padded=True)
     stats.add_padding([], padded=True)

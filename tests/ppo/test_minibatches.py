@@ -5,18 +5,18 @@ from itertools import groupby
 from statistics import mean
 
 import pytest
-import torch
 
+from alpaca_ppo.functional.rng import seeded_permutation
 from alpaca_ppo.ppo.minibatches import (
     chunks_by_length,
     chunks_by_tokens,
     optimizer_steps,
     plan_equal_rows,
     plan_micro_batches,
+    plan_packed_micro_batches,
     plan_padded_micro_batches,
+    plan_updates,
     step_counts,
-    update_batches,
-    update_steps,
 )
 from tests.ppo.recorded_lengths import CHAT, CHAT_FULL, REASONING, REASONING_FULL
 from tests.tiny_runs import tiny_config
@@ -37,13 +37,6 @@ def test_optimizer_steps_round_up_within_each_epoch():
     assert optimizer_steps(8, 4, 3) == 6
 
 
-def test_update_batches_cover_all_rows_once_an_epoch():
-    batches = list(update_batches(10, 4, 2, (0, 1)))
-    assert [(epoch, len(batch)) for epoch, batch in batches] == [(0, 4), (0, 4), (0, 2), (1, 4), (1, 4), (1, 2)]
-    for epoch in range(2):
-        assert sorted(torch.cat([rows for e, rows in batches if e == epoch]).tolist()) == list(range(10))
-
-
 GROUPS = {"adv_estimator": "grpo", "num_return_sequences": 2}
 PLANS_OF_UPDATES = [
     # ceil(10 / 4) = 3 steps an epoch, two epochs.
@@ -60,15 +53,20 @@ PLANS_OF_UPDATES = [
 @pytest.mark.parametrize(("settings", "critic_only", "parts", "counts"), PLANS_OF_UPDATES)
 def test_an_update_takes_the_critics_steps_and_then_the_policys(settings, critic_only, parts, counts):
     args = tiny_config("unused", ppo_epochs=2, **settings)
-    plan = list(update_steps(10, args, (0, 1), critic_only=critic_only))
+    plan = plan_updates(10, args, 3, critic_only=critic_only)
     assert [(part, len(list(steps))) for part, steps in groupby(plan, key=lambda step: step.part)] == parts
     assert step_counts(10, args, critic_only=critic_only) == counts
+    assert {step.step for step in plan} == {3}
+    # The key is seed, step, epoch and number; each epoch has all rows in an order of its own, alike for both parts.
+    assert [(step.key[:2], step.key[3]) for step in plan] == [((args.seed, 3), number) for number in range(len(plan))]
     for part, _ in parts:
-        epochs = {step.epoch for step in plan if step.part == part}
-        for epoch in epochs:
-            rows = torch.cat([step.rows for step in plan if (step.part, step.epoch) == (part, epoch)])
-            assert sorted(rows.tolist()) == list(range(10))
-        assert epochs == set(range(len(epochs)))
+        orders = {}
+        for step in plan:
+            if step.part == part:
+                orders[step.key[2]] = [*orders.get(step.key[2], []), *step.rows.tolist()]
+        assert list(orders) == list(range(len(orders)))
+        for epoch, order in orders.items():
+            assert order == seeded_permutation(10, args.seed, 3, epoch).tolist()
 
 
 def test_chunks_hold_rows_of_like_length():
@@ -85,7 +83,7 @@ def test_chunks_by_tokens_keep_the_order_and_the_samples_of_a_prompt_together():
 
 
 PLANS = {
-    "tokens": partial(plan_micro_batches, max_tokens=16),
+    "tokens": partial(plan_packed_micro_batches, max_tokens=16),
     "padded": partial(plan_padded_micro_batches, max_tokens=16),
 }
 
@@ -113,14 +111,14 @@ def test_a_plan_by_rows_puts_rows_of_like_length_together():
 def test_a_plan_by_tokens_takes_the_longest_row_first_and_fills_bins_alike():
     # 36 tokens in 2 * 2 bins of at most 10: 8, 7, 6, 5 open the bins; 4 goes to 5, 3 to 6, 2 to 7, 1 to 8: 9 each.
     # Bins of like cost in the order of their numbers, the first of each pair to the rank that has the least.
-    plan = plan_micro_batches([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, max_tokens=10)
+    plan = plan_packed_micro_batches([1, 2, 3, 4, 5, 6, 7, 8], num_ranks=2, max_tokens=10)
     assert plan == [[[7, 0], [5, 2]], [[6, 1], [4, 3]]]
     # 9 5 | 4 1: the rank that has taken the 5 takes the 4.
-    assert plan_micro_batches([9, 5, 4, 1], num_ranks=2, max_tokens=9) == [[[0], [3]], [[1], [2]]]
+    assert plan_packed_micro_batches([9, 5, 4, 1], num_ranks=2, max_tokens=9) == [[[0], [3]], [[1], [2]]]
     # 12 tokens fit into one bin each, of 6 tokens.
-    assert plan_micro_batches([5, 4, 2, 1], num_ranks=2, max_tokens=6) == [[[0, 3]], [[1, 2]]]
+    assert plan_packed_micro_batches([5, 4, 2, 1], num_ranks=2, max_tokens=6) == [[[0, 3]], [[1, 2]]]
     # 3 3 2 2 2 would be 7 and 5 in two bins, so a budget of 6 needs a third: 3 | 3 | 2, then 2 to 2, and 2 to a 3.
-    assert plan_micro_batches([3, 3, 2, 2, 2], num_ranks=1, max_tokens=6) == [[[0, 4], [2, 3], [1]]]
+    assert plan_packed_micro_batches([3, 3, 2, 2, 2], num_ranks=1, max_tokens=6) == [[[0, 4], [2, 3], [1]]]
 
 
 def test_a_padded_plan_has_the_least_cost_that_so_many_micro_batches_allow():
@@ -154,9 +152,25 @@ def test_token_budgets_keep_eight_ranks_within_a_tenth_of_the_mean(lengths, full
     assert slowest_rank(padded, partial(cells, lengths)) <= 1.1
     assert len(padded[0]) <= len(equal_rows[0])
     for budget in (rows * full, 2 * full, full):
-        plan = plan_micro_batches(lengths, num_ranks=8, max_tokens=budget)
+        plan = plan_packed_micro_batches(lengths, num_ranks=8, max_tokens=budget)
         assert slowest_rank(plan, partial(tokens, lengths)) <= 1.1
         totals = [sum(tokens(lengths, batch) for batch in part) for part in plan]
         assert max(totals) <= 1.1 * mean(totals)
         # As few passes as the tokens allow, plus one.
         assert len(plan[0]) <= -(-sum(lengths) // (8 * budget)) + 1
+
+
+def test_rows_are_counted_only_where_one_process_pads_them():
+    lengths = [9, 9, 3, 3, 3, 3, 3, 3]
+
+    def plan(padding_free, num_ranks=2, **settings):
+        args = tiny_config("unused", step_batch_size=8, **settings)
+        return plan_micro_batches(lengths, args, padding_free=padding_free, num_ranks=num_ranks)
+
+    # Budgets of 3 * (4 + 5) = 27 tokens hold the 18 of each rank.
+    assert [[sum(lengths[i] for i in rows) for rows in part] for part in plan(True)] == [[18], [18]]
+    assert plan(False) == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
+    # ceil(8 / 3 rows) = 3 micro-batches.
+    assert plan(False, 1) == [[[0, 1, 2], [3, 4, 5], [6, 7]]]
+    assert plan(False, 1, max_tokens_per_micro_batch=27) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
+    assert len(plan(True, 1, max_tokens_per_micro_batch=11)[0]) == 4

@@ -12,17 +12,10 @@ from peft import LoraConfig
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic
-from alpaca_ppo.trainer.progress import UpdateProgress
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import count_even, tiny_config, tiny_trainer, weights
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-class OneBackwardPass(PPOTrainer):
-    """Policy and critic in one backward pass."""
-
-    separate_critic_backward = False
 
 
 def scaled_rewards(scale):
@@ -64,7 +57,6 @@ def relative_error(ours, theirs):
 
 LAYOUTS = {
     "separate": {},
-    "one backward pass": {"trainer_class": OneBackwardPass},
     "adapter": {"critic_layout": "adapter"},
     "recomputed adapter": {"critic_layout": "adapter", "gradient_checkpointing": True},
 }
@@ -192,8 +184,13 @@ def test_separate_steps_on_the_same_batches_are_joint_steps_to_the_last_bit(layo
 class GradientForAll(PPOTrainer):
     """Gives every parameter a gradient, as DDP needs it, and a loss of the user's own may."""
 
-    def compute_loss(self, rollouts_batch):
-        loss, stats = super().compute_loss(rollouts_batch)
+    def compute_policy_loss(self, batch, outputs):
+        return self.with_all(*super().compute_policy_loss(batch, outputs))
+
+    def compute_value_loss(self, batch, outputs):
+        return self.with_all(*super().compute_value_loss(batch, outputs))
+
+    def with_all(self, loss, stats):
         return loss + 1e-3 * sum(parameter.sum() for parameter in self.actor_critic.parameters()), stats
 
 
@@ -209,17 +206,17 @@ def test_neither_moves_while_the_other_steps_and_both_are_counted(tmp_path):
     settings |= {"lr_scheduler_type": "linear"}
     trainer = tiny_trainer(tmp_path, trainer_class=GradientForAll, **settings)
     trainer.step(trainer.prompt_batches(0))
-    parts, take = [], trainer.updater.step
+    parts, apply = [], trainer.updater.apply
 
-    def watched(*arguments, part, **how):
+    def watched(update, *arguments, **how):
         before = optimizer_state(trainer)
-        result = take(*arguments, part=part, **how)
+        result = apply(update, *arguments, **how)
         after = optimizer_state(trainer)
         changed = {n.split(".")[0] for n in after if not all(map(torch.equal, after[n], before[n]))}
-        parts.append((part, changed))
+        parts.append((update.part, changed))
         return result
 
-    trainer.updater.step = watched
+    trainer.updater.apply = watched
     stats = trainer.step(trainer.prompt_batches(1))
     # Ten rows: two batches of 5 for the critic, then 4, 4 and 2 for the policy.
     assert parts == [("critic", {"critic"})] * 2 + [("policy", {"policy"})] * 3
@@ -227,24 +224,24 @@ def test_neither_moves_while_the_other_steps_and_both_are_counted(tmp_path):
     assert (trainer.updater.num_updates, trainer.optimizer_steps) == (10, 6)
     # The last of the policy's 6 steps, on the way from 1e-3 to 0; the critic's 4th and last, after 3 of warm-up.
     assert stats["objective/lr"] == pytest.approx(1e-3 / 6) and stats["objective/critic_lr"] == 1e-3
-    # Rollouts from which only the critic has learned are given up where sampler and trainer disagree.
-    for steps, kept in (({"critic": 2}, False), ({"critic": 2, "policy": 1}, True), ({"both": 1}, True)):
-        trainer.progress.advance(update=UpdateProgress(trainer.rollout(trainer.prompt_batches(1)), {}, steps=steps))
-        trainer.progress.discard_rollouts()
-        assert (trainer.progress.update is not None) == kept
 
 
 @pytest.mark.parametrize("part", ["policy", "critic"])
 def test_an_infinite_gradient_of_either_stops_both_and_says_whose_it_was(part, tmp_path):
     class Steep(PPOTrainer):
-        separate_critic_backward = False
+        def compute_policy_loss(self, batch, outputs):
+            loss, stats = super().compute_policy_loss(batch, outputs)
+            return loss + (self.steep() if part == "policy" else 0), stats
 
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
+        def compute_value_loss(self, batch, outputs):
+            loss, stats = super().compute_value_loss(batch, outputs)
+            return loss + (self.steep() if part == "critic" else 0), stats
+
+        def steep(self):
             parameters = getattr(self.actor_critic, f"{part}_parameters")()
             zero = parameters[0].sum() - parameters[0].sum().detach()
             # sqrt(0) is 0, and its derivative infinite.
-            return loss + zero.abs().sqrt(), stats
+            return zero.abs().sqrt()
 
     trainer = tiny_trainer(tmp_path, trainer_class=Steep, max_skipped_updates=3)
     before = weights(trainer)

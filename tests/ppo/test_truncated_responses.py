@@ -6,7 +6,8 @@ import torch
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo.losses import correction_weights, step_denominators
 from alpaca_ppo.ppo.trained_rows import trained_mask, trained_rows
-from tests.tiny_runs import tiny_trainer, weights
+from alpaca_ppo.ppo.updates import Applied
+from tests.tiny_runs import one_update, tiny_trainer, weights
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 0, 0]], dtype=torch.bool)
 ROLLOUTS = {
@@ -62,9 +63,15 @@ def test_importance_weights_are_normalised_over_the_responses_that_give_a_gradie
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A trainer, and rollouts of which the first and the last response did not stop."""
-    options = {"dtype": torch.float64, "mask_truncated": True, "old_policy": "rollout", "adam_epsilon": 0.1}
+    options = {
+        "dtype": torch.float64,
+        "mask_truncated": True,
+        "old_policy": "rollout",
+        "adam_epsilon": 0.1,
+        "target_kl_stop": 1e9,
+    }
     trainer = tiny_trainer(tmp_path_factory.mktemp("run"), **options)
-    rollouts = trainer._rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
     rollouts["stopped"] = torch.ones_like(rollouts["stopped"])
     rollouts["stopped"][[0, -1]] = False
     return trainer, rollouts, weights(trainer)
@@ -75,13 +82,11 @@ def update(run, rows, *, rollouts=None, **options):
     trainer, given, before = run
     # Of an earlier step.
     trainer.updater.optimizer.state.clear()
-    stats, stepped = trainer.updater.step(
-        given if rollouts is None else rollouts, torch.tensor(rows), trainer.compute_loss, **options
-    )
-    assert stepped
+    stats, applied = one_update(trainer, given if rollouts is None else rollouts, rows, **options)
+    assert applied == Applied()
     moved = {name: weight - before[name] for name, weight in weights(trainer).items()}
     trainer.actor_critic.load_state_dict(before, strict=False)
-    return moved, stats.compute(1)
+    return moved, stats
 
 
 def test_an_optimizer_step_is_that_of_the_other_responses_alone(run):
@@ -91,8 +96,8 @@ def test_an_optimizer_step_is_that_of_the_other_responses_alone(run):
     for name in ("advantages", "returns", "logprobs", "values"):
         poisoned[name] = run[1][name].clone()
         poisoned[name][[0, -1]] = torch.nan
-    masked, of_masked = update(run, rows, rollouts=poisoned, policy_unchanged=False)
-    others, of_others = update(run, rows[1:-1], policy_unchanged=False)
+    masked, of_masked = update(run, rows, rollouts=poisoned)
+    others, of_others = update(run, rows[1:-1])
     assert of_masked == of_others and all(torch.equal(masked[name], others[name]) for name in others)
     assert any(change.abs().max() > 0 for change in others.values())
 
@@ -100,8 +105,7 @@ def test_an_optimizer_step_is_that_of_the_other_responses_alone(run):
 def test_an_optimizer_step_without_another_response_has_no_gradient(run):
     # Neither the sampler's log-probs nor the KL are judged without a token.
     checked = []
-    moved, stats = update(run, [0], policy_unchanged=True, check_first=checked.append, target_kl_stop=1e-9)
+    moved, stats = update(run, [0], check=checked.append)
     assert not checked and all(not change.any() for change in moved.values())
     assert stats["policy/grad_norm"] == stats["val/grad_norm"] == 0
     assert {stats[name] for name in stats if name.startswith("loss/")} == {0.0}
-    assert not run[0].updater.moved_policy

@@ -1,10 +1,16 @@
 """What an optimizer step does with the options: against losses computed here, on the whole batch at once."""
 
+import re
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional import policy_loss, value_loss
+from alpaca_ppo.ppo.minibatches import UpdateStep
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import prompts, tiny_trainer, weights
 
@@ -69,9 +75,9 @@ def test_the_learning_rate_follows_its_schedule_over_optimizer_steps(tmp_path):
 def test_every_epoch_and_every_step_shuffles_its_rows_anew(tmp_path):
     trainer = tiny_trainer(tmp_path, ppo_epochs=2)
     seen = []
-    original = trainer.updater.step
-    trainer.updater.step = lambda rollouts, rows, *a, **k: (
-        seen.append(tuple(rows.tolist())) or original(rollouts, rows, *a, **k)
+    original = trainer.updater.micro_batches
+    trainer.updater.micro_batches = lambda rollouts, update: (
+        seen.append(tuple(update.rows.tolist())) or original(rollouts, update)
     )
     for step in range(2):
         trainer.step(trainer.prompt_batches(step))
@@ -100,3 +106,53 @@ def test_evaluation_noise_is_the_same_at_every_step(tmp_path):
     second = trainer.evaluate()
     assert first["eval/scores"] == second["eval/scores"]
     assert first["eval/kl_sum_seq"] == second["eval/kl_sum_seq"]
+
+
+def test_an_out_of_memory_error_says_what_would_fit(tmp_path):
+    class Crowded(PPOTrainer):
+        def compute_policy_loss(self, batch, outputs):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Crowded, step_batch_size=10, step_per_device_batch_size=10)
+    with pytest.raises(torch.OutOfMemoryError, match=r"10 responses \((\d+) tokens\)") as caught:
+        trainer.step(trainer.prompt_batches(0))
+    tokens = int(re.search(r"\((\d+) tokens", str(caught.value))[1])
+    assert f"max_tokens_per_micro_batch: {tokens // 2} " in str(caught.value)
+    assert str(caught.value).endswith("Tried to allocate 2.00 GiB.")
+
+
+class Copies(TorchDispatchMode):
+    """Lists the tensors of the rollouts that are indexed, once each time."""
+
+    def __init__(self, rollouts):
+        super().__init__()
+        self.sources = {id(value): name for name, value in rollouts.items()}
+        self.indexed = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.index.Tensor and id(args[0]) in self.sources:
+            self.indexed.append(self.sources[id(args[0])])
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_optimizer_step_copies_each_tensor_of_the_rollouts_once(tmp_path):
+    trainer = tiny_trainer(tmp_path, step_batch_size=10, max_tokens_per_micro_batch=18)
+    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
+    update = UpdateStep("both", torch.arange(10), 0, (0, 0, 0, 0))
+    with Copies(rollouts) as copies:
+        batches = list(trainer.updater.micro_batches(rollouts, update))
+    # The mask once more, to count its tokens.
+    assert sorted(copies.indexed) == sorted([*rollouts, "response_mask"]) and len(batches) > 2
+    assert len({batch.rows["responses"].untyped_storage().data_ptr() for batch in batches}) == 1
+    assert [batch.last for batch in batches] == [False] * (len(batches) - 1) + [True]
+    # Every row is in one micro-batch, with its own entries.
+    found = {}
+    for batch in batches:
+        assert int(batch.rows["denominator"]) == int(rollouts["response_mask"].sum())
+        assert batch.tokens == int(batch.rows["response_mask"].sum())
+        for i, prompt in enumerate(batch.rows["prompt_ids"].tolist()):
+            found[prompt] = {name: batch.rows[name][i] for name in rollouts}
+    assert sorted(found) == sorted(rollouts["prompt_ids"].tolist())
+    for i, prompt in enumerate(rollouts["prompt_ids"].tolist()):
+        for name, value in rollouts.items():
+            assert_close(found[prompt][name], value[i], rtol=0, atol=0, equal_nan=True)

@@ -5,15 +5,14 @@ import torch
 from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, one_update, tiny_trainer
 
 
 def test_an_update_of_ones_own_without_super_works_and_ends(tmp_path):
     class Own(PPOTrainer):
         def step_with_rollouts(self, rollouts):
             rows = torch.arange(rollouts["responses"].size(0))
-            stats, _ = self.updater.step(rollouts, rows, self.compute_loss, policy_unchanged=True)
-            return stats.compute(1)
+            return one_update(self, rollouts, rows)[0]
 
     trainer = tiny_trainer(tmp_path, trainer_class=Own, step_batch_size=10, step_per_device_batch_size=10)
     trainer.train()
@@ -33,133 +32,44 @@ def test_a_step_of_ones_own_and_an_update_made_twice_count_once(tmp_path):
             return {"objective/prompts": float(len(prompt_batches[0]["rows"]))}
 
     for trainer_class in (Twice, Nothing):
-        trainer = tiny_trainer(tmp_path / trainer_class.__name__, trainer_class=trainer_class)
+        trainer = tiny_trainer(tmp_path / trainer_class.__name__, trainer_class=trainer_class, learning_rate=0.0)
         trainer.train()
         assert trainer.state.global_step == 2
     assert metric_lines(tmp_path / "Nothing")[-1] == {"step": 2, "objective/prompts": 10.0}
 
 
-class Recorder(PPOTrainer):
-    """Records, in each micro-batch, the backward passes and the critic's part of the loss."""
-
-    factor = 1.0
-
-    def compute_loss(self, rollouts_batch):
-        backward, passes = self.updater.engine.backward, []
-        self.updater.engine.backward = lambda loss: passes.append(1) or backward(loss)
-        try:
-            loss, stats = super().compute_loss(rollouts_batch)
-        finally:
-            self.updater.engine.backward = backward
-        self.early_passes = getattr(self, "early_passes", 0) + len(passes)
-        return self.factor * loss, stats
-
-
-# Rows have 5 to 9 tokens, so optimizer steps of 4, 4 and 2 rows are made in 2, 2 and 1 micro-batches.
-TWO_ROWS = {"max_tokens_per_micro_batch": 18}
-ADAPTER = {
-    **TWO_ROWS,
-    "critic_layout": "adapter",
-    "gradient_checkpointing": True,
-    "trainer_arguments": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=True)},
-}
-
-
-def test_an_override_of_the_loss_costs_no_memory_and_works_with_an_adapter_critic(tmp_path):
-    torch.manual_seed(0)
-    plain = tiny_trainer(tmp_path / "plain", **ADAPTER)
-    torch.manual_seed(0)
-    own = tiny_trainer(tmp_path / "own", trainer_class=Recorder, **ADAPTER)
-    for trainer in (plain, own):
+def test_policy_and_critic_are_never_in_memory_together_unless_they_share_a_pass(tmp_path):
+    # Rows have 5 to 9 tokens, so optimizer steps of 4, 4 and 2 rows are made in 2, 2 and 1 micro-batches.
+    settings = {"max_tokens_per_micro_batch": 18, "total_episodes": 10}
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=True)}
+    adapter = {"critic_layout": "adapter", "gradient_checkpointing": True, "trainer_arguments": lora}
+    for layout, passes in (({}, 10), (adapter, 10), ({"critic_layout": "shared"}, 5)):
+        trainer, made = tiny_trainer(tmp_path / str(len(layout)), **layout, **settings), []
+        backward = trainer.updater.engine.backward
+        trainer.updater.engine.backward = lambda loss, made=made, backward=backward: made.append(1) or backward(loss)
         trainer.train()
-    # Two steps of five micro-batches: the critic's graph is gone before the policy's is made.
-    assert own.early_passes == 10
-    for name, value in weights(plain).items():
-        assert torch.equal(weights(own)[name], value), name
+        assert len(made) == passes
 
 
-def test_a_loss_that_couples_policy_and_critic_keeps_both_graphs(tmp_path):
-    class Doubled(Recorder):
-        factor, separate_critic_backward = 2.0, False
+def test_losses_that_are_doubled_double_the_gradients_of_both(tmp_path):
+    class Doubled(PPOTrainer):
+        def compute_policy_loss(self, batch, outputs):
+            loss, stats = super().compute_policy_loss(batch, outputs)
+            return 2 * loss, stats
 
-    torch.manual_seed(0)
-    doubled = tiny_trainer(tmp_path / "doubled", trainer_class=Doubled, max_grad_norm=1e6)
-    torch.manual_seed(0)
-    plain = tiny_trainer(tmp_path / "plain", max_grad_norm=1e6)
-    norms = [trainer.step(trainer.prompt_batches(0))["ppo/policy/grad_norm"] for trainer in (doubled, plain)]
-    assert doubled.early_passes == 0
-    # The critic's gradient is doubled too: the norm of the first optimizer step is, and AdamW's steps stay alike.
-    assert norms[0] == pytest.approx(2 * norms[1], rel=0.05)
+        def compute_value_loss(self, batch, outputs):
+            loss, stats = super().compute_value_loss(batch, outputs)
+            return 2 * loss, stats
 
-
-def test_one_graph_for_both_works_with_an_adapter_critic_and_recomputed_activations(tmp_path):
-    class OneGraph(Recorder):
-        separate_critic_backward = False
-
-    trainers = []
-    for trainer_class in (PPOTrainer, OneGraph):
-        torch.manual_seed(0)
-        trainers.append(tiny_trainer(tmp_path / trainer_class.__name__, trainer_class=trainer_class, **ADAPTER))
-        trainers[-1].train()
-    plain, own = map(weights, trainers)
-    assert trainers[1].early_passes == 0
-    for name, value in plain.items():
-        torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_a_loss_that_averages_two_passes_is_refused_though_its_weights_add_up_to_one(tmp_path):
-    class TwoPasses(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            (first, stats), (second, _) = (super(TwoPasses, self).compute_loss(rollouts_batch) for _ in range(2))
-            return 0.5 * (first + second), stats
-
-    trainer = tiny_trainer(tmp_path, trainer_class=TwoPasses)
-    with pytest.raises(ValueError, match="critic's part has the weight 0.5"):
-        trainer.step(trainer.prompt_batches(0))
-
-
-@pytest.mark.parametrize(("factor", "weight"), [(0.5, "0.5"), (0.0, "0")])
-def test_a_loss_that_scales_the_critic_without_saying_so_is_refused(tmp_path, factor, weight):
-    class Scaled(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
-            return factor * loss, stats
-
-    trainer = tiny_trainer(tmp_path, trainer_class=Scaled)
-    before = weights(trainer)
-    with pytest.raises(
-        ValueError, match=rf"critic's part has the weight {weight}, .* separate_critic_backward = False"
-    ):
-        trainer.step(trainer.prompt_batches(0))
-    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
-
-
-def test_a_loss_made_of_the_policy_s_part_alone_is_refused(tmp_path):
-    class Dropped(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            _, stats = super().compute_loss(rollouts_batch)
-            outputs = self._forward(rollouts_batch, with_policy=True, with_critic=False)
-            return outputs.logprobs.sum(), stats
-
-    trainer = tiny_trainer(tmp_path, trainer_class=Dropped)
-    with pytest.raises(ValueError, match="critic's part has the weight 0"):
-        trainer.step(trainer.prompt_batches(0))
-
-
-def test_a_term_added_to_the_loss_needs_nothing(tmp_path):
-    class Added(Recorder):
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
-            return loss + 0.0 * self.actor_critic.policy.model.lm_head.weight.sum(), stats
-
-    torch.manual_seed(0)
-    plain = tiny_trainer(tmp_path / "plain", **TWO_ROWS)
-    torch.manual_seed(0)
-    added = tiny_trainer(tmp_path / "added", trainer_class=Added, **TWO_ROWS)
-    for trainer in (plain, added):
-        trainer.train()
-    assert added.early_passes == 10
-    assert all(torch.equal(weights(added)[name], value) for name, value in weights(plain).items())
+    for layout in ("separate", "shared"):
+        settings = {"max_grad_norm": 1e6, "critic_layout": layout, "step_batch_size": 10}
+        doubled, plain = (
+            tiny_trainer(tmp_path / f"{layout} {cls.__name__}", trainer_class=cls, **settings)
+            for cls in (Doubled, PPOTrainer)
+        )
+        ours, theirs = (trainer.step(trainer.prompt_batches(0)) for trainer in (doubled, plain))
+        for name in ("ppo/policy/grad_norm", "ppo/val/grad_norm", "ppo/loss/total"):
+            assert ours[name] == pytest.approx(2 * theirs[name], rel=1e-5), (layout, name)
 
 
 class Counting(PPOTrainer):
@@ -193,7 +103,7 @@ def test_a_state_of_ones_own_is_saved_and_resumed_and_missed_by_another_trainer(
     resumed = tiny_trainer(tmp_path, trainer_class=Counting, total_episodes=30, **run)
     resumed.train(resume_from_checkpoint=True)
     assert [line["own/steps"] for line in metric_lines(tmp_path)] == [1.0, 2.0, 3.0]
-    theirs = "critic_pretraining, kl_controller, old_policy, progress"
+    theirs = "kl_controller, progress, sampler_check"
     message = f"components callbacks, counter, {theirs}, but this trainer has callbacks, {theirs};"
     with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, total_episodes=40, **run).train(resume_from_checkpoint=True)
@@ -210,8 +120,8 @@ def test_a_state_of_ones_own_cannot_replace_the_trainers(tmp_path):
 
 def test_an_early_stop_needs_the_kl_of_the_policy_loss(tmp_path):
     class Silent(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
+        def compute_policy_loss(self, batch, outputs):
+            loss, stats = super().compute_policy_loss(batch, outputs)
             return loss, {name: value for name, value in stats.items() if "approx_kl" not in name}
 
     trainer = tiny_trainer(tmp_path, trainer_class=Silent, target_kl_stop=0.1)

@@ -10,7 +10,7 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.functional.rng import seeded_permutation
-from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
+from tests.tiny_runs import before_update, count_even, metric_lines, tiny_trainer, weights
 
 PAIRS = {
     "dynamic_sampling": True,
@@ -103,7 +103,7 @@ def test_prompts_whose_raw_scores_are_equal_give_their_places_to_the_next_ones(w
 
 def test_what_a_subclass_adds_to_the_rollouts_follows_its_rows(whole, tmp_path):
     trainer = trainer_of(tmp_path, Recording)
-    rollouts = trainer._rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
     assert torch.equal(rollouts["doubled"], rollouts["scores"] * 2)
     assert rollouts["sample_ids"].tolist() == [0, 1] * 6
     rows = [call["responses"] for call in trainer.calls]
@@ -121,26 +121,24 @@ def test_what_a_subclass_adds_to_the_rollouts_follows_its_rows(whole, tmp_path):
 @pytest.mark.parametrize("place", ["redraw", "update"])
 def test_a_run_that_is_interrupted_while_it_draws_or_after_is_the_run_that_never_was(place, whole, tmp_path):
     trainer = trainer_of(tmp_path, Recording)
-    generate, take = trainer._generate, trainer.updater.step
+    generate = trainer._generate
 
     def stopping_generate(prompts, sampling_params):
         if place == "redraw" and sampling_params.step == 1 and sampling_params.sampling_round == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return generate(prompts, sampling_params)
 
-    def stopping_step(*args, **settings):
-        if place == "update" and trainer.state.global_step == 1 and trainer.progress.update.optimizer_steps == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return take(*args, **settings)
-
-    trainer._generate, trainer.updater.step = stopping_generate, stopping_step
+    trainer._generate = stopping_generate
+    if place == "update":
+        # The second of the first step.
+        before_update(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted):
         trainer.train()
     assert len(metric_lines(tmp_path)) == 1
     resumed = trainer_of(tmp_path, Recording)
     resumed.train(resume_from_checkpoint=True)
-    # A redraw is begun anew with the step; an update goes on.
-    assert [call["step"] for call in resumed.calls][0] == (1 if place == "redraw" else 2)
+    # A redraw is begun anew with the step; an update is finished first.
+    assert [call["step"] for call in resumed.calls][0] == 1
     assert metric_lines(tmp_path) == metric_lines(whole[1])
     for name, value in weights(whole[0]).items():
         assert torch.equal(weights(resumed)[name], value), name
@@ -170,7 +168,7 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
 
     answers = itertools.cycle([0.0, None])
     trainer = trainer_of(tmp_path, Failing, failed_rewards="mask", trainer_arguments={"reward_funcs": judge})
-    rollouts = trainer._rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
     assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.indices(0)
     assert rollouts["scores"].tolist() == [0.0] * 12
     counts = trainer.counts

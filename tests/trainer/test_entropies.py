@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import policy
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
@@ -52,21 +51,6 @@ def test_the_bonus_gets_entropies_in_every_step_and_the_rollouts_do_not(tmp_path
     assert all(with_entropy for with_entropy, in_update in asked if in_update)
     assert written(tmp_path)[1:] == [(False, False, True)] * 2
     assert all("ppo/loss/entropy" in line for line in metric_lines(tmp_path))
-
-
-def test_a_loss_of_ones_own_gets_entropies_from_its_forward_pass_in_every_step(tmp_path):
-    seen = []
-
-    class Own(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
-            outputs = self._forward(rollouts_batch, with_policy=True, with_critic=False)
-            bonus = outputs.entropies.sum() / rollouts_batch["denominator"]
-            seen.append(float(bonus.detach()))
-            return loss - 0.01 * bonus, stats
-
-    tiny_trainer(tmp_path, trainer_class=Own, **RUN).train()
-    assert len(seen) >= 3 and all(bonus > 0 for bonus in seen)
 
 
 def test_an_evaluation_computes_none(tmp_path, asked):

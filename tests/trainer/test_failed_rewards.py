@@ -44,7 +44,7 @@ def trainer_of(folder, reward=judge, **overrides):
 
 
 def with_advantages(trainer, step=0):
-    return trainer._rollouts_with_advantages(trainer.prompt_batches(step))
+    return trainer.rollouts_with_advantages(trainer.prompt_batches(step))
 
 
 def test_the_rollouts_keep_every_response_and_say_which_are_learned_from(tmp_path, capsys):

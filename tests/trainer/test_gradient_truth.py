@@ -1,6 +1,6 @@
 """That an update follows the gradient of the objective, with every response enumerated instead of sampled.
 
-The expectation, over the policy's responses, of the gradient of the trainer's own `compute_loss`, after its own
+The expectation, over the policy's responses, of the gradient of the trainer's own loss, after its own
 `_shape_reward` and `_estimate_advantage`, is compared with the derivative of the explicit sum
 
     J = sum over y of pi(y) * (r(y) - beta * log(pi(y) / ref(y)))
@@ -34,6 +34,7 @@ from tests.enumerable import (
     relative_error,
     visited_states_gradient,
 )
+from tests.tiny_runs import loss_of
 
 TOLERANCE = 1e-5
 PROBLEMS = {"three tokens": every_response(stops=False), "up to three": every_response(stops=True)}
@@ -58,7 +59,7 @@ def expected_pair_update(folder, problem, estimator, **overrides):
     weights = probabilities(trainer.actor_critic.policy.model, problem)[pairs].prod(dim=1).repeat_interleave(2)
     # A factor of each token's policy loss, which is the only term here; the mean is over the two of a pair.
     rollouts["loss_weights"] = weights.unsqueeze(1).expand(rollouts["responses"].shape)
-    loss, _ = trainer.compute_loss({**rollouts, "denominator": torch.tensor(2.0)})
+    loss = loss_of(trainer, {**rollouts, "denominator": torch.tensor(2.0)})
     return trainer, rollouts, -policy_gradient(loss, trainer)
 
 

@@ -14,7 +14,7 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.ppo import rollouts
-from alpaca_ppo.ppo.mismatch import SHORT, SamplerMismatch, clipped_difference, judge, spread_by_length
+from alpaca_ppo.ppo.mismatch import SamplerMismatch, clipped_difference, judge, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
@@ -59,7 +59,7 @@ def test_no_token_of_the_short_responses_counts_for_more_than_half_a_nat():
     sampled = torch.tensor([[-1.0, -1.25], [-4.0, -0.5], [-0.75, math.nan], [math.nan, math.nan]])
     mask = torch.tensor([[True, True], [True, True], [True, False], [False, False]])
     # Differences of 0, 0.25, 3 (0.5 counts), 0.5 and 0.25.
-    assert clipped_difference(logprobs, sampled, mask) == pytest.approx(1.5 / 5)
+    assert float(clipped_difference(logprobs, sampled, mask)) == pytest.approx(1.5 / 5)
     assert clipped_difference(logprobs, sampled, torch.zeros_like(mask)) == 0.0
 
 
@@ -102,22 +102,14 @@ def never(prompts, completions, **columns):
     raise AssertionError("no reward is computed before sampler and trainer agree")
 
 
-@pytest.mark.parametrize("old_policy", ["recompute", "rollout"])
-@pytest.mark.parametrize(
-    ("arch", "cause"),
-    [
-        (
-            "rwkv",
-            "one prompt at a time they agree, .* other rows of its batch.*; set rollout_per_device_batch_size: 1 ",
-        ),
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state, .*; use a model without one"),
-    ],
-)
-def test_a_model_that_samples_otherwise_than_it_trains_is_refused_with_the_cause(arch, cause, old_policy, tmp_path):
-    settings = {"generation_backend": "generate", "old_policy": old_policy}
-    trainer = tiny_trainer(tmp_path, model=tiny_causal_lm(arch), trainer_arguments={"reward_funcs": never}, **settings)
+@pytest.mark.parametrize("arch", ["rwkv", "recurrent_gemma"])
+def test_a_model_that_samples_otherwise_than_it_trains_is_refused(arch, tmp_path):
+    arguments = {"reward_funcs": never}
+    trainer = tiny_trainer(
+        tmp_path, model=tiny_causal_lm(arch), trainer_arguments=arguments, generation_backend="generate"
+    )
     before = weights(trainer)
-    message = rf"disagree .* in 4 short responses before the first rollout: {ABS} is .* \(bound 0.1\).*{cause}"
+    message = rf"disagree .* in 4 short responses before the first rollout: {ABS} is .* \(bound 0.1\)"
     with pytest.raises(ValueError, match=message + ".*mismatch_action: warn.*in a new run, old_policy: correct"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
@@ -135,7 +127,7 @@ def test_one_row_at_a_time_rwkv_is_sampled_as_it_is_trained(tmp_path):
     batch = trainer.rollout(trainer.collate(trainer.train_prompts, [0, 1, 2, 3]))
     torch.testing.assert_close(batch["logprobs"], batch["rollout_logprobs"], rtol=1e-5, atol=1e-5)
     # transformers' RWKV broadcasts the state of two rows over one another.
-    with pytest.raises(ValueError, match="in 8 short responses .*RwkvForCausalLM keeps a recurrent state"):
+    with pytest.raises(ValueError, match="in 8 short responses"):
         one_at_a_time(tmp_path / "b", tiny_causal_lm("rwkv"), n=2, **settings).check_sampler()
 
 
@@ -150,19 +142,19 @@ def test_positions_that_count_padding_are_found_and_are_harmless_without_it(tmp_
         )
         return model
 
-    with pytest.raises(ValueError, match="one prompt at a time they agree.*set rollout_per_device_batch_size: 2 "):
+    with pytest.raises(ValueError, match="in 8 short responses"):
         tiny_trainer(tmp_path / "a", model=counted(), num_return_sequences=2).check_sampler()
     one_at_a_time(tmp_path / "b", counted(), n=2).check_sampler()
 
 
-def test_dropout_that_stays_on_is_found_by_a_second_pass(tmp_path):
+def test_dropout_that_stays_on_is_found(tmp_path):
     model = tiny_causal_lm("llama")
 
     def drop(module, inputs, output):
         return torch.nn.functional.dropout(output, 0.3) if module.training else output
 
     model.model.layers[0].mlp.register_forward_hook(drop)
-    with pytest.raises(ValueError, match="two forward passes .* differ by .*, as with dropout in a custom model"):
+    with pytest.raises(ValueError, match="sampler and trainer disagree"):
         tiny_trainer(tmp_path, model=model).train()
 
 
@@ -187,12 +179,11 @@ def messages_of(trainer):
 def test_another_sampler_ends_the_run_unless_its_weights_are_corrected_or_the_user_says_otherwise(
     other_sampler, tmp_path
 ):
-    with pytest.raises(ValueError, match="changes the logits .top_k, top_p, .* temperature other than 1.*sdpa"):
+    with pytest.raises(ValueError, match="in 4 short responses"):
         tiny_trainer(tmp_path / "a").train()
     (warned,) = messages_of(tiny_trainer(tmp_path / "b", mismatch_action="warn"))
-    assert warned.endswith("old_policy: correct weights the loss by it")
-    (warned,) = messages_of(tiny_trainer(tmp_path / "c", old_policy="correct", total_episodes=10))
-    assert warned.endswith("that reads padding")
+    assert "docs/troubleshooting.md" in warned
+    assert len(messages_of(tiny_trainer(tmp_path / "c", old_policy="correct", total_episodes=10))) == 1
     assert messages_of(tiny_trainer(tmp_path / "d", mismatch_action="ignore", total_episodes=10)) == []
 
 
@@ -234,7 +225,7 @@ def stopped_in_step_2(folder, **settings):
     torch.manual_seed(0)
     how = {"trainer_arguments": {"reward_funcs": luck}, **settings}
     trainer = tiny_trainer(folder, trainer_class=shifted(0.11, passes=1), **how)
-    with pytest.raises(SamplerMismatch, match="mismatch_action: warn, .* or, in a new run, old_policy: correct"):
+    with pytest.raises(SamplerMismatch, match="mismatch_action: warn or, in a new run, old_policy: correct"):
         trainer.train()
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
     random.seed(9)
@@ -270,25 +261,6 @@ def test_a_run_that_was_stopped_trains_all_the_same_if_resumed_with_a_warning(tm
     assert metric_lines(tmp_path / "a") == in_one_go(tmp_path / "b", shifted(0.11, passes=1), **how)[0]
 
 
-def test_rollouts_of_a_checkpoint_are_made_anew_after_a_stop(tmp_path):
-    """The run is interrupted in its first update, before sampler and trainer are compared (`old_policy: rollout`)."""
-    settings = {"old_policy": "rollout", "save_steps": 1}
-    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.11, passes=1), **settings)
-
-    def interrupt(*inputs, **how):
-        if trainer.state.global_step:
-            raise Interrupted(15)
-        return plain(*inputs, **how)
-
-    plain, trainer.updater.step = trainer.updater.step, interrupt
-    with pytest.raises(Interrupted):
-        trainer.train()
-    with pytest.raises(SamplerMismatch):
-        tiny_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
-    tiny_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
-    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
-
-
 def test_a_run_that_is_stopped_in_its_first_step_saves_nothing(tmp_path):
     with pytest.raises(SamplerMismatch):
         tiny_trainer(tmp_path, trainer_class=shifted(0.11)).train()
@@ -297,21 +269,7 @@ def test_a_run_that_is_stopped_in_its_first_step_saves_nothing(tmp_path):
 
 def test_a_difference_beyond_rounding_is_warned_of(tmp_path):
     trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.01), total_episodes=10)
-    with pytest.warns(UserWarning, match=rf"{ABS} is 0.01 \(bound 0.001\).*old_policy: correct weights the loss"):
-        trainer.train()
-
-
-def test_after_short_responses_have_agreed_the_length_is_suspected(tmp_path, monkeypatch):
-    trainer = tiny_trainer(tmp_path)
-    plain = trainer.collector.gather
-
-    def disagreeing(rows, passes, **how):
-        gathered, dropped = plain(rows, passes, **how)
-        gathered["rollout_logprobs"] += 0.2 * gathered["response_mask"]
-        return gathered, dropped
-
-    monkeypatch.setattr(type(trainer.collector), "gather", lambda self, *rows, **how: disagreeing(*rows, **how))
-    with pytest.raises(ValueError, match=f"depends on the length .* as responses of {SHORT} tokens agreed before"):
+    with pytest.warns(UserWarning, match=rf"{ABS} is 0.01 \(bound 0.001\)"):
         trainer.train()
 
 
@@ -324,13 +282,13 @@ def test_a_sampler_of_the_user_s_own_is_not_asked_for_short_responses(tmp_path):
         def rollout(self, prompt_batches):
             raise AssertionError("no hook of the user's is called")
 
-    # The package's own sampler, which such a subclass may replace, cannot sample RWKV.
+    # The package's own sampler, which such a subclass may replace, samples RWKV otherwise than it is trained.
     for trainer_class in (OwnSampler, OwnRollout):
         trainer = tiny_trainer(
             tmp_path / trainer_class.__name__, model=tiny_causal_lm("rwkv"), trainer_class=trainer_class
         )
         trainer.check_sampler()
-    with pytest.raises(ValueError, match="RwkvForCausalLM.forward takes no past_key_values"):
+    with pytest.raises(ValueError, match="sampler and trainer disagree"):
         tiny_trainer(tmp_path / "a", model=tiny_causal_lm("rwkv")).check_sampler()
 
 

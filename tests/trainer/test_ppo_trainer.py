@@ -216,8 +216,8 @@ def test_the_first_values_of_a_new_critic_are_zero(tmp_path):
 
 def test_a_non_finite_gradient_is_refused_and_leaves_the_weights(tmp_path):
     class Broken(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
+        def compute_policy_loss(self, batch, outputs):
+            loss, stats = super().compute_policy_loss(batch, outputs)
             return loss * math.nan, stats
 
     trainer = tiny_trainer(tmp_path, trainer_class=Broken)
@@ -357,8 +357,11 @@ SHAPED = ("rewards", "responses", "logprobs", "ref_logprobs", "response_mask")
 
 def test_a_subclass_may_return_no_statistics(tmp_path):
     class Silent(PPOTrainer):
-        def compute_loss(self, rollouts_batch):
-            return super().compute_loss(rollouts_batch)[0], {}
+        def compute_policy_loss(self, batch, outputs):
+            return super().compute_policy_loss(batch, outputs)[0], {}
+
+        def compute_value_loss(self, batch, outputs):
+            return super().compute_value_loss(batch, outputs)[0], {}
 
     stats, _ = step_once(tiny_trainer(tmp_path, trainer_class=Silent))
     assert "ppo/policy/grad_norm" in stats

@@ -11,7 +11,7 @@ from alpaca_ppo import PPOTrainer
 
 STOP_STEP = 2
 _STOP_CALL = 14
-"""The call of compute_loss in which `Signalled` gets its signal: the fourth of the second step, a step having ten."""
+"""The micro-batch in which `Signalled` gets its signal: the fourth of the second step, a step having ten."""
 
 
 class OwnHooks(PPOTrainer):
@@ -27,33 +27,46 @@ class OwnHooks(PPOTrainer):
 
 
 class OwnLoss(PPOTrainer):
-    """Weighs the loss by half: policy and critic need one graph."""
+    """Weighs the losses by half. Earlier commits have one hook, `compute_loss`, for both losses."""
 
     separate_critic_backward = False
     calls = 0
 
     def compute_loss(self, rollouts_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        type(self).calls += 1
-        loss, stats = super().compute_loss(rollouts_batch)
+        self.begin_batch()
+        loss, stats = super().compute_loss(rollouts_batch)  # type: ignore[misc]
+        return self.changed(loss), {**stats, "loss/total": 0.5 * stats["loss/total"]}
+
+    def compute_policy_loss(self, batch: Any, outputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        self.begin_batch()
+        loss, stats = super().compute_policy_loss(batch, outputs)
+        return self.changed(loss), stats
+
+    def compute_value_loss(self, batch: Any, outputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, stats = super().compute_value_loss(batch, outputs)
         return 0.5 * loss, stats
+
+    def begin_batch(self) -> None:
+        type(self).calls += 1
+
+    def changed(self, loss: Tensor) -> Tensor:
+        return 0.5 * loss
 
 
 class SometimesNaN(OwnLoss):
     """Has a loss that is not finite in two micro-batches."""
 
-    def compute_loss(self, rollouts_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, stats = super().compute_loss(rollouts_batch)
-        return (loss * float("nan") if self.calls in (3, 16) else loss), stats
+    def changed(self, loss: Tensor) -> Tensor:
+        return super().changed(loss) * (float("nan") if self.calls in (3, 16) else 1.0)
 
 
 class Signalled(OwnLoss):
     """Gets a SIGTERM within the update of its second step."""
 
-    def compute_loss(self, rollouts_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        found = super().compute_loss(rollouts_batch)
+    def changed(self, loss: Tensor) -> Tensor:
         if self.calls == _STOP_CALL:
             os.kill(os.getpid(), signal.SIGTERM)
-        return found
+        return super().changed(loss)
 
 
 class StopAfterStep(TrainerCallback):
