@@ -10,7 +10,6 @@ from peft import LoraConfig
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     dynamic_module_utils,
 )
@@ -136,16 +135,19 @@ def test_policy_and_critic_are_saved_with_their_code(folders, tmp_path):
     trainer = trusting(tmp_path, folders["policy"])
     trainer.train()
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "final/policy", trust_remote_code=True)
-    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final/value", trust_remote_code=True)
-    assert [type(model).__name__ for model in (policy, critic)] == ["CustomForCausalLM", KINDS["policy"][1][CLASSIFIER]]
-    assert all(has_remote_code(model) and "final" not in type(model).__module__ for model in (policy, critic))
+    critic = load_critic(str(tmp_path / "final/value"), trust_remote_code=True)
+    models = (policy, critic.backbone)
+    assert [type(model).__name__ for model in models] == ["CustomForCausalLM", "CustomModel"]
+    assert all(has_remote_code(model) and "final" not in type(model).__module__ for model in models)
     with torch.no_grad():
-        assert_close(critic.eval()(IDS, torch.ones_like(IDS)).logits[:, 0], values(trainer))
+        assert_close(critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values, values(trainer))
         assert_close(policy.eval()(IDS).logits, trainer.actor_critic.policy.model.eval()(IDS).logits)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "final/value", trust_remote_code=True)) == 64
     card = (tmp_path / "final/policy/README.md").read_text()
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)' in card
-    assert "num_labels=1, trust_remote_code=True)" in (tmp_path / "final/value/README.md").read_text()
+    assert (
+        'load_critic("path/to/this/folder", trust_remote_code=True)' in (tmp_path / "final/value/README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("trust", [True, False])
@@ -177,10 +179,9 @@ def test_a_reward_model_that_builds_another_model_scores_and_starts_a_critic(fol
     arguments = {"reward_funcs": [folders["reward"]], "processing_class": tiny_tokenizer()}
     trainer = trusting(tmp_path, tiny_causal_lm("llama"), init_value_with_reward=True, trainer_arguments=arguments)
     trainer.train()
-    with remote_code("final/value", trust=True):
-        critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final/value", trust_remote_code=True)
+    critic = load_critic(str(tmp_path / "final/value"), trust_remote_code=True)
     with torch.no_grad():
-        assert_close(critic.eval()(IDS, torch.ones_like(IDS)).logits[:, 0], values(trainer))
+        assert_close(critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values, values(trainer))
 
 
 def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):

@@ -148,15 +148,13 @@ class AdapterSet:
         heads = self._load(name, "reward_adapter", folder, read_reward_adapter(folder), trainable=False)
         return next(iter(heads.values()))
 
-    def load_value(self, name: str, folder: str) -> Tensor | None:
-        """Adds a trainable adapter `name` from the critic's adapter `folder` (or hub id), in place of one that this
-        run added; returns its score head (1, H), or None if its head is saved beside it (`models.critic_io`).
+    def load_value(self, name: str, folder: str) -> None:
+        """Adds a trainable adapter `name` from the critic's adapter `folder`, in place of one that this run added.
 
         Raises:
             ValueError: when it is not LoRA, or does not fit the base.
         """
-        heads = self._load(name, "value_model", folder, read_value_adapter(folder), trainable=True)
-        return next(iter(heads.values()), None)
+        self._load(name, "value_model", folder, read_value_adapter(folder), trainable=True)
 
     def _load(self, name: str, field: str, folder: str, config: LoraConfig, *, trainable: bool) -> dict[str, Tensor]:
         """Adds an adapter `name` of `config` with the weights in `folder`; returns the weights of a classifier's head

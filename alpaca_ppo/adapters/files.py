@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from peft import LoraConfig, PeftConfig, PeftType, TaskType
+from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
@@ -196,15 +196,14 @@ def read_reward_adapter(name: str) -> LoraConfig:
 
 
 def read_value_adapter(name: str) -> LoraConfig:
-    """The configuration of the adapter `name` of a saved critic, without its head.
+    """The configuration of the adapter `name` of a saved critic.
 
     Raises:
         ValueError: as `lora_config`.
     """
     field = f"value_model {name}"
     config = lora_config(read_adapter(field, name), field)
-    config.modules_to_save = sorted(set(config.modules_to_save or ()) - _HEADS) or None
-    config.task_type, config.inference_mode, config.lora_dropout = TaskType.CAUSAL_LM, False, 0.0
+    config.inference_mode, config.lora_dropout = False, 0.0
     return config
 
 

@@ -104,18 +104,11 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     card.save(folder / "README.md")
 
 
-def write_value_card(folder: Path, *, adapter: bool, classifier: bool, own_code: bool) -> None:
-    """Writes the critic's README.md.
-
-    Args:
-        folder: of the critic.
-        adapter: whether it is an adapter on the policy's base.
-        classifier: whether it is a sequence classifier, rather than for `models.load_critic`.
-        own_code: whether the model, or an adapter's base, runs code of its own.
-    """
+def write_value_card(folder: Path, *, own_code: bool) -> None:
+    """Writes the critic's README.md; with `own_code` the model, or an adapter's base, runs code of its own."""
     front = ModelCardData(library_name="transformers", tags=["alpaca_ppo", "ppo", "value-model"])
-    how = {"adapter": adapter, "classifier": classifier, "trust": _TRUST if own_code else ""}
-    ModelCard.from_template(front, template_path=str(_TEMPLATES / "value.md"), **how).save(folder / "README.md")
+    card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), trust=_TRUST if own_code else "")
+    card.save(folder / "README.md")
 
 
 def _read_run(output_dir: str | None) -> tuple[list[dict[str, Any]], str | None]:

@@ -101,6 +101,5 @@ def _export(
         load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code),
         TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args))),
         merged=merge,
-        trust_remote_code=args.trust_remote_code,
     )
     return checkpoint

@@ -15,7 +15,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slots import OnFinished
 from alpaca_ppo.generation.stop_strings import StopStrings
 from alpaca_ppo.generation.turns import Turns
-from alpaca_ppo.models.modes import eval_mode
+from alpaca_ppo.models.modules import eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_passes import NewTokens, extend, read_next
-from alpaca_ppo.models.modes import eval_mode
+from alpaca_ppo.models.modules import eval_mode
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
 from alpaca_ppo.models.packing_probe import once_per_kind, packing_problem
 

@@ -3,15 +3,12 @@
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs, Critic
 from alpaca_ppo.models.critic_head import CriticHead, HeadLinear, HeadOutputs, register_critic_head
 from alpaca_ppo.models.critic_heads import C51Head, HLGaussHead, IQNHead, QuantileHead, ScalarHead
-from alpaca_ppo.models.critic_io import (
-    is_critic_folder,
-    load_critic,
-    write_critic,
-    write_critic_adapter,
-)
-from alpaca_ppo.models.loading import build_actor_critic, load_causal_lm, load_sequence_classifier
-from alpaca_ppo.models.policy import Policy, disable_dropout
+from alpaca_ppo.models.factory import build_actor_critic
+from alpaca_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from alpaca_ppo.models.modules import disable_dropout
+from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
+from alpaca_ppo.models.saved_critic import is_critic_folder, load_critic, write_critic
 
 __all__ = [
     "ActorCritic",
@@ -39,5 +36,4 @@ __all__ = [
     "load_sequence_classifier",
     "register_critic_head",
     "write_critic",
-    "write_critic_adapter",
 ]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.critic_head import CriticHead
+from alpaca_ppo.models.modules import use_torch_activations
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
 

@@ -130,12 +130,6 @@ class CriticHead(nn.Module, ABC):
         """
         return None
 
-    def score_weight(self) -> Tensor | None:
-        """(1, H): the weight of a sequence classifier's linear layer `score` whose logits are this head's values; None
-        if the values are not such a linear function. A critic that has it is saved as a sequence classifier.
-        """
-        return None
-
     def load_score_weight(self, weight: Tensor) -> None:
         """Starts from the `score` weight (1, H) of a reward model, if the head can; otherwise changes nothing."""
 
@@ -148,6 +142,19 @@ class CriticHead(nn.Module, ABC):
     def spec(self) -> dict[str, Any]:
         """Kind and settings: heads with the same spec and hidden size can exchange their weights."""
         return {"kind": self.kind, **self.settings()}
+
+    def check_like(self, saved: "CriticHead") -> None:
+        """Checks that this head can take the weights of the head `saved`.
+
+        Raises:
+            ValueError: when kinds, settings or hidden sizes differ.
+        """
+        of_saved, own = ({**head.spec(), "hidden_size": head.hidden_size} for head in (saved, self))
+        if of_saved != own:
+            raise ValueError(
+                f"the value model's head is {of_saved}, but the critic asked for is {own}; set critic and its options "
+                "to those of the value model"
+            )
 
     def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
         """What the head reads from `states` (N, H), in any dtype.
@@ -163,26 +170,18 @@ class CriticHead(nn.Module, ABC):
         first = next(self.parameters(), None)
         dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
         with torch.autocast(states.device.type, enabled=False):
-            return _checked(self.kind, self.read(states.to(dtype), taus), states.shape[:-1])
+            return _checked(self.kind, self.read(states.to(dtype), taus), len(states))
 
 
-def _checked(kind: str, returned: Any, rows: torch.Size) -> HeadOutputs:
+def _checked(kind: str, returned: Any, rows: int) -> HeadOutputs:
     if not isinstance(returned, HeadOutputs):
-        raise ValueError(
-            f"read() of the critic {kind!r} returned a {type(returned).__name__}; it must return HeadOutputs"
-        )
+        raise ValueError(f"read() of the critic {kind!r} returned a {type(returned).__name__}, not HeadOutputs")
     for field, value in returned._asdict().items():
-        if not isinstance(value, Tensor):
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if found != (rows,) and not (field == "predictions" and len(found) == 2 and found[0] == rows):
             raise ValueError(
-                f"read() of the critic {kind!r} returned {field} of type {type(value).__name__}; it must be a tensor"
-            )
-        shape = value.shape[: len(rows)] if field == "predictions" and value.dim() == len(rows) + 1 else value.shape
-        if shape != rows:
-            sizes = ", ".join(map(str, rows))
-            wanted = f"({sizes},) or ({sizes}, M)" if field == "predictions" else f"({sizes},)"
-            raise ValueError(
-                f"read() of the critic {kind!r} returned {field} of shape {tuple(value.shape)}; it must be {wanted}: "
-                "one entry per hidden state"
+                f"read() of the critic {kind!r} returned {field} of {found}; it must be a tensor ({rows},)"
+                + (f" or ({rows}, M)" if field == "predictions" else "")
             )
     return returned
 

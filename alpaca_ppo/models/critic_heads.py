@@ -6,6 +6,7 @@ They start at the value 0, so that the first advantages are the returns themselv
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -63,23 +64,11 @@ class ScalarHead(CriticHead):
         *,
         old_values: Tensor,
         taus: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        denominator: Tensor | float | None = None,
+        **how: Any,
     ) -> Loss:
         """`functional.value_loss`."""
-        return value_loss(
-            predictions,
-            old_values,
-            returns,
-            response_mask,
-            cliprange_value=self.cliprange_value,
-            loss_agg_mode=loss_agg_mode,
-            denominator=denominator,
-        )
-
-    def score_weight(self) -> Tensor:
-        """The head's own weight."""
-        return self.weight
+        clip = self.cliprange_value
+        return value_loss(predictions, old_values, returns, response_mask, cliprange_value=clip, **how)
 
     def load_score_weight(self, weight: Tensor) -> None:
         """Copies it."""
@@ -119,6 +108,8 @@ class _CategoricalCritic(CriticHead):
         """The support."""
         return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
 
+    _cross_entropy: Callable[..., Loss]
+
     @abstractmethod
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(num_atoms,): the returns that have the predicted probabilities, ascending."""
@@ -134,6 +125,19 @@ class _CategoricalCritic(CriticHead):
         )
         return HeadOutputs(values, means, logits)
 
+    def loss(
+        self,
+        predictions: Tensor,
+        returns: Tensor,
+        response_mask: Tensor,
+        *,
+        old_values: Tensor,
+        taus: Tensor | None = None,
+        **how: Any,
+    ) -> Loss:
+        """The cross-entropy: `functional.c51_loss` or `functional.hl_gauss_loss`."""
+        return self._cross_entropy(predictions, returns, response_mask, v_min=self.v_min, v_max=self.v_max, **how)
+
 
 @CRITIC_HEADS.implement("c51")
 class C51Head(_CategoricalCritic):
@@ -148,32 +152,11 @@ class C51Head(_CategoricalCritic):
     """
 
     kind = "c51"
+    _cross_entropy = staticmethod(c51_loss)
 
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The atoms."""
         return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
-
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        denominator: Tensor | float | None = None,
-    ) -> Loss:
-        """`functional.c51_loss`."""
-        return c51_loss(
-            predictions,
-            returns,
-            response_mask,
-            v_min=self.v_min,
-            v_max=self.v_max,
-            loss_agg_mode=loss_agg_mode,
-            denominator=denominator,
-        )
 
 
 @CRITIC_HEADS.implement("hl_gauss")
@@ -214,28 +197,8 @@ class HLGaussHead(_CategoricalCritic):
         """The centres of the bins."""
         return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        denominator: Tensor | float | None = None,
-    ) -> Loss:
-        """`functional.hl_gauss_loss`."""
-        return hl_gauss_loss(
-            predictions,
-            returns,
-            response_mask,
-            v_min=self.v_min,
-            v_max=self.v_max,
-            sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms,
-            loss_agg_mode=loss_agg_mode,
-            denominator=denominator,
-        )
+    def _cross_entropy(self, *batch: Tensor, **how: Any) -> Loss:
+        return hl_gauss_loss(*batch, sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms, **how)
 
 
 class _QuantileCritic(CriticHead):
@@ -258,20 +221,13 @@ class _QuantileCritic(CriticHead):
         *,
         old_values: Tensor,
         taus: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        denominator: Tensor | float | None = None,
+        **how: Any,
     ) -> Loss:
         """`functional.quantile_huber_loss`, at the fixed midpoints without `taus`."""
         if taus is None:
             taus = quantile_midpoints(self.num_quantiles, dtype=predictions.dtype, device=predictions.device)
         return quantile_huber_loss(
-            predictions,
-            returns,
-            taus.to(predictions.dtype),
-            response_mask,
-            kappa=self.kappa,
-            loss_agg_mode=loss_agg_mode,
-            denominator=denominator,
+            predictions, returns, taus.to(predictions.dtype), response_mask, kappa=self.kappa, **how
         )
 
 

@@ -3,6 +3,7 @@
 What each argument may be, and which of them exclude each other, is checked here; `loading` does the loading.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters import (
+    POLICY,
+    VALUE,
     AdapterSet,
     add_policy_adapter,
     check_adapter_shapes,
@@ -21,23 +24,85 @@ from alpaca_ppo.adapters import (
 )
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.models import (
-    ActorCritic,
+from alpaca_ppo.models.actor_critic import ActorCritic, Critic
+from alpaca_ppo.models.critic_head import CriticHead, build_head
+from alpaca_ppo.models.critic_heads import ScalarHead
+from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
+from alpaca_ppo.models.modules import disable_dropout
+from alpaca_ppo.models.packing_probe import padding_reason
+from alpaca_ppo.models.policy import Policy
+from alpaca_ppo.models.reference import (
     AdapterReference,
     CopiedReference,
-    Critic,
-    CriticHead,
-    Policy,
-    build_actor_critic,
-    disable_dropout,
+    copy_without_adapters,
     frozen_copy,
     frozen_initial_policy,
-    load_causal_lm,
 )
-from alpaca_ppo.models.critic_starts import load_value_model, start_on_policy
-from alpaca_ppo.models.packing_probe import padding_reason
+from alpaca_ppo.models.saved_critic import load_value_model, start_on_policy
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
+
+
+def build_actor_critic(
+    policy: PreTrainedModel | AdapterSet,
+    *,
+    critic_layout: str | None,
+    value_model: PreTrainedModel | Critic | None = None,
+    head: Callable[[int], CriticHead] = ScalarHead,
+) -> ActorCritic:
+    """Returns the policy with a critic in the layout `critic_layout`.
+
+    Args:
+        policy: the causal language model to train, or a frozen one with adapters; not copied.
+        critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
+            `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
+            None for no critic.
+        value_model: a causal language model of any size, a sequence classifier with one label, a `Critic`, or None.
+            The critic takes over its weights without a copy: all of a `Critic`'s; of a language model the backbone; of
+            a classifier that too, and its `score` if the head can start from it.
+        head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
+
+    Raises:
+        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
+    """
+    wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
+    dtype = wrapped.model.dtype
+    if critic_layout != "separate" and value_model is not None:
+        raise ValueError(
+            f"a value model is given, but critic_layout is {critic_layout!r}, which uses no backbone of its own; leave "
+            "it out, or use critic_layout: separate"
+        )
+    if critic_layout is None:
+        return ActorCritic(wrapped, None)
+    if isinstance(value_model, Critic):
+        wanted = head(value_model.head.hidden_size)
+        wanted.check_like(value_model.head)
+        value_model.head.risk_level = wanted.risk_level
+        return ActorCritic(wrapped, value_model)
+    if critic_layout == "adapter":
+        adapters = wrapped.adapters
+        if adapters is None:
+            raise ValueError("critic_layout is 'adapter', but the policy has no adapters; pass peft_config")
+        if start := adapters.starting_point:
+            adapters.copy(start, VALUE, trainable=True)
+        else:
+            adapters.add(VALUE, adapters.config_of(POLICY), trainable=True)
+    policy_width = wrapped.head.weight.size(1)
+    if critic_layout != "separate":
+        own_head = build_head(head, policy_width, dtype)
+        return ActorCritic(wrapped, Critic(own_head, None, has_adapter=critic_layout == "adapter"))
+    if value_model is None:
+        backbone: Any = copy_without_adapters(wrapped).base_model
+        own_head = build_head(head, policy_width, dtype)
+    elif is_causal_lm(value_model):
+        backbone = value_model.base_model
+        own_head = build_head(head, value_model.get_output_embeddings().weight.size(1), dtype)
+    else:
+        backbone, score = value_model.base_model, value_model.get_parameter("score.weight").detach()
+        own_head = build_head(head, score.size(1), dtype)
+        own_head.load_score_weight(score)
+    # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
+    return ActorCritic(wrapped, Critic(own_head, backbone.to(torch.promote_types(dtype, torch.float32))))
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -72,19 +137,15 @@ def make_actor_critic(
         return _prepared(model, args)
     if value_model is not None and not args.uses_critic:
         raise ValueError(
-            f"value_model is given, but adv_estimator {args.adv_estimator!r} uses no critic; leave it out, or set "
-            f"adv_estimator to one of {', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
+            f"value_model is given, but adv_estimator {args.adv_estimator!r} uses no critic; leave it out, or choose "
+            f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
         )
     if args.init_value_with_reward:
         if value_model is not None:
-            raise ValueError(
-                "value_model is given and init_value_with_reward is True; choose one starting point for the critic"
-            )
+            raise ValueError("value_model is given and init_value_with_reward is True; leave one of them out")
         value_model = first_reward_model(reward_funcs)
         if value_model is None:
-            raise ValueError(
-                "init_value_with_reward is True but no reward source is a model; set it to False or add a reward model"
-            )
+            raise ValueError("init_value_with_reward is True, but no reward source is a model; set it to False")
     policy = _load_policy(model, peft_config, args)
     language_model = policy.model if isinstance(policy, AdapterSet) else policy
     critic = None
@@ -140,14 +201,12 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
     """Checks the options of `args` that need adapters or a model to load, before anything is loaded."""
     if args.load_in_4bit and not isinstance(model, str):
         raise ValueError(
-            f"load_in_4bit is True, but model is a {type(model).__name__} in memory, which is not quantised; give its "
-            "folder or hub id, or leave load_in_4bit out"
+            f"load_in_4bit is True, but model is a {type(model).__name__} in memory; give its folder or hub id"
         )
     if args.loading_arguments and not isinstance(model, str):
         raise ValueError(
-            f"attn_implementation ({args.attn_implementation!r}) and model_init_kwargs ({args.model_init_kwargs}) are "
-            f"for models that the run loads, but model is a {type(model).__name__} in memory; give its folder or hub "
-            "id, or pass them to from_pretrained yourself and leave them out"
+            f"attn_implementation ({args.attn_implementation!r}) and model_init_kwargs ({args.model_init_kwargs}) need "
+            f"a model to load, but model is a {type(model).__name__} in memory; give its folder or hub id"
         )
     has_adapters, base = peft_config is not None, model
     if isinstance(model, ActorCritic):
@@ -160,8 +219,7 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
         return
     if not has_adapters:
         raise ValueError(
-            f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config "
-            "(--use_peft), or a full reward model in reward_funcs"
+            f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config (--use_peft)"
         )
     shapes = skeleton(base, args) if isinstance(base, str) else base
     if shapes is not None:
@@ -169,20 +227,15 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    if isinstance(model, str) and is_adapter(model):
-        if peft_config is not None:
-            raise ValueError(
-                f"model {model!r} is an adapter and peft_config asks for another: merge the first into its base and "
-                "save that (AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)), or "
-                "leave peft_config (--use_peft) out to continue training this adapter"
-            )
+    named = isinstance(model, str) and is_adapter(model)
+    if peft_config is not None and (named or isinstance(model, PeftModel)):
+        raise ValueError(
+            f"model {model if named else type(model).__name__!r} has an adapter, and peft_config asks for another; "
+            "leave peft_config (--use_peft) out to train it further, or merge it (merge_and_unload) first"
+        )
+    if named:
         return load_adapters(_load(str(read_policy_adapter(model).base_model_name_or_path), args), model)
     if isinstance(model, PeftModel):
-        if peft_config is not None:
-            raise ValueError(
-                "model has an adapter and peft_config asks for another: merge the first "
-                "(model = model.merge_and_unload()), or leave peft_config out to continue training this adapter"
-            )
         return from_peft_model(model)
     language_model = _load(model, args)
     if peft_config is not None:
@@ -192,8 +245,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
         raise ValueError(
             f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
-            "be trained; in this precision small updates are lost to rounding. Use LoRA (peft_config, --use_peft), or "
-            "dtype: float32 with bf16: true"
+            "be trained; use LoRA (peft_config, --use_peft), or dtype: float32 with bf16: true"
         )
     return language_model
 
@@ -215,25 +267,21 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
             "model is an ActorCritic, whose critic is part of it; leave value_model out and init_value_with_reward off"
         )
     critic = model.critic
-    if (critic is not None) != args.uses_critic:
+    layout = None if critic is None else critic.layout
+    wanted = args.critic_layout if args.uses_critic else None
+    if layout != wanted:
         raise ValueError(
-            f"model is an ActorCritic {'without' if critic is None else 'with'} a critic, but adv_estimator is "
-            f"{args.adv_estimator!r}; build it with build_actor_critic(critic_layout=...), a layout for an estimator "
-            f"that uses a critic ({', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}), None for the others"
+            f"model is an ActorCritic of the critic_layout {layout!r}, but critic_layout is {wanted!r} (adv_estimator "
+            f"{args.adv_estimator!r}); build it with that layout (build_actor_critic), or change the options"
         )
     if critic is None:
         return
-    if critic.layout != args.critic_layout:
-        raise ValueError(
-            f"model is an ActorCritic of the layout {critic.layout!r}, but critic_layout is {args.critic_layout!r}; "
-            f"set critic_layout: {critic.layout}, or build it with the other layout"
-        )
     with torch.random.fork_rng():
-        wanted = _new_head(args, critic.head.hidden_size)
-    if critic.head.spec() != wanted.spec():
+        head = _new_head(args, critic.head.hidden_size)
+    if critic.head.spec() != head.spec():
         raise ValueError(
             f"model is an ActorCritic with the head {critic.head.spec()}, but the configuration asks for "
-            f"{wanted.spec()}; set critic and its options to those of the model"
+            f"{head.spec()}; set critic and its options to those of the model"
         )
 
 
@@ -265,8 +313,7 @@ def make_reference(
         if other.config.vocab_size != policy.model.config.vocab_size:
             raise ValueError(
                 f"the reference's vocabulary ({other.config.vocab_size}) differs from the policy's "
-                f"({policy.model.config.vocab_size}); the KL penalty compares the two token by token, so choose a "
-                "reference with the policy's tokenizer"
+                f"({policy.model.config.vocab_size}); choose a reference with the policy's tokenizer"
             )
         return _copied(Policy(other.eval()) if isinstance(source, str) else frozen_copy(other), args)
     if choice == "adapter_off" and policy.adapters is None:

@@ -1,10 +1,10 @@
-"""Loading of language models, classifiers and tokenizers, and the assembly of an `ActorCritic` from them.
+"""Loading of language models, classifiers and tokenizers.
 
 Models are loaded with an explicit dtype and from safetensors only. What a run loads is decided in `factory`; critics
-saved by a run are in `critic_io`.
+saved by a run are in `saved_critic`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,14 +20,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.library_output import has_screen, transformers_bars
-from alpaca_ppo.models.actor_critic import ActorCritic, Critic
-from alpaca_ppo.models.critic_head import CriticHead, build_head
-from alpaca_ppo.models.critic_heads import ScalarHead
-from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.reference import copy_without_adapters
+from alpaca_ppo.models.actor_critic import ActorCritic
+from alpaca_ppo.models.modules import disable_dropout
 from alpaca_ppo.remote_code import remote_code
 
 _REMEDY = (
@@ -67,12 +63,9 @@ def load_causal_lm(
 
 
 def _four_bit() -> BitsAndBytesConfig:
-    missing = [] if torch.cuda.is_available() else ["a CUDA device"]
-    missing += [] if find_spec("bitsandbytes") else ["the package bitsandbytes"]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
+    if not torch.cuda.is_available() or not find_spec("bitsandbytes"):
         raise ValueError(
-            f"load_in_4bit is True but {' and '.join(missing)} {verb} missing; use dtype: bfloat16 instead"
+            "load_in_4bit is True, but needs a CUDA device and the package bitsandbytes; use dtype: bfloat16 instead"
         )
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
@@ -156,99 +149,11 @@ def load_complete(
         )
     if info["missing_keys"]:
         raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])} of {type(model).__name__}, which "
-            "would be initialized at random: the checkpoint is of a different model class; use one saved as "
-            f"{type(model).__name__}"
+            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])}, which would be random; use a "
+            f"checkpoint that was saved as {type(model).__name__}"
         )
     loaded: PreTrainedModel = model
     return loaded
-
-
-def build_actor_critic(
-    policy: PreTrainedModel | AdapterSet,
-    *,
-    critic_layout: str | None,
-    value_model: PreTrainedModel | Critic | None = None,
-    head: Callable[[int], CriticHead] = ScalarHead,
-) -> ActorCritic:
-    """Returns the policy with a critic in the layout `critic_layout`.
-
-    Args:
-        policy: the causal language model to train, or a frozen one with adapters; not copied.
-        critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
-            `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
-            None for no critic.
-        value_model: a causal language model of any size, a sequence classifier with one label, a `Critic`, or None.
-            The critic takes over its weights without a copy: all of a `Critic`'s; of a language model the backbone; of
-            a classifier that too, and its `score` if the head can start from it.
-        head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
-
-    Raises:
-        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
-    """
-    wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
-    dtype = wrapped.model.dtype
-    if critic_layout != "separate" and value_model is not None:
-        raise ValueError(
-            f"a value model is given, but {_why_unused(critic_layout)}; leave it out, or use critic_layout: separate "
-            "with adv_estimator: gae"
-        )
-    if critic_layout is None:
-        return ActorCritic(wrapped, None)
-    hidden_size = wrapped.head.weight.size(1)
-    if isinstance(value_model, Critic):
-        return ActorCritic(wrapped, _matching(value_model, head(value_model.head.hidden_size)))
-    if critic_layout == "adapter":
-        if wrapped.adapters is None:
-            raise ValueError(
-                "critic_layout is 'adapter' but the policy has no adapters; pass peft_config, or use separate"
-            )
-        if start := wrapped.adapters.starting_point:
-            wrapped.adapters.copy(start, VALUE, trainable=True)
-        else:
-            wrapped.adapters.add(VALUE, wrapped.adapters.config_of(POLICY), trainable=True)
-    if critic_layout != "separate":
-        head_alone = build_head(head, hidden_size, dtype)
-        return ActorCritic(wrapped, Critic(head_alone, None, has_adapter=critic_layout == "adapter"))
-    if value_model is None:
-        backbone: Any = copy_without_adapters(wrapped).base_model
-        own_head = build_head(head, hidden_size, dtype)
-    elif is_causal_lm(value_model):
-        width = value_model.get_output_embeddings().weight.size(1)
-        backbone, own_head = value_model.base_model, build_head(head, width, dtype)
-    else:
-        backbone, score = value_model.base_model, value_model.get_parameter("score.weight").detach()
-        own_head = build_head(head, score.size(1), dtype)
-        own_head.load_score_weight(score)
-    # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
-    backbone = backbone.to(torch.promote_types(dtype, torch.float32))
-    return ActorCritic(wrapped, Critic(own_head, backbone))
-
-
-def _why_unused(critic_layout: str | None) -> str:
-    if critic_layout is None:
-        return "the adv_estimator needs no critic"
-    return f"critic_layout is {critic_layout!r}, whose critic has no backbone of its own"
-
-
-def _matching(critic: Critic, wanted: CriticHead) -> Critic:
-    check_same_head(critic.head, wanted)
-    critic.head.risk_level = wanted.risk_level
-    return critic
-
-
-def check_same_head(saved: CriticHead, wanted: CriticHead) -> None:
-    """Checks that a value model's head can give its weights to the head of a new critic.
-
-    Raises:
-        ValueError: when kinds, settings or hidden sizes differ.
-    """
-    of_saved, of_wanted = ({**head.spec(), "hidden_size": head.hidden_size} for head in (saved, wanted))
-    if of_saved != of_wanted:
-        raise ValueError(
-            f"the value model's head is {of_saved}, but the critic asked for is {of_wanted}; set critic and its "
-            "options to those of the value model"
-        )
 
 
 def load_processing_class(

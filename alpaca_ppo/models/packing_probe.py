@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.modes import eval_mode
+from alpaca_ppo.models.modules import eval_mode
 from alpaca_ppo.models.packed_attention import (
     AttentionSettings,
     dense_attention,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.activations import use_torch_activations
+from alpaca_ppo.models.modules import use_torch_activations
 from alpaca_ppo.models.packed_sequences import RowLayout, row_layout, sequence_keywords
 
 KEPT_LOGITS = 2**30
@@ -232,17 +232,3 @@ def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
 def scatter_tokens(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:
     """Returns (B, R, ...) zeros with the values `flat` (N, ...) of the N response tokens in their rows and columns."""
     return flat.new_zeros(*responses.shape, *flat.shape[1:]).index_put((packed.rows, packed.actions), flat)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout probability to 0 in place, so that train mode computes the same numbers as eval mode.
-
-    Besides `nn.Dropout` modules this covers float attributes such as `attention_dropout`, `resid_pdrop` and
-    `layerdrop`, which attention layers read directly.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name):
-                setattr(module, name, 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
-from alpaca_ppo.adapters.files import is_head, weight_shapes
+from alpaca_ppo.adapters.files import weight_shapes
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic
@@ -81,7 +81,7 @@ def _saved_adapter(value_start: Any) -> list[Tensor]:
         shapes = weight_shapes("value_model", value_start)
     except ValueError:
         return []
-    return [torch.empty(shape, device="meta") for key, shape in shapes.items() if not is_head(key)]
+    return [torch.empty(shape, device="meta") for shape in shapes.values()]
 
 
 def _trainable(model: nn.Module) -> list[Tensor]:

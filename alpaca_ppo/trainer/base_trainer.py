@@ -292,7 +292,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                     self.actor_critic,
                     self.processing_class,
                     TrainedRun(self.weights_step, stats or {}, config, self.source_weights),
-                    trust_remote_code=self.args.trust_remote_code,
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
         if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:

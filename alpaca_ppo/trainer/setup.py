@@ -24,8 +24,8 @@ from alpaca_ppo.generation import (
 )
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
-from alpaca_ppo.models.activations import use_torch_activations
 from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.models.modules import use_torch_activations
 from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.models.token_checks import (
     check_positions,

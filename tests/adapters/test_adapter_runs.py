@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -195,10 +195,11 @@ def test_final_folders_hold_adapters_that_load_on_the_base(layout, tmp_path):
         assert_close(policy(ids).logits, own(ids).logits, atol=1e-6, rtol=1e-5)
         assert_close(merged(ids).logits, own(ids).logits, atol=1e-4, rtol=1e-4)
         if layout != "separate":
-            critic = AutoPeftModelForSequenceClassification.from_pretrained(final / "value", num_labels=1).eval()
+            critic = load_critic(str(final / "value")).eval()
             with trainer.actor_critic.critic_active():
                 states = own.base_model(ids).last_hidden_state[:, -1]
-            assert_close(critic(ids).logits[0], trainer.actor_critic.critic.head(states).values, atol=1e-5, rtol=1e-5)
+            values = critic.head(critic.backbone(ids).last_hidden_state[:, -1]).values
+            assert_close(values, trainer.actor_critic.critic.head(states).values, atol=1e-5, rtol=1e-5)
 
 
 def test_a_distributional_critic_that_is_an_adapter_loads_again(tmp_path):
@@ -345,7 +346,7 @@ def in_memory_adapter():
         ({"peft_config": None}, {"reference": "adapter_off"}, "'adapter_off' but the policy has no adapter"),
         ({"ref_model": tiny_causal_lm("llama")}, {"reference": "copy"}, "ref_model is given and reference is 'copy'"),
         ({"ref_model": tiny_causal_lm("llama", vocab_size=70)}, {}, r"the reference's vocabulary \(70\)"),
-        ({"model": in_memory_adapter()}, {}, "model has an adapter and peft_config asks for another: merge the first"),
+        ({"model": in_memory_adapter()}, {}, "has an adapter, and peft_config asks for another; leave peft_config"),
         (
             {"model": tiny_causal_lm("llama", dtype=torch.bfloat16), "peft_config": None},
             {},
@@ -361,7 +362,7 @@ def in_memory_adapter():
         (
             {},
             {"load_in_4bit": True, "critic_layout": "adapter"},
-            "load_in_4bit is True, but model is a LlamaForCausalLM in memory, which is not quantised; give its folder",
+            "load_in_4bit is True, but model is a LlamaForCausalLM in memory; give its folder",
         ),
         ({}, {"reward_adapter": "x", "reward_weights": [1.0]}, "reward_weights has 1 numbers for 1 reward_funcs and a"),
         ({}, {"reference": "none"}, "reference is 'none', but use_kl_in_reward is True"),
@@ -395,10 +396,10 @@ def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
             assert_close(reference.model.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
         assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)
         assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] > 1e-4
-    with pytest.raises(ValueError, match="is an adapter and peft_config asks for another: merge the first"):
+    with pytest.raises(ValueError, match="has an adapter, and peft_config asks for another"):
         lora_trainer(tmp_path / "two", arguments={"model": folder})
     for start in (folder, in_memory_adapter()):
-        with pytest.raises(ValueError, match="is an adapter, which a critic cannot start from .*; merge it"):
+        with pytest.raises(ValueError, match="is an adapter, but critic_layout .*merge"):
             lora_trainer(tmp_path / "critic", arguments={"value_model": start})
 
 

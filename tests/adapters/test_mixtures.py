@@ -4,14 +4,15 @@ import json
 
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.adapters import POLICY, add_policy_adapter, from_peft_model, load_adapters, read_policy_adapter
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.cli.estimate_memory import main
+from alpaca_ppo.models import load_critic
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import MIXTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines, tiny_trainer
@@ -56,12 +57,12 @@ def test_a_run_on_a_mixture_is_exported_merged_started_from_and_resumed(arch, la
     assert not any(report.values()), report
     assert_close(logits(merged), own, atol=1e-4, rtol=0)
     if layout is not None:
-        auto = AutoModelForSequenceClassification if layout == "separate" else AutoPeftModelForSequenceClassification
-        critic, built = auto.from_pretrained(run / "final/value", num_labels=1), trainer.actor_critic
+        critic, built = load_critic(str(run / "final/value")), trainer.actor_critic
         with built.critic_active():
             backbone = built.critic.backbone or built.policy.model.base_model
             values = built.critic.head(backbone(IDS).last_hidden_state[:, -1]).values
-        assert_close(logits(critic)[0], values, atol=1e-5, rtol=1e-5)
+        loaded_values = critic.head(critic.backbone(IDS).last_hidden_state[:, -1]).values
+        assert_close(loaded_values, values, atol=1e-5, rtol=1e-5)
     again = trainer_in(tmp_path / "again", str(run / "final/policy"), layout, kl_estimator="k3")
     assert_close(logits(again.actor_critic.policy.model), own, atol=1e-6, rtol=1e-5)
     assert again.step(again.prompt_batches(0))["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)

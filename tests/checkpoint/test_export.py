@@ -10,22 +10,17 @@ from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertModel,
     CodeGenConfig,
-    ViTConfig,
 )
 from transformers.utils import logging
 
 from alpaca_ppo.adapters import add_policy_adapter
-from alpaca_ppo.checkpoint import export
-from alpaca_ppo.checkpoint.export import matching_classifier, save_final, save_merged, save_value
+from alpaca_ppo.checkpoint.export import save_final, save_merged
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
 from alpaca_ppo.models import C51Head, HLGaussHead, IQNHead, QuantileHead, build_actor_critic, load_critic
 from alpaca_ppo.tracking.weights_step import WeightsStep
-from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm, tiny_tokenizer
+from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_tokenizer
 
 METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
 CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
@@ -53,69 +48,25 @@ def front_matter(folder):
     return yaml.safe_load((folder / "README.md").read_text().split("---")[1])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_saved_critic_loads_as_a_classifier_and_gives_the_same_values(tmp_path, arch):
-    built = with_critic(tiny_causal_lm(arch))
-    backbone, head = built.policy.model.base_model, built.critic.head.weight
+@pytest.mark.parametrize("arch", ["codegen", *ARCHITECTURES])
+def test_a_saved_critic_gives_the_same_values(tmp_path, arch):
+    # CodeGen has no sequence classifier in transformers.
+    config = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, n_ctx=64, rotary_dim=4, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config) if arch == "codegen" else tiny_causal_lm(arch)
+    built = with_critic(model.eval(), critic_layout="separate")
     save_final(tmp_path, built, tiny_tokenizer(), RUN)
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "value", num_labels=1, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(report.values()), report
+    loaded, own = load_critic(str(tmp_path / "value")), built.critic.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in loaded.state_dict().items())
     with torch.no_grad():
-        values = loaded.eval().score(loaded.base_model(IDS).last_hidden_state).squeeze(-1)
-        torch.testing.assert_close(values, (backbone(IDS).last_hidden_state * head).sum(-1))
-    assert torch.equal(loaded.score.weight, head)
-    assert loaded.config.pad_token_id == PAD
+        values = loaded.head(loaded.backbone.eval()(IDS).last_hidden_state[0]).values
+        expected = built.critic.backbone.eval()(IDS).last_hidden_state[0] @ built.critic.head.weight[0]
+    torch.testing.assert_close(values, expected)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "value")) == 64
 
 
-@pytest.mark.parametrize(("pad", "last"), [(EOS, 2), (None, 3)])
-def test_a_saved_critic_scores_padded_rows_at_their_last_real_token(tmp_path, pad, last):
-    """Without a pad token of the tokenizer, the model's own, which is another, stays."""
-    built, tokenizer = with_critic(tiny_causal_lm("llama")), tiny_tokenizer()
-    if pad is None:
-        tokenizer.pad_token = None
-    else:
-        tokenizer.pad_token_id = pad
-    save_final(tmp_path, built, tokenizer, RUN)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32).eval()
-    padded = torch.tensor([[5, 9, 11, EOS]])
-    with torch.no_grad():
-        states = built.policy.model.base_model(padded).last_hidden_state
-        torch.testing.assert_close(loaded(padded).logits[0], built.critic.head(states[:, last]).values)
-
-
-def test_exporting_changes_neither_the_backbone_nor_its_configuration(tmp_path):
-    model = tiny_causal_lm("llama", dtype=torch.bfloat16)
-    before = (model.config.to_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()})
-    built = with_critic(model)
-    (tmp_path / "value").mkdir()
-    save_value(tmp_path / "value", built, tiny_tokenizer(), trust_remote_code=False)
-    assert model.config.to_dict() == before[0]
-    assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype="auto")
-    assert loaded.base_model.dtype == torch.bfloat16
-
-
-def test_no_classifier_matches_another_architecture_or_head():
-    backbone = tiny_causal_lm("llama").base_model
-    backbone.config = ViTConfig()
-    assert matching_classifier(backbone) is None
-    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8)
-    assert matching_classifier(BertModel(config)) is None
-
-
-def test_an_architecture_without_a_classifier_is_saved_with_its_head_beside_it(tmp_path):
-    config = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, n_ctx=64, rotary_dim=4, vocab_size=64)
-    built = with_critic(AutoModelForCausalLM.from_config(config).eval())
-    save_final(tmp_path, built, tiny_tokenizer(), RUN)
-    critic = load_critic(str(tmp_path / "value"))
-    with torch.no_grad():
-        values = critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values
-        states = built.policy.model.base_model(IDS).last_hidden_state[:, -1]
-        torch.testing.assert_close(values, states @ built.critic.head.weight[0])
-    assert "load_critic" in (tmp_path / "value" / "README.md").read_text()
+def test_a_folder_without_a_critic_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="critic_head.json"):
+        load_critic(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -138,16 +89,6 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, se
     assert type(critic.head) is head and critic.head.settings() == settings
     own, loaded = actor_critic.policy.model.base_model, critic.backbone
     assert torch.equal(loaded(IDS).last_hidden_state, own(IDS).last_hidden_state)
-
-
-def test_a_critic_folder_is_told_from_a_classifier(tmp_path):
-    with pytest.raises(ValueError, match="has no critic_head.json; a scalar critic is a sequence classifier"):
-        load_critic(str(tmp_path))
-
-
-def test_a_matching_classifier_takes_no_memory():
-    classifier = matching_classifier(tiny_causal_lm("llama").base_model)
-    assert all(parameter.is_meta for parameter in classifier.parameters())
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
@@ -197,13 +138,13 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
     (tmp_path / "notes.txt").write_text("mine")
     save_final(tmp_path, actor_critic, tiny_tokenizer(), RUN)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
-    value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "value", dtype=torch.float32)
+    value = load_critic(str(tmp_path / "value"))
     embedded = actor_critic.policy.model.get_input_embeddings().weight
     assert torch.equal(policy.get_input_embeddings().weight, embedded)
-    assert torch.equal(value.get_input_embeddings().weight, embedded * (2 if layout == "separate" else 1))
-    assert torch.equal(value.score.weight, actor_critic.critic.head.weight)
+    assert torch.equal(value.backbone.get_input_embeddings().weight, embedded * (2 if layout == "separate" else 1))
+    assert torch.equal(value.head.weight, actor_critic.critic.head.weight)
     assert "| `objective/kl` | 0.1235 |" in (tmp_path / "policy" / "README.md").read_text()
-    assert "values[:, t]" in (tmp_path / "value" / "README.md").read_text()
+    assert "values[t]" in (tmp_path / "value" / "README.md").read_text()
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -279,21 +220,6 @@ def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch
 def test_backticks_in_an_option_do_not_end_the_configuration_s_code_block(tmp_path):
     config = {"prompt_template": "```\n{prompt}\n````\n", "seed": 1}
     assert card(tmp_path, **config)[1] == config
-
-
-@pytest.mark.parametrize("broken", [ValueError("bad head"), OSError("no folder")])
-def test_a_warning_tells_why_a_model_s_own_classifier_cannot_be_built(broken, monkeypatch):
-    def from_config(*args, **kwargs):
-        raise broken
-
-    monkeypatch.setattr(export.AutoModelForSequenceClassification, "from_config", from_config)
-    backbone = tiny_causal_lm("llama").base_model
-    # Without a classifier of its own, that is how transformers says so.
-    assert matching_classifier(backbone, trust_remote_code=True) is None
-    backbone.config.auto_map = {"AutoModelForSequenceClassification": "modeling.Classifier"}
-    assert matching_classifier(backbone) is None
-    with pytest.warns(UserWarning, match=rf"cannot be built \({type(broken).__name__}: {broken}\); the critic is"):
-        assert matching_classifier(backbone, trust_remote_code=True) is None
 
 
 def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):

@@ -351,7 +351,7 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_depth():
 
 def test_a_critic_that_another_run_saved_brings_its_own_adapter(tmp_path):
     llama().save_pretrained(tmp_path / "policy")
-    LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["score"]).save_pretrained(tmp_path / "value")
+    LoraConfig(r=3, target_modules=["q_proj"]).save_pretrained(tmp_path / "value")
     names = {"model_name_or_path": str(tmp_path / "policy"), "value_model_name_or_path": str(tmp_path / "value")}
     found = {}
     for layout in ("adapter", "shared"):

@@ -23,8 +23,8 @@ from alpaca_ppo.adapters import (
 )
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.estimate_memory.model_configs import read_config, read_reference
+from alpaca_ppo.models import build_actor_critic, load_critic, write_critic
 from alpaca_ppo.models.critic_heads import C51Head
-from alpaca_ppo.models.critic_io import load_critic, write_critic, write_critic_adapter
 from alpaca_ppo.models.loading import load_causal_lm, load_processing_class, load_sequence_classifier
 from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.rewards.reward_model import build_model_reward
@@ -46,13 +46,13 @@ def folders(tmp_path_factory):
     for name in ("policy", "reward"):
         tiny_tokenizer().save_pretrained(root / name)
     base = load_causal_lm(str(root / "policy"))
+    head = partial(C51Head, num_atoms=3, v_min=-1.0, v_max=1.0)
     (root / "critic").mkdir()
-    write_critic(root / "critic", C51Head(8, num_atoms=3, v_min=-1.0, v_max=1.0), base.base_model)
+    write_critic(root / "critic", build_actor_critic(base, critic_layout="shared", head=head))
     peft = get_peft_model(base, LoraConfig(task_type=TaskType.CAUSAL_LM, **LORA))
     peft.save_pretrained(root / "adapter")
     (root / "critic_adapter").mkdir()
-    head = C51Head(8, num_atoms=3, v_min=-1.0, v_max=1.0)
-    write_critic_adapter(root / "critic_adapter", AdapterSet(peft), "default", head)
+    write_critic(root / "critic_adapter", build_actor_critic(AdapterSet(peft), critic_layout="shared", head=head))
     shutil.copytree(root / "adapter", root / "reward_adapter")
     weights = load_file(root / "adapter" / "adapter_model.safetensors")
     weights["base_model.model.score.weight"] = torch.ones(1, 8)

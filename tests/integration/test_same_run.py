@@ -72,9 +72,9 @@ def test_a_difference_in_tokens_metrics_or_weights_is_found(folder, tmp_path):
     lines[0]["objective/entropies"] *= 1.001
     lines[1]["objective/scores"] += 1.0
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = tmp_path / "weights/final/value/model.safetensors"
+    path = tmp_path / "weights/final/value/critic_head.safetensors"
     tensors = safetensors.torch.load_file(path)
-    tensors["score.weight"] *= 1.01
+    tensors["weight"] *= 1.01
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     tokens, metric, weights = (compare(tmp_path / name, reference) for name in ("tokens", "metric", "weights"))
     assert (tokens.tokens, tokens.metric, tokens.weights) == (1, 0.0, 0.0)

@@ -420,8 +420,7 @@ def test_a_critic_with_another_head_than_asked_for_is_refused(head, message):
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
-    [("shared", "critic_layout is 'shared', whose critic has no backbone"), (None, "adv_estimator needs no critic")],
+    ("layout", "message"), [("shared", "critic_layout is 'shared', which"), (None, "critic_layout is None, which")]
 )
 @pytest.mark.parametrize("kind", ["critic", "classifier"])
 def test_a_value_model_without_a_place_is_refused(layout, message, kind):
@@ -505,19 +504,13 @@ def zeros(*shape):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (zeros(5), "returned a Tensor; it must return HeadOutputs"),
-        ((zeros(5), zeros(5), zeros(5)), "returned a tuple; it must return HeadOutputs"),
-        (HeadOutputs(zeros(5), None, zeros(5)), "returned means of type NoneType; it must be a tensor"),
-        (
-            HeadOutputs(zeros(5, 1), zeros(5), zeros(5)),
-            r"returned values of shape \(5, 1\); it must be \(5,\): one entry",
-        ),
-        (HeadOutputs(zeros(5), zeros(4), zeros(5)), r"returned means of shape \(4,\); it must be \(5,\): one entry"),
-        (
-            HeadOutputs(zeros(5), zeros(5), zeros(5, 2, 2)),
-            r"returned predictions of shape \(5, 2, 2\); it must be \(5,\) or \(5, M\): one entry per hidden state",
-        ),
-        (HeadOutputs(zeros(5), zeros(5), zeros(6, 2)), r"returned predictions of shape \(6, 2\); it must be \(5,\) or"),
+        (zeros(5), "returned a Tensor, not HeadOutputs"),
+        ((zeros(5), zeros(5), zeros(5)), "returned a tuple, not HeadOutputs"),
+        (HeadOutputs(zeros(5), None, zeros(5)), "returned means of NoneType; "),
+        (HeadOutputs(zeros(5, 1), zeros(5), zeros(5)), r"returned values of \(5, 1\); it must be a tensor \(5,\)$"),
+        (HeadOutputs(zeros(5), zeros(4), zeros(5)), r"returned means of \(4,\); "),
+        (HeadOutputs(zeros(5), zeros(5), zeros(5, 2, 2)), r"returned predictions of \(5, 2, 2\); .* or \(5, M\)$"),
+        (HeadOutputs(zeros(5), zeros(5), zeros(6, 2)), r"returned predictions of \(6, 2\); "),
     ],
 )
 def test_what_a_head_reads_is_checked(returned, message):

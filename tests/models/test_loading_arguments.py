@@ -56,7 +56,5 @@ def test_an_argument_that_loading_refuses_is_named(tmp_path, folders):
 
 @pytest.mark.parametrize("options", [{"attn_implementation": "eager"}, {"model_init_kwargs": {"rope_theta": 5.0}}])
 def test_a_model_in_memory_has_been_loaded_already(tmp_path, options):
-    with pytest.raises(
-        ValueError, match="are for models that the run loads, but model is a LlamaForCausalLM in memory"
-    ):
+    with pytest.raises(ValueError, match="attn_implementation .* but model is a LlamaForCausalLM in memory"):
         tiny_trainer(tmp_path, **options)

@@ -89,7 +89,7 @@ def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
     with pytest.raises(ValueError, match="critic_pretraining_steps is 3, without effect"):
         tiny_trainer(tmp_path, adv_estimator="remax", critic_pretraining_steps=3)
     given = {"value_model": tiny_causal_lm("llama")}
-    with pytest.raises(ValueError, match="adv_estimator 'remax' uses no critic; .* set adv_estimator to one of gae"):
+    with pytest.raises(ValueError, match="adv_estimator 'remax' uses no critic; .* gae"):
         tiny_trainer(tmp_path, adv_estimator="remax", trainer_arguments=given)
     with pytest.raises(ValueError, match="the adv_estimator needs no critic; leave it out"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, value_model=tiny_causal_lm("llama"))

@@ -9,11 +9,12 @@ import yaml
 from peft import LoraConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.cli import evaluate
 from alpaca_ppo.cli.train import run_training
+from alpaca_ppo.models import load_critic
 from alpaca_ppo.trainer.measure_checks import check_value_names
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
@@ -63,7 +64,7 @@ def test_the_final_folders_load_and_give_the_trained_numbers(tmp_path):
         trainer.train()
         final = tmp_path / layout / "final"
         policy = AutoModelForCausalLM.from_pretrained(final / "policy").eval()
-        critic = AutoModelForSequenceClassification.from_pretrained(final / "value").eval()
+        critic = load_critic(str(final / "value")).eval()
         tokenizer = AutoTokenizer.from_pretrained(final / "policy")
         ids = tokenizer("w10 w11 w12 w13", return_tensors="pt")["input_ids"]
         queries, responses = ids[:, :2], ids[:, 2:]
@@ -77,7 +78,7 @@ def test_the_final_folders_load_and_give_the_trained_numbers(tmp_path):
                 chunk_size=8,
             )
             logprobs = policy(ids).logits[0, 1:3].log_softmax(-1).gather(1, responses.T)[:, 0]
-            values = critic.score(critic.base_model(ids).last_hidden_state)[0, 1:3, 0]
+            values = critic.head(critic.backbone(ids).last_hidden_state[0, 1:3]).values
         assert_close(outputs.logprobs[0], logprobs, rtol=1e-4, atol=1e-5)
         assert_close(outputs.values[0], values, rtol=1e-4, atol=1e-5)
         assert float(outputs.values.abs().max()) > 0

@@ -62,7 +62,7 @@ def test_a_critic_of_another_size_is_exported_and_starts_another_run(tmp_path):
     trainer = tiny_trainer(tmp_path / "first", **given(tiny_causal_lm("llama", seed=7, **WIDE)))
     trainer.step(trainer.prompt_batches(0))
     save_final(tmp_path / "final", trainer.actor_critic, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
-    value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final" / "value")
+    value = load_critic(str(tmp_path / "final" / "value")).backbone
     assert value.config.hidden_size == 64 and value.config.num_hidden_layers == 3
     second = tiny_trainer(tmp_path / "second", **given(str(tmp_path / "final" / "value")))
     head = second.actor_critic.critic.head
@@ -85,10 +85,10 @@ def test_the_policy_itself_may_be_the_value_model(tmp_path):
 
 def test_a_critic_without_a_backbone_of_its_own_does_not_start_from_one(tmp_path):
     wide = tiny_causal_lm("llama", **WIDE)
-    with pytest.raises(ValueError, match="'LlamaForCausalLM' is a language model, which has no value head"):
+    with pytest.raises(ValueError, match="'LlamaForCausalLM' is not the final/value of a run with crit"):
         tiny_trainer(tmp_path, critic_layout="shared", **given(wide))
     arguments = {"value_model": wide, "peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")}
-    with pytest.raises(ValueError, match="is not the folder of an adapter with a value head"):
+    with pytest.raises(ValueError, match="is not the final/value of a run with critic_layout 'adapter' and adapters"):
         tiny_trainer(tmp_path, critic_layout="adapter", trainer_arguments=arguments)
 
 

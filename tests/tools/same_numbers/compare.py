@@ -32,7 +32,7 @@ they are left out, as the ids tell the same."""
 _MEASURED = ("time/", "memory/")
 _MEASURED_RATE = "per_second"
 _RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "rollouts/*.jsonl", "eval/*.jsonl")
-_FINAL_WEIGHTS = "final/**/*.safetensors"
+_FINAL_WEIGHTS = "final/policy/*.safetensors"
 _CHECKPOINTS = "checkpoint-*/**/*.safetensors"
 
 
@@ -60,6 +60,7 @@ def compare_runs(base: Path, tree: Path) -> Comparison:
         found.numbers += _compare_records(base / names, tree / names, names, found)
     for names in _file_names(base, tree, (_FINAL_WEIGHTS,), found):
         found.tensors += _compare_tensors(base / names, tree / names, names, found)
+    found.tensors += _compare_dictionaries(_critic(base), _critic(tree), "final/value", found)
     if not (base / "metrics.jsonl").exists() or not any(base.glob(_FINAL_WEIGHTS)):
         found.differences.append("base left no metrics.jsonl or no final weights, so there is nothing to compare")
     _compare_checkpoints(base, tree, found)
@@ -144,7 +145,17 @@ def _compare_checkpoints(base: Path, tree: Path, found: Comparison) -> None:
 
 def _compare_tensors(base: Path, tree: Path, name: str, found: Comparison, *, names_may_differ: bool = False) -> int:
     """Compares two safetensors files; returns how many tensors it compared."""
-    ours, theirs = load_file(base), load_file(tree)
+    return _compare_dictionaries(load_file(base), load_file(tree), name, found, names_may_differ=names_may_differ)
+
+
+def _compare_dictionaries(
+    ours: Mapping[str, torch.Tensor],
+    theirs: Mapping[str, torch.Tensor],
+    name: str,
+    found: Comparison,
+    *,
+    names_may_differ: bool = False,
+) -> int:
     if names_may_differ:
         if ours.keys() != theirs.keys():
             found.notes.append(f"{name}: {len(ours.keys() ^ theirs.keys())} tensors in one only, not compared")
@@ -157,6 +168,23 @@ def _compare_tensors(base: Path, tree: Path, name: str, found: Comparison, *, na
         if difference is not None:
             found.differences.append(f"{name} {key}: {difference}")
     return len(shared)
+
+
+def _critic(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of `final/value`. Earlier commits saved a scalar critic as a sequence classifier."""
+    critic = {}
+    for path in sorted(folder.glob("final/value/*.safetensors")):
+        tensors = load_file(path)
+        score = next((name for name in tensors if name.endswith("score.weight")), None)
+        if path.name == "critic_head.safetensors":
+            tensors = {f"head.{name}": value for name, value in tensors.items()}
+        elif score is not None:
+            head = {"head.weight": tensors.pop(score)}
+            # A classifier has its backbone under a name; an adapter file has the same names in both forms.
+            prefix = "" if score != "score.weight" else next(iter(tensors)).partition(".")[0] + "."
+            tensors = head | {name.removeprefix(prefix): value for name, value in tensors.items()}
+        critic |= tensors
+    return critic
 
 
 def tensor_difference(base: torch.Tensor, tree: torch.Tensor) -> str | None:

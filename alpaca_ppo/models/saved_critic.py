@@ -1,0 +1,229 @@
+"""A critic as a folder (`final/value`), and what a new critic can start from (`value_model`).
+
+The folder has one form for every layout and head: the critic's backbone as transformers saves it, or its adapter as
+PEFT does (of a `shared` critic the policy's), and beside it the settings and weights of the head. A critic also starts
+from a sequence classifier with one label, or from a causal language model of any size. `checkpoint.export` makes the
+writing atomic.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from alpaca_ppo.adapters import POLICY, VALUE, AdapterSet, is_adapter, read_value_adapter
+from alpaca_ppo.adapters.adapter_set import adapter_tensors, describe, load_peft_model, warn_of_other_base
+from alpaca_ppo.adapters.files import WEIGHTS, adapter_base, weights_file
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.damaged_files import loading
+from alpaca_ppo.models.actor_critic import ActorCritic, Critic
+from alpaca_ppo.models.critic_head import CriticHead, build_head
+from alpaca_ppo.models.loading import (
+    is_causal_lm,
+    load_causal_lm,
+    load_complete,
+    load_sequence_classifier,
+)
+from alpaca_ppo.models.modules import disable_dropout
+from alpaca_ppo.models.policy import check_architecture
+from alpaca_ppo.registry import CRITIC_HEADS
+from alpaca_ppo.remote_code import has_remote_code
+
+HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
+_REMEDY = "copy the folder again from the run that saved it (final/value)"
+
+ValueModel = str | PreTrainedModel | PeftModel
+
+
+def is_critic_folder(name: str) -> bool:
+    """Whether `name` is a folder that `write_critic` wrote."""
+    return (Path(name) / HEAD_SETTINGS).is_file()
+
+
+def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
+    """Writes the critic of `actor_critic` into `folder`: its backbone or adapter, or the policy's, and its head."""
+    policy, critic = actor_critic.policy, actor_critic.critic
+    assert critic is not None
+    if critic.backbone is None and policy.adapters is not None:
+        name = VALUE if critic.has_adapter else POLICY
+        config = policy.adapters.config_of(name)
+        config.inference_mode, config.base_model_name_or_path = True, policy.model.config.name_or_path
+        config.save_pretrained(str(folder))
+        save_file(adapter_tensors(policy.adapters, name), folder / WEIGHTS, metadata={"format": "pt"})
+    else:
+        backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
+        if has_remote_code(backbone):
+            # Its code is saved too, under the class that `load_critic` loads.
+            backbone.register_for_auto_class("AutoModel")
+        backbone.save_pretrained(folder)
+    weights = {name: tensor.cpu().contiguous() for name, tensor in critic.head.state_dict().items()}
+    save_file(weights, folder / HEAD_WEIGHTS)
+    settings = {**critic.head.spec(), "hidden_size": critic.head.hidden_size}
+    (folder / HEAD_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def load_critic(
+    folder: str,
+    *,
+    risk_level: str | float = "neutral",
+    trust_remote_code: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Critic:
+    """The critic that a run saved in `folder` (`final/value`), in float32, dropout off.
+
+    `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
+
+    Args:
+        folder: of the critic.
+        risk_level: what the head reads as the value; see `CriticHead`. The run's own level is not stored.
+        trust_remote_code: run code that comes with the model.
+        arguments: further ones of `from_pretrained`, for the backbone.
+
+    Raises:
+        ValueError: when `folder` does not hold a critic or is damaged, when its kind is not registered, when it comes
+            with code that it may not run, for a text that is no risk level, and for a risk level of a critic that has
+            none.
+    """
+    head = _load_head(folder)
+    if risk_level != "neutral" and not head.distributional:
+        raise ValueError(
+            f"risk_level is {risk_level!r}, but the {head.kind!r} critic of {folder} has no distribution; leave it out"
+        )
+    head.risk_level = risk_level
+    load = partial(load_complete, trust_remote_code=trust_remote_code, **(arguments or {}))
+    if is_adapter(folder):
+        base = load(AutoModelForCausalLM, adapter_base(f"value_model {folder}", read_value_adapter(folder)))
+        backbone: Any = load_peft_model(f"value_model {folder}", base, folder).merge_and_unload().base_model
+    else:
+        backbone = load(AutoModel, folder)
+    disable_dropout(backbone)
+    return Critic(head, backbone)
+
+
+def _load_head(folder: str) -> CriticHead:
+    path = Path(folder) / HEAD_SETTINGS
+    with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
+        settings = dict(json.loads(path.read_text(encoding="utf-8")))
+    if missing := sorted({"kind", "hidden_size"} - settings.keys()):
+        raise ValueError(f"{path} has no {' and no '.join(missing)}; {_REMEDY}")
+    kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
+    if type(hidden_size) is not int or hidden_size < 1:
+        raise ValueError(f"{path} has hidden_size {hidden_size!r}, which must be an integer of 1 or more; {_REMEDY}")
+    if not isinstance(kind, str) or kind not in CRITIC_HEADS.names:
+        raise ValueError(
+            f"{folder} holds a critic of the kind {kind!r}, which is not registered ({', '.join(CRITIC_HEADS.names)} "
+            "are); name the file that registers it in import_modules, or import it before"
+        )
+    head_class: type[CriticHead] = CRITIC_HEADS.get(kind)
+    with loading(f"{path} has settings that a critic of the kind {kind!r} cannot have", folder, _REMEDY):
+        head = build_head(partial(head_class.from_settings, settings), hidden_size, torch.float32)
+    weights = Path(folder) / HEAD_WEIGHTS
+    with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
+        head.load_state_dict(load_file(weights))
+    return head
+
+
+def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
+    """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable; it
+    shares no weights with another model.
+
+    Raises:
+        ValueError: for an adapter, for a vocabulary smaller than the policy's, and for a language model without a
+            backbone that a critic could use; and whatever loading raises.
+    """
+    start: Any
+    given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
+    if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
+        raise ValueError(
+            f"value_model {_name(value_model)!r} is an adapter, but critic_layout is {args.critic_layout!r}; set "
+            "critic_layout: adapter for the final/value of such a run, or merge the adapter into its base"
+        )
+    if isinstance(value_model, str) and is_critic_folder(value_model):
+        start = load_critic(value_model, **given)
+        config: Any = start.backbone.config
+    else:
+        # The critic is trained; a reward model or policy that is the same object must not change.
+        own: Any = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
+        if is_causal_lm(own, trust_remote_code=args.trust_remote_code):
+            start = load_causal_lm(own, **given)
+            check_architecture(start, "critic")
+        else:
+            start = load_sequence_classifier(own, **given)
+        config = start.config
+    own_vocabulary, needed = (c.get_text_config().vocab_size for c in (config, policy.config))
+    # Rows beyond the policy's vocabulary are never read: models of one tokenizer pad their embeddings differently.
+    if own_vocabulary < needed:
+        raise ValueError(
+            f"the critic's vocabulary ({own_vocabulary}) is smaller than the policy's ({needed}); start it from "
+            f"another model, or enlarge its embeddings (model.resize_token_embeddings({needed})) and save it"
+        )
+    start.requires_grad_(True)
+    return start
+
+
+def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig) -> None:
+    """Starts the critic of `built`, which has no backbone of its own, from the folder `value_model`: its head, and its
+    adapter. It starts with the values that it was saved with, so a `shared` one needs the policy's very weights.
+
+    Raises:
+        ValueError: when `value_model` is not a critic of the same layout, has another head, or adapts or reads another
+            policy than that of `built`.
+    """
+    assert built.critic is not None and built.critic.backbone is None
+    adapters = built.policy.adapters
+    if not (isinstance(value_model, str) and is_critic_folder(value_model)) or (
+        is_adapter(value_model) != (adapters is not None)
+    ):
+        raise ValueError(
+            f"value_model {_name(value_model)!r} is not the final/value of a run with critic_layout "
+            f"{args.critic_layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
+        )
+    head = _load_head(value_model)
+    built.critic.head.check_like(head)
+    built.critic.head.load_state_dict(head.state_dict())
+    if built.critic.has_adapter:
+        assert adapters is not None
+        adapters.load_value(VALUE, value_model)
+    elif adapters is not None:
+        _check_same_adapter(value_model, adapters)
+    else:
+        saved: Any = load_value_model(value_model, built.policy.model, args).backbone
+        _check_same_states(value_model, saved.state_dict(), built.policy.model.base_model.state_dict())
+
+
+def _name(value_model: ValueModel) -> str:
+    return value_model if isinstance(value_model, str) else type(value_model).__name__
+
+
+def _check_same_adapter(folder: str, adapters: AdapterSet) -> None:
+    """Checks that the adapter in `folder` is the policy's, so that the policy's states are those of its critic."""
+    config = read_value_adapter(folder)
+    warn_of_other_base(folder, config, adapters.model)
+    settings = {} if describe(config) == adapters.describe(POLICY) else {"the adapter's configuration": None}
+    saved = load_file(weights_file("value_model", folder))
+    _check_same_states(folder, saved, {**adapter_tensors(adapters, POLICY), **settings})
+
+
+def _check_same_states(name: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor | None]) -> None:
+    different = [key for key in [*here, *saved] if not _equal(saved.get(key), here.get(key))]
+    if different:
+        raise ValueError(
+            f"value_model {name!r} reads the states of another policy than this one ({different[0]} differs); start "
+            "the policy from the final/policy beside it, or leave value_model out"
+        )
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal in the narrower of their dtypes, in which the models may have been saved."""
+    if one is None or other is None:
+        return False
+    dtype = min(one.dtype, other.dtype, key=lambda kind: kind.itemsize)
+    return torch.equal(one.cpu().to(dtype), other.cpu().to(dtype))
