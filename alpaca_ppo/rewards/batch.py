@@ -30,7 +30,7 @@ class RewardBatch:
     columns: dict[str, list[Any]]
     """Every other dataset column, by name."""
     episodes: Sequence[Any] = ()
-    """The episode of each row (`environments.EpisodeRecord`); empty without environments."""
+    """The episode of each row (`environments.episode.Episode`); empty without environments."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -45,28 +45,14 @@ class RewardBatch:
 
     def arguments(self) -> dict[str, list[Any]]:
         """Returns the arguments of a reward function by name: the lists themselves, not copies."""
-        return {
-            "prompts": self.prompts,
-            "completions": self.completions,
-            "completion_ids": self.completion_ids,
-            **self.columns,
-        }
+        return dict(zip(RESERVED_COLUMNS, (self.prompts, self.completions, self.completion_ids), strict=True)) | (
+            self.columns
+        )
 
     def objects(self) -> dict[str, list[Any]]:
         """Returns further arguments by name, which belong to the run and are not copied."""
-        if not self.episodes:
-            return {}
-        environments = [episode.environment for episode in self.episodes]
-        return {"environments": environments, "episodes": list(self.episodes)}
-
-    def copy_without_columns(self) -> "RewardBatch":
-        """Returns a batch that has no columns and shares nothing mutable with this one (see `copied`)."""
-        return RewardBatch(
-            copied("prompts", self.prompts),
-            copied("completions", self.completions),
-            copied("completion_ids", self.completion_ids),
-            {},
-        )
+        of_episodes = [episode.environment for episode in self.episodes], list(self.episodes)
+        return dict(zip(OF_EPISODES, of_episodes, strict=True)) if self.episodes else {}
 
 
 class RewardError(ValueError):
@@ -102,12 +88,9 @@ def copied(name: str, values: list[Any]) -> list[Any]:
     try:
         return [_copied(value) for value in values]
     except Exception as error:
-        kinds = sorted({type(value).__name__ for value in values})
         raise ValueError(
-            f"the dataset column {name!r} ({', '.join(kinds)}) cannot be copied for a reward source "
-            f"({type(error).__name__}: {error}); store plain values in it (text, numbers, lists and dictionaries), "
-            "remove it from the dataset, or name the arguments of a function that does not need it instead of taking "
-            "**kwargs"
+            f"the dataset column {name!r} ({type(values[0]).__name__}) cannot be copied for a reward source "
+            f"({type(error).__name__}: {error}); remove it, or name the arguments of functions instead of **kwargs"
         ) from error
 
 
@@ -134,40 +117,21 @@ def make_reward_batch(
     A text completion of a message prompt becomes an assistant message; the rows become columns.
 
     Raises:
-        ValueError: if the four lists differ in length, the rows differ in their columns, or a column has the name of
-            another argument.
+        ValueError: if the lists differ in length, or a column has the name of another argument.
     """
-    counts = {
-        "prompts": len(prompts),
-        "completions": len(completions),
-        "completion_ids": len(completion_ids),
-        "rows": len(rows),
-    }
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"the lists to score differ in length: {counts}; give one entry per row in each")
-    names = list(rows[0])
-    for index, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            raise ValueError(
-                f"row {index} has the columns {list(row)} but row 0 has {names}; fill missing columns with None"
-            )
-    episodes = [row[EPISODE] for row in rows] if EPISODE in names else []
-    reserved = (*RESERVED_COLUMNS, *OF_EPISODES) if episodes else RESERVED_COLUMNS
-    clash = [name for name in names if name in reserved]
-    if clash:
-        raise ValueError(
-            f"the dataset columns {clash} have the names of arguments that every reward function gets; rename them"
-        )
+    episodes = [row[EPISODE] for row in rows] if EPISODE in rows[0] else []
+    if clash := [name for name in rows[0] if name in (*RESERVED_COLUMNS, *(OF_EPISODES if episodes else ()))]:
+        raise ValueError(f"the dataset columns {clash} have the names of arguments of reward functions; rename them")
     as_messages: list[Prompt] = [
         [{"role": "assistant", "content": completion}]
         if isinstance(prompt, list) and isinstance(completion, str)
         else completion
-        for prompt, completion in zip(prompts, completions, strict=True)
+        for prompt, completion, _, _ in zip(prompts, completions, completion_ids, rows, strict=True)
     ]
-    columns = {name: [row[name] for row in rows] for name in names if name not in ("prompt", EPISODE)}
-    said = [episode.completion for episode in episodes]
-    completions = [own or text for own, text in zip(said, as_messages, strict=True)] if said else as_messages
-    return RewardBatch(list(prompts), completions, [list(ids) for ids in completion_ids], columns, episodes)
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", EPISODE)}
+    for row, episode in enumerate(episodes):
+        as_messages[row] = episode.completion or as_messages[row]
+    return RewardBatch(list(prompts), as_messages, [list(ids) for ids in completion_ids], columns, episodes)
 
 
 def _shortened(text: Prompt) -> str:

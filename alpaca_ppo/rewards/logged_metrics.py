@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 
 class LoggedMetrics:
@@ -21,10 +22,9 @@ class LoggedMetrics:
         """
         if not isinstance(name, str) or not name or any(character.isspace() for character in name):
             raise ValueError(f"log_metric was called with the name {name!r}; give a word without spaces")
-        try:
+        number = math.nan
+        with suppress(TypeError, ValueError):
             number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
         if not math.isfinite(number):
             raise ValueError(f"log_metric({name!r}, {value!r}): the value must be one finite number")
         self._values.append((name, number))
@@ -32,19 +32,11 @@ class LoggedMetrics:
     def pop(self) -> dict[str, list[float]]:
         """Returns [sum, number] of the values of each name, and forgets them."""
         values, self._values = self._values, []
-        names = sorted({name for name, _ in values})
-        return {
-            name: [math.fsum(v for n, v in values if n == name), sum(n == name for n, _ in values)] for name in names
-        }
+        return merged([{name: [value, 1]} for name, value in values])
 
 
 def merged(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Returns [sum, number] of each name over `parts`, such as those of all ranks."""
     names = sorted({name for part in parts for name in part})
-    return {
-        name: [
-            math.fsum(part[name][0] for part in parts if name in part),
-            sum(part[name][1] for part in parts if name in part),
-        ]
-        for name in names
-    }
+    of_names = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: [math.fsum(v[0] for v in found), sum(v[1] for v in found)] for name, found in of_names.items()}

@@ -31,7 +31,6 @@ from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.remote_code import remote_code
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
-from alpaca_ppo.rewards.text_tokens import Text, TextTokens
 
 
 class ModelReward:
@@ -67,7 +66,6 @@ class ModelReward:
         # A multimodal model keeps the text model's settings in a nested configuration.
         self._config: Any = model.config.get_text_config()
         self.tokenizer = tokenizer
-        self._tokens = TextTokens(tokenizer)
         self.name = name
         self.batch_size = batch_size
         self.padding_free = padding_free
@@ -111,26 +109,28 @@ class ModelReward:
         # BLOOM's configuration, for one, has no max_position_embeddings.
         positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
         limit = min(positions, self.tokenizer.model_max_length)
-        texts, chats = [], {}
+        texts: dict[int, str] = {}
+        chats: dict[int, list[dict[str, Any]]] = {}
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
             if isinstance(prompt, str) and isinstance(completion, str):
-                texts.append(Text(prompt + completion, rendered=False))
+                texts[row] = prompt + completion
                 continue
             if self.tokenizer.chat_template is None:
                 problem = "has a tokenizer without a chat template, but got messages; set tokenizer.chat_template"
                 raise RewardError(self.name, problem, batch, row)
             chats[row] = [*_messages(prompt, "user"), *_messages(completion, "assistant")]
-            texts.append(Text("", rendered=True))
+        ids = dict(zip(texts, self.tokenizer(list(texts.values()))["input_ids"], strict=True)) if texts else {}
         if chats:
             rendered = self.tokenizer.apply_chat_template(list(chats.values()), tokenize=False)
-            for row, text in zip(chats, rendered, strict=True):
-                texts[row] = Text(text, rendered=True)
-        sequences = self._tokens(texts)
-        for row, ids in enumerate(sequences):
-            if not 0 < len(ids) <= limit:
-                problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
+            # The template has written the special tokens. Not add_special_tokens=True above: some tokenizers have a
+            # default of their own.
+            encoded = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            ids |= dict(zip(chats, encoded, strict=True))
+        for row in range(len(batch)):
+            if not 0 < len(ids[row]) <= limit:
+                problem = f"takes 1 to {limit} tokens but got {len(ids[row])}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
-        return sequences
+        return [torch.tensor(ids[row]) for row in range(len(batch))]
 
     def _groups(self, lengths: Sequence[int], *, packs: bool) -> list[list[int]]:
         """The rows of each forward pass, longest first: as many as `batch_size` of the longest row have room for, or
@@ -264,16 +264,15 @@ def build_model_reward(
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     problem = f"cannot load a reward model from {origin!r}"
     remedy = (
-        "an entry of reward_funcs is module:function, file.py:function or a model, and a model "
-        "(reward_model_name_or_path) is an existing folder with safetensors weights or a hub id that can be downloaded"
+        "an entry of reward_funcs is module:function, file.py:function or a model, and a model is a folder with "
+        "safetensors weights or a hub id"
     )
     with loading(problem, origin, remedy):
         adapter = find_adapter_config_file(origin)
     if adapter is not None:
         raise ValueError(
             f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full model; "
-            "pass it as reward_adapter, which puts it on the policy's base, or merge it into its base model and save "
-            "that"
+            "pass it as reward_adapter, or merge it into its base"
         )
     with loading(problem, origin, remedy):
         config = AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code)
@@ -284,8 +283,8 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
         )
     if report["missing_keys"]:
         raise ValueError(
-            f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be initialized "
-            "at random; use a trained sequence classifier, not a language model"
+            f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be random; use a "
+            "trained sequence classifier, not a language model"
         )
     return model
 
@@ -312,8 +311,8 @@ def _load_tokenizer(origin: str, name: str, trust_remote_code: bool) -> PreTrain
 def _check_one_label(config: Any, name: str) -> None:
     if config.num_labels != 1:
         raise ValueError(
-            f"reward model {name!r} has num_labels {config.num_labels}; a reward model must be a sequence classifier "
-            "with num_labels=1 (2 is the default, which language models report too)"
+            f"reward model {name!r} has num_labels {config.num_labels}; use a sequence classifier with num_labels=1 "
+            "(2 is the default, which language models report too)"
         )
 
 

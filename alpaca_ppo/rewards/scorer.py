@@ -46,7 +46,7 @@ class RewardResult(NamedTuple):
 class RewardScorer:
     """Calls reward sources and adds up their weighted scores; `build_reward` makes one from user arguments.
 
-    Every source gets copies of its own, which it may change; models get no columns.
+    Every function gets copies of its own, which it may change.
 
     Args:
         sources: functions and models.
@@ -95,6 +95,26 @@ class RewardScorer:
         """The weight of each source, in the order of the sources."""
         return dict(zip(self.names, self.weights, strict=True))
 
+    @property
+    def functions(self) -> list[FunctionReward]:
+        """The sources that are Python functions."""
+        return [source for source in self.sources if isinstance(source, FunctionReward)]
+
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether a function may log metrics."""
+        return any(source.logs_metrics for source in self.functions)
+
+    def offer(self, trainer_state: Any) -> None:
+        """Offers `trainer_state`, and `log_metric` to log metrics with, to the functions that name them."""
+        for source in self.functions:
+            source.context = dict(zip(OFFERED, (trainer_state, self.logged.log), strict=True))
+
+    def pop_failures(self) -> list[RowFailure]:
+        """Returns `failures`, which is empty afterwards."""
+        failures, self.failures = self.failures, []
+        return failures
+
     def __call__(
         self,
         prompts: Sequence[Prompt],
@@ -122,72 +142,63 @@ class RewardScorer:
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
             returned = iter(call_functions(self.functions, batch, self.policy, self.on_source))
-        results = [
-            next(returned) if isinstance(source, FunctionReward) else FunctionScores(self._of_model(source, batch), {})
-            for source in self.sources
-        ]
+        results = []
+        for source in self.sources:
+            if isinstance(source, FunctionReward):
+                results.append(next(returned))
+            else:
+                self.on_source(source.name)
+                results.append(FunctionScores(source(batch), {}))
         scores, failures = self._checked(results, batch)
         self.failures += [failures[row] for row in sorted(failures)]
-        by_source = {name: _row_totals(source_scores) for name, source_scores in zip(self.names, scores, strict=True)}
+        by_source = {
+            name: torch.tensor([math.nan if score is None else _total(score) for score in column], dtype=torch.float32)
+            for name, column in zip(self.names, scores, strict=True)
+        }
         return RewardResult(self._weighted_sum(scores, batch), by_source, failures)
-
-    @property
-    def functions(self) -> list[FunctionReward]:
-        """The sources that are Python functions."""
-        return [source for source in self.sources if isinstance(source, FunctionReward)]
-
-    def _of_model(self, source: ModelReward, batch: RewardBatch) -> Any:
-        self.on_source(source.name)
-        return source(batch.copy_without_columns())
-
-    def offer(self, trainer_state: Any) -> None:
-        """Offers `trainer_state`, and `log_metric` to log metrics with, to the functions that name them."""
-        for source in self.functions:
-            source.context = dict(zip(OFFERED, (trainer_state, self.logged.log), strict=True))
-
-    @property
-    def logs_metrics(self) -> bool:
-        """Whether a function may log metrics."""
-        return any(source.logs_metrics for source in self.functions)
-
-    def pop_failures(self) -> list[RowFailure]:
-        """Returns `failures`, which is empty afterwards."""
-        failures, self.failures = self.failures, []
-        return failures
 
     def _checked(
         self, results: Sequence[FunctionScores], batch: RewardBatch
     ) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
         """Returns the scores of each source, None in every row that failed, and the failures."""
         failures: dict[int, RowFailure] = {}
-        scores: list[list[RowScore]] = []
-        for name, result in zip(self.names, results, strict=True):
+        for result in results:
             failures = result.failures | failures
-            scores.append([None] * len(batch))
-            for row, score in enumerate(score_list(name, result.scores, batch)):
-                try:
-                    scores[-1][row] = check_row(name, score, batch, row)
-                except RowFailure as failure:
-                    self._fail(failures, row, failure, mask=self.policy.mask)
+        lists = [score_list(name, result.scores, batch) for name, result in zip(self.names, results, strict=True)]
+        scores: list[list[RowScore]] = [[None] * len(batch) for _ in lists]
+        everyone = ", ".join(self.names)
         for row in range(len(batch)):
-            unscored = not self.measures and all(source_scores[row] is None for source_scores in scores)
-            if row not in failures and unscored:
-                problem = "returned None; each row needs a score from a source (failed_rewards: mask goes on without)"
-                without_score = RowFailure(", ".join(self.names), problem, batch, row)
-                self._fail(failures, row, without_score, mask=self.policy.mask)
             try:
-                check_total(", ".join(self.names), [column[row] for column in scores], self.weights, batch, row)
+                for column, name, returned in zip(scores, self.names, lists, strict=True):
+                    column[row] = check_row(name, returned[row], batch, row)
+                found = [column[row] for column in scores]
+                if row not in failures and not self.measures and all(score is None for score in found):
+                    problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
+                    raise RowFailure(everyone, problem, batch, row)
+                check_total(everyone, found, self.weights, batch, row)
             except RowFailure as failure:
-                self._fail(failures, row, failure, mask=self.policy.mask)
+                if not self.policy.mask:
+                    raise
+                failures.setdefault(row, failure)
         for row in failures:
-            for source_scores in scores:
-                source_scores[row] = None
+            for column in scores:
+                column[row] = None
         return scores, failures
 
-    def _fail(self, failures: dict[int, RowFailure], row: int, failure: RowFailure, *, mask: bool) -> None:
-        if not mask:
-            raise failure
-        failures.setdefault(row, failure)
+    def _weighted_sum(self, scores: list[list[RowScore]], batch: RewardBatch) -> Tensor:
+        lengths = [len(ids) for ids in batch.completion_ids]
+        per_token = any(isinstance(score, list) for column in scores for score in column)
+        total = torch.zeros(len(batch), max(lengths) if per_token else 1, dtype=torch.float64)
+        for name, weight, column in zip(self.names, self.weights, scores, strict=True):
+            for row, score in enumerate(column):
+                if isinstance(score, list):
+                    total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
+                elif score is not None:
+                    if per_token and lengths[row] == 0:
+                        problem = "scored a response without tokens, while another source scores tokens; return None"
+                        raise RewardError(name, problem, batch, row)
+                    total[row, lengths[row] - 1 if per_token else 0] += weight * score
+        return (total if per_token else total[:, 0]).float()
 
     def to(self, device: torch.device | str) -> "RewardScorer":
         """Moves the reward models to `device`; returns itself."""
@@ -195,26 +206,6 @@ class RewardScorer:
             if isinstance(source, ModelReward):
                 source.to(device)
         return self
-
-    def _weighted_sum(self, scores: list[list[RowScore]], batch: RewardBatch) -> Tensor:
-        lengths = [len(ids) for ids in batch.completion_ids]
-        per_token = any(isinstance(score, list) for source_scores in scores for score in source_scores)
-        total = torch.zeros(len(batch), max(lengths) if per_token else 1, dtype=torch.float64)
-        for name, weight, source_scores in zip(self.names, self.weights, scores, strict=True):
-            for row, score in enumerate(source_scores):
-                if isinstance(score, list):
-                    total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
-                elif score is not None:
-                    if per_token and lengths[row] == 0:
-                        raise RewardError(
-                            name,
-                            "scored a whole response that has no tokens, while another source scores tokens; return "
-                            "None for it",
-                            batch,
-                            row,
-                        )
-                    total[row, lengths[row] - 1 if per_token else 0] += weight * score
-        return (total if per_token else total[:, 0]).float()
 
 
 def build_reward(
@@ -250,28 +241,26 @@ def build_reward(
             weight is not finite, an entry is not a reward source, or a model lacks a single label, a trained head or a
             tokenizer. Whatever can be checked without a model is checked before one is loaded.
     """
-    given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    given = _resolved(reward_funcs)
     if not given:
         raise ValueError("reward_funcs is empty; give at least one reward function or model")
-    weights = _check_weights(reward_weights, len(given))
-    tokenizers = _tokenizer_per_source(reward_processing_classes, len(given))
+    weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
+    if not all(map(math.isfinite, weights)):
+        raise ValueError(f"reward_weights is {weights}; every weight must be a finite number")
+    classes = reward_processing_classes
+    tokenizers = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(given)
+    for name, values in (("reward_weights", weights), ("reward_processing_classes", tokenizers)):
+        if len(values) != len(given):
+            raise ValueError(f"{name} has {len(values)} entries for {len(given)} reward sources; give one per source")
     if batch_size < 1:
         raise ValueError(f"the reward batch_size is {batch_size}; it must be at least 1")
-    resolved = [_resolve_function(source) for source in given]
-    sources: list[FunctionReward | ModelReward] = []
-    for source, tokenizer in zip(resolved, tokenizers, strict=True):
-        if isinstance(source, FunctionReward):
-            sources.append(source)
-        else:
-            model = build_model_reward(
-                source,
-                tokenizer,
-                batch_size=batch_size,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                padding_free=padding_free,
-            )
-            sources.append(model)
+    loading = {"batch_size": batch_size, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    sources = [
+        source
+        if isinstance(source, FunctionReward)
+        else build_model_reward(source, tokenizer, padding_free=padding_free, **loading)
+        for source, tokenizer in zip(given, tokenizers, strict=True)
+    ]
     scorer = RewardScorer(sources, weights, policy=policy)
     return scorer if device is None else scorer.to(device)
 
@@ -338,27 +327,5 @@ def _resolve_function(source: Any) -> FunctionReward | PreTrainedModel | str:
     )
 
 
-def _check_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    if weights is None:
-        return [1.0] * count
-    if len(weights) != count:
-        raise ValueError(f"reward_weights has {len(weights)} numbers for {count} reward sources; give one per source")
-    if not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"reward_weights is {list(weights)}; every weight must be a finite number")
-    return [float(weight) for weight in weights]
-
-
-def _tokenizer_per_source(tokenizers: Any, count: int) -> list[PreTrainedTokenizerBase | None]:
-    if not isinstance(tokenizers, (list, tuple)):
-        return [tokenizers] * count
-    if len(tokenizers) != count:
-        raise ValueError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {count} reward sources; give one per source, "
-            "None for a function"
-        )
-    return list(tokenizers)
-
-
-def _row_totals(scores: list[RowScore]) -> Tensor:
-    totals = [math.nan if score is None else math.fsum(score) if isinstance(score, list) else score for score in scores]
-    return torch.tensor(totals, dtype=torch.float32)
+def _total(score: float | list[float]) -> float:
+    return math.fsum(score) if isinstance(score, list) else score

@@ -129,7 +129,7 @@ def test_what_a_function_returns_is_its_reward_or_refused_by_its_name(result, is
     async def judge_later(prompts: Any, completions: Any, **columns: Any) -> Any:
         return result()
 
-    scorer = build_reward(judge_later if is_async else judge, policy=FailurePolicy(drop=drop))
+    scorer = build_reward(judge_later if is_async else judge, policy=FailurePolicy(mask=drop))
     found = outcome(
         lambda: scorer(PROMPTS, COMPLETIONS, IDS, ROWS), names=("reward source 'judge",), accept=(RewardError,)
     )

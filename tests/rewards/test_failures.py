@@ -198,14 +198,17 @@ def test_a_row_without_a_finite_score_is_dropped_and_not_asked_for_again(bad, pa
     service = Service(scores=(1.0, bad, 3.0))
     result = score(service, policy=FailurePolicy(retries=3, mask=True))
     assert result.rewards.tolist() == [1.0, 0.0, 3.0] and list(result.failures) == [1]
-    assert "returned None; each row" in str(result.failures[1]) or "not finite" in str(result.failures[1])
+    assert "returned None; a row" in str(result.failures[1]) or "not finite" in str(result.failures[1])
     assert len(service.calls) == 1 and pauses == []
     with pytest.raises(RewardError, match="on row 1"):
         score(Service(scores=(1.0, bad, 3.0)), policy=FailurePolicy(retries=3))
 
 
-def test_a_row_that_fails_for_two_sources_is_dropped_once_with_the_first_error():
-    scorer = build_reward([Service(bad="B"), Service(scores=(1.0, math.nan, math.nan))], policy=DROP)
+@pytest.mark.parametrize(
+    "second", [Service(bad="B", scores=(1.0, 2.0, math.nan)), Service(scores=(1.0, math.nan, math.nan))]
+)
+def test_a_row_that_fails_for_two_sources_fails_once_with_the_first_error(second):
+    scorer = build_reward([Service(bad="B"), second], policy=DROP)
     result = scorer(PROMPTS, COMPLETIONS, IDS, ROWS)
     assert [(row, str(e).split("'")[1]) for row, e in sorted(result.failures.items())] == [(1, "judge"), (2, "judge_2")]
     assert [error.row for error in scorer.pop_failures()] == [1, 2]

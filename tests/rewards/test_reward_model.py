@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,7 +7,6 @@ from transformers import AutoModelForSequenceClassification, BertConfig, LlamaFo
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from alpaca_ppo.rewards import ModelReward, RewardBatch, RewardError, build_reward
-from alpaca_ppo.rewards.text_tokens import Text, TextTokens
 from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
 from tests.tiny_models import (
     ARCHITECTURES,
@@ -219,7 +216,7 @@ def test_a_batch_costs_what_its_own_tokens_cost():
 
     def flops(sequences, **options):
         source = ModelReward(model, tiny_tokenizer(), name="model", batch_size=4, **options)
-        source._tokens = lambda texts: sequences
+        source._tokenize = lambda batch: sequences
         source.prepare(equal_passes=False)
         rows = ["text"] * len(sequences)
         with FlopCounterMode(display=False) as counter:
@@ -257,50 +254,6 @@ def test_a_classifier_that_cannot_be_given_rows_end_to_end_gets_them_with_paddin
     expected = alone(model, ids_of(tokenizer))
     assert expected.unique().numel() == len(PROMPTS)
     assert_close(score(model, tokenizer), expected, atol=1e-5, rtol=1e-5)
-
-
-class Counting:
-    """Stands for a tokenizer, and notes what it is called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, texts, **how):
-        self.calls.append([texts, how])
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
-
-
-def test_each_text_is_tokenized_once_and_all_new_ones_in_one_call():
-    tokenizer = Counting()
-    # With the ids and the characters of "ab" 2 * 8 + 2 * 4 + 640 = 664 bytes, of "c" 8 + 4 + 640 = 652.
-    tokens = TextTokens(tokenizer, max_cached_bytes=664 + 2 * 652)
-    plain, rendered = ([Text(text, rendered=kind) for text in ("ab", "c", "ab")] for kind in (False, True))
-    assert [ids.tolist() for ids in tokens([*plain, *rendered])] == [[97, 98], [99], [97, 98]] * 2
-    assert tokenizer.calls == [[["ab", "c"], {}], [["ab", "c"], {"add_special_tokens": False}]]
-    tokenizer.calls.clear()
-    # Of the four texts all but the first one are kept.
-    assert [ids.tolist() for ids in tokens([plain[1], rendered[0], plain[0]])] == [[99], [97, 98], [97, 98]]
-    assert tokenizer.calls == [[["ab"], {}]]
-    long = "a" * 200
-    # 200 * (8 + 4) + 640 = 3040 bytes.
-    assert [len(ids) for ids in tokens([Text(long, rendered=False)])] == [200]
-    assert tokens._kept == {} and tokens._num_bytes == 0
-
-
-@pytest.mark.parametrize(("letters", "num_ids"), [(3, 3), (4000, 1), (8, 2000)])
-def test_kept_texts_take_no_more_memory_than_they_may(letters, num_ids):
-    class Ids:
-        def __call__(self, texts):
-            return {"input_ids": [list(range(num_ids)) for _ in texts]}
-
-    tokens, limit = TextTokens(Ids(), max_cached_bytes=2**20), 2**20
-    for start in range(0, 2000, 100):
-        # Characters of four bytes each.
-        texts = [f"{number:0{letters}d}" + chr(0x10000 + number) for number in range(start, start + 100)]
-        tokens([Text(text, rendered=False) for text in texts])
-    bytes_of_texts = [sys.getsizeof(text) + sys.getsizeof(text.text) for text in tokens._kept]
-    bytes_of_ids = [sys.getsizeof(ids) + ids.nbytes for ids in tokens._kept.values()]
-    assert 0.1 * limit < sum(bytes_of_texts) + sum(bytes_of_ids) <= limit
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -365,9 +318,7 @@ def test_the_scorer_moves_its_models():
 
 def test_a_language_model_is_refused(tmp_path):
     folder = saved(tmp_path, tiny_causal_lm("llama"), tiny_tokenizer(WORDS))
-    with pytest.raises(
-        ValueError, match="my-reward' has num_labels 2; a reward model must be a sequence classifier with num_labels=1"
-    ):
+    with pytest.raises(ValueError, match="my-reward' has num_labels 2; use a sequence classifier with num_labels=1"):
         build_reward(folder)
 
 
@@ -375,7 +326,7 @@ def test_a_language_model_that_claims_one_label_is_refused_for_its_random_head(t
     model = tiny_causal_lm("llama")
     model.config.num_labels = 1
     folder = saved(tmp_path, model, tiny_tokenizer(WORDS))
-    message = r"lacks the weights \['score.weight'\], which would be initialized at random"
+    message = r"lacks the weights \['score.weight'\], which would be random"
     with pytest.raises(ValueError, match=message):
         build_reward(folder)
 

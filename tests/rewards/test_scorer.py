@@ -91,7 +91,7 @@ def test_sources_of_equal_name_are_numbered_and_errors_use_the_number():
         ([1.0, 1.0, [None, 1.0]], "returned None, a NoneType and not a number", 2),
         ([1.0, 1.0, 1j], "a complex and not a number", 2),
         ([[1.0, 1.0], 1.0, 1.0], "returned 2 token scores for 3 response tokens", 0),
-        ([1.0, None, 1.0], "returned None; each row needs a score from a source", 1),
+        ([1.0, None, 1.0], "returned None; a row needs a score from some source", 1),
     ],
 )
 def test_an_unusable_score_names_source_row_and_text(scores, message, row):
@@ -126,23 +126,18 @@ def test_a_row_that_no_source_scores_is_refused_with_the_names_of_all():
 
 def test_a_sequence_score_of_an_empty_response_is_refused_among_token_scores():
     scorer = build_reward([gives([1.0], [], name="tokens"), gives(1.0, 1.0, name="whole")])
-    with pytest.raises(RewardError, match="'whole' scored a whole response that has no tokens.*, on row 1"):
+    with pytest.raises(RewardError, match="'whole' scored a response without tokens.*, on row 1"):
         scorer(["a", "b"], ["A", ""], [[5], []], ROWS[:2])
 
 
 def test_lists_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="differ in length: {'prompts': 3, 'completions': 2"):
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
         build_reward(gives(1.0))(PROMPTS, COMPLETIONS[:2], IDS, ROWS)
-
-
-def test_rows_with_different_columns_are_refused():
-    with pytest.raises(ValueError, match=r"row 1 has the columns \['prompt', 'b'\] but row 0 has \['prompt', 'a'\]"):
-        build_reward(gives(1.0))(["a", "b"], ["A", "B"], [[1], [1]], [{"prompt": "a", "a": 1}, {"prompt": "b", "b": 1}])
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
 def test_a_column_with_the_name_of_an_argument_is_refused(name):
-    with pytest.raises(ValueError, match=rf"columns \['{name}'\] have the names of arguments .* rename"):
+    with pytest.raises(ValueError, match=rf"columns \['{name}'\] have the names of arguments .*rename"):
         build_reward(gives(1.0))(["a"], ["A"], [[1]], [{"prompt": "a", name: 1}])
 
 
@@ -150,7 +145,7 @@ def test_a_column_with_the_name_of_an_argument_is_refused(name):
     ("functions", "options", "message"),
     [
         ([], {}, "reward_funcs is empty"),
-        ([gives(1.0)], {"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers for 1 reward sources"),
+        ([gives(1.0)], {"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries for 1 reward sources"),
         ([gives(1.0)], {"reward_weights": [math.nan]}, "every weight must be a finite number"),
         ([gives(1.0)], {"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward sources"),
         ([gives(1.0)], {"batch_size": 0}, "reward batch_size is 0"),
