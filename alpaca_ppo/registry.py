@@ -205,6 +205,7 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
         "sapo": {"clips": False},
         "gmpo": {"loss_agg_mode": "seq-mean-token-mean"},
         "dppo": {"dual_clip": True},
+        "dppo_kl": {"dual_clip": True},
     },
     {"clips": True, "dual_clip": False, "loss_agg_mode": None},
 )

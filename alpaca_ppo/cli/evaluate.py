@@ -145,7 +145,7 @@ def evaluation_config(args: PPOConfig, script_args: EvaluateArguments, **changes
         "output_dir": script_args.results_dir,
         "report_to": ["none"],
         "adv_estimator": "reinforce_plus_plus",
-        "use_kl_in_reward": False,
+        "kl_coef": 0.0,
         **changes,
     }
     return PPOConfig(**given)

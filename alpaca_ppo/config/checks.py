@@ -53,8 +53,6 @@ def check_combinations(config: Any) -> None:
     _check_stop_on(config)
     if unknown := set(config.ignore_changes or ()) - set(CHANGES):
         raise ValueError(f"ignore_changes has {sorted(unknown)[0]!r}; choose of {', '.join(CHANGES)}")
-    if config.push_to_hub and not config.hub_model_id:
-        raise ValueError("push_to_hub is True but hub_model_id is not set; name the repository to push to")
 
 
 def _check_stop_on(config: Any) -> None:
@@ -123,25 +121,17 @@ def _check_four_bit(config: Any) -> None:
 
 
 def _check_kl(config: Any) -> None:
-    if config.reference == "none" and (config.use_kl_loss or (config.use_kl_in_reward and config.kl_coef)):
+    if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         raise ValueError(
-            f"reference is 'none', but use_kl_in_reward is {config.use_kl_in_reward} with kl_coef {config.kl_coef} and "
-            f"use_kl_loss is {config.use_kl_loss}; set both to false, or keep a reference"
+            f"reference is 'none', but kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}; set "
+            "both to 0, or keep a reference"
         )
-    if config.use_kl_loss and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
+    if config.kl_loss_coef and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
         # A tolerance around 0 would have to know the rounding of the model's dtype and kernels.
         raise ValueError(
-            f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps where the policy equals the reference. A "
-            "run starts there, and the sign of rounding errors would decide the update, which would depend on the size "
-            "of micro-batches; set kl_loss_type to one of "
+            f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps where the policy equals the reference, so "
+            "that rounding decides the first update; set kl_loss_type to one of "
             f"{', '.join(KL_ESTIMATORS.names_with(kink_at_zero=False))}"
-        )
-    if config.kl_controller == "fixed":
-        return
-    if config.kl_coef == 0:
-        raise ValueError(
-            f"kl_controller is {config.kl_controller!r}, but kl_coef is 0 and the controller can only scale it; set a "
-            "positive kl_coef, or kl_controller: fixed"
         )
     if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
         raise ValueError(
@@ -214,8 +204,8 @@ def _check_overlong(config: Any) -> None:
 def _check_sampling(config: Any) -> None:
     if config.dynamic_sampling and config.num_return_sequences == 1:
         raise ValueError(
-            "dynamic_sampling is True, but num_return_sequences is 1, and a single response has no score to differ "
-            "from; set num_return_sequences to 2 or more, or dynamic_sampling: false"
+            f"dynamic_sampling is {config.dynamic_sampling}, but num_return_sequences is 1, of which no score differs; "
+            "set num_return_sequences to 2 or more, or dynamic_sampling: 0"
         )
     if "" in (config.stop_strings or ()):
         raise ValueError(

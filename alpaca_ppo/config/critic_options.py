@@ -46,21 +46,12 @@ class CriticOptions(LearningOptions):
         at_least=0,
         needs=_CRITIC,
     )
-    critic_adam_epsilon: float | None = argument(
-        None, "Epsilon of AdamW for the critic; null = adam_epsilon.", above=0, needs=_CRITIC
-    )
     critic_lr_warmup_steps: float | None = argument(
         None,
         "Optimizer steps of the critic in which its learning rate warms up, or, below 1, their share of all of its "
         "steps; null = warmup_steps.",
         at_least=0,
         needs=(_CRITIC, unless("lr_scheduler_type", "constant")),
-    )
-    critic_max_grad_norm: float | None = argument(
-        None,
-        "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.",
-        above=0,
-        needs=_CRITIC,
     )
     critic_epochs: int | None = argument(
         None,
@@ -90,30 +81,18 @@ class CriticOptions(LearningOptions):
         "Initialize the critic from the reward model (a distributional one from its backbone) instead of the policy.",
         needs=(_CRITIC, when("critic_layout", "separate")),
     )
-    num_quantiles: int = argument(
-        32, "Quantiles of the quantile and iqn critics.", at_least=1, needs=when("critic", "quantile", "iqn")
-    )
     quantile_huber_kappa: float = argument(
         1.0,
         "Error at which the loss of the quantile and iqn critics turns from quadratic to linear.",
         above=0,
         needs=when("critic", "quantile", "iqn"),
     )
-    num_atoms: int = argument(
-        51,
-        "Atoms of the c51 critic, bins of the hl_gauss critic.",
+    num_atoms: int | None = argument(
+        None,
+        "Atoms of the c51 critic or bins of the hl_gauss critic (null = 51), quantiles of the others (null = 32).",
         at_least=2,
-        needs=when_trait(CRITIC_HEADS, "fixed_support"),
+        needs=unless("critic", "scalar"),
     )
-    hl_gauss_sigma: float = argument(
-        0.75,
-        "Standard deviation of the normal distribution that the hl_gauss critic's targets are smoothed with, in widths "
-        "of a bin.",
-        above=0,
-        at_most=100,
-        needs=when("critic", "hl_gauss"),
-    )
-    iqn_embedding_dim: int = argument(64, "Cosine features of the iqn critic.", at_least=1, needs=when("critic", "iqn"))
     risk_level: str = argument(
         "neutral",
         "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "

@@ -23,13 +23,6 @@ class EnvironmentOptions(RolloutOptions):
         at_least=1,
         needs=when("environments or tools"),
     )
-    max_policy_tokens: int | None = argument(
-        None,
-        "Most tokens that the policy chooses in a response, in all turns together; response_len bounds them together "
-        "with what environments and tools write. null = response_len alone.",
-        at_least=1,
-        needs=when("environments or tools"),
-    )
     tool_timeout: float | None = argument(
         None,
         "Seconds for a call of a tool, after which the policy reads an error message, and of an environment's reset, "

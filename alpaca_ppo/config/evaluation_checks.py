@@ -30,17 +30,6 @@ def _check_correctness(config: Any) -> None:
             f"eval_best_of_by is {best_of!r}, but eval_num_samples is 1, of which there is no best; set "
             "eval_num_samples to 2 or more, or eval_best_of_by: null"
         )
-    if (ks := config.eval_pass_k) is not None:
-        if not ks or max(ks) > samples:
-            raise ValueError(
-                f"eval_pass_k is {ks}, but eval_num_samples is {samples}; name numbers from 1 to {samples}, or set it "
-                "to null"
-            )
-        if config.eval_success_above is None and best_of is None:
-            raise ValueError(
-                f"eval_pass_k is {ks}, but there is no pass@k without eval_success_above and no best-of-k without "
-                "eval_best_of_by; set one of them, or eval_pass_k: null"
-            )
     if config.eval_success_above is None and config.eval_success_by != "scores":
         raise ValueError(
             f"eval_success_by is {config.eval_success_by!r}, but eval_success_above is null, so nothing counts as "

@@ -17,25 +17,14 @@ class EvaluationOptions(RunOptions):
         group="Evaluation",
         needs=when("eval set"),
     )
-    eval_do_sample: bool = argument(False, "Evaluate sampled responses instead of greedy ones.")
     eval_top_p: float | None = argument(
-        None, "Nucleus sampling in evaluation.", above=0, at_most=1, needs=when("eval_do_sample")
+        None, "Nucleus sampling in evaluation.", above=0, at_most=1, needs=when("eval_temperature")
     )
-    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1, needs=when("eval_do_sample"))
-    eval_temperature: float | None = argument(
-        None,
-        "Temperature of sampled responses in evaluation, and of their log-probs; null = temperature.",
-        above=0,
-        needs=when("eval_do_sample"),
+    eval_temperature: float = argument(
+        0.0, "Temperature of the responses in evaluation, and of their log-probs; 0 = greedy responses.", at_least=0
     )
     eval_num_samples: int = argument(
-        1, "Responses to each prompt in evaluation.", at_least=1, needs=when("eval_do_sample")
-    )
-    eval_pass_k: list[int] | None = argument(
-        None,
-        "The k of pass@k and of best-of-k, at most eval_num_samples; null = 1, 2, 4 and so on, and eval_num_samples.",
-        at_least=1,
-        needs=when("eval_success_above"),
+        1, "Responses to each prompt in evaluation.", at_least=1, needs=when("eval_temperature")
     )
     eval_success_above: float | None = argument(
         None,

@@ -9,7 +9,6 @@ from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
-    DppoDivergence,
     LossAggMode,
     RolloutCorrectionLevel,
 )
@@ -74,27 +73,20 @@ class LearningOptions(EnvironmentOptions):
         at_most=1,
         needs=(_CRITIC, when("environments or tools")),
     )
-    qae_quantile: float = argument(
-        0.4,
-        "With adv_estimator qae: the baseline is the group's smallest score that at least this share of the group does "
-        "not exceed. With right or wrong answers, groups with a share of at most 1 - qae_quantile right learn from "
-        "these, all others from the wrong ones.",
-        above=0,
-        at_most=1,
-        needs=when("adv_estimator", "qae"),
-    )
     whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.", needs=_CRITIC)
 
     policy_loss: str = argument(
         "clip",
         "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence, gmpo those in a geometric mean; cispo "
-        "clips importance weights and keeps every gradient; sapo has a smooth gate; dppo bounds probabilities.",
+        "clips importance weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of "
+        "probabilities, dppo_kl its binary KL.",
         registry=POLICY_LOSSES,
         group="Policy loss",
     )
     cliprange: float = argument(
         0.2,
-        "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the divergence; sapo has none).",
+        "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL; sapo has "
+        "none).",
         above=0,
         below=1,
         needs=when_trait(POLICY_LOSSES, "clips"),
@@ -111,20 +103,6 @@ class LearningOptions(EnvironmentOptions):
         "everywhere; null = 20.",
         above=1,
         needs=when_trait(POLICY_LOSSES, "dual_clip"),
-    )
-    sapo_tau_pos: float = argument(
-        1.0,
-        "Temperature of sapo's gate where the advantage is positive: the larger, the sooner gradients fade.",
-        above=0,
-        needs=when("policy_loss", "sapo"),
-    )
-    sapo_tau_neg: float = argument(
-        1.05, "Temperature of sapo's gate elsewhere.", above=0, needs=when("policy_loss", "sapo")
-    )
-    dppo_divergence: DppoDivergence = argument(
-        "tv",
-        "What dppo bounds: tv, the change of a token's probability; kl, the binary KL in nats.",
-        needs=when("policy_loss", "dppo"),
     )
     loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
     entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
@@ -175,20 +153,18 @@ class LearningOptions(EnvironmentOptions):
         above=0,
     )
 
-    use_kl_in_reward: bool = argument(
-        True, "Subtract the KL to the reference policy from the reward.", group="KL to the reference policy"
-    )
     kl_coef: float = argument(
         0.05,
-        "Weight of the KL in the reward; the initial value if a controller adapts it.",
+        "Weight of the KL to the reference policy that is subtracted from the reward, the initial value if a "
+        "controller adapts it; 0 = none.",
         at_least=0,
-        needs=when("use_kl_in_reward"),
+        group="KL to the reference policy",
     )
     kl_estimator: str = argument("k1", "KL estimator in the reward.", registry=KL_ESTIMATORS)
     kl_controller: Literal["fixed", "proportional", "horizon"] = argument(
         "fixed",
         "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593).",
-        needs=when("use_kl_in_reward"),
+        needs=when("kl_coef"),
     )
     target_kl: float = argument(
         6.0,
@@ -197,26 +173,20 @@ class LearningOptions(EnvironmentOptions):
         above=0,
         needs=when("kl_controller", "proportional", "horizon"),
     )
-    k_beta: float = argument(
-        0.1,
-        "Gain of the proportional controller; must be below 5, or a single step could make kl_coef negative.",
-        above=0,
-        below=5,
-        needs=when("kl_controller", "proportional"),
-    )
     kl_horizon: int = argument(
         10000, "Horizon of the horizon controller, in responses.", at_least=1, needs=when("kl_controller", "horizon")
     )
-    use_kl_loss: bool = argument(
-        False, "Add the KL to the reference policy to the loss, with or without a KL in the reward."
+    kl_loss_coef: float = argument(
+        0.0,
+        "Weight of the KL to the reference policy in the loss, with or without one in the reward; 0 = none.",
+        at_least=0,
     )
-    kl_loss_coef: float = argument(0.001, "Weight of the KL in the loss.", at_least=0, needs=when("use_kl_loss"))
     kl_loss_type: str = argument(
         "k3",
         "KL estimator in the loss: not abs or k1_clamped, whose gradient jumps where the policy equals the reference. "
         "The gradient of k1 is zero in expectation.",
         registry=KL_ESTIMATORS,
-        needs=when("use_kl_loss"),
+        needs=when("kl_loss_coef"),
     )
     max_kl_to_ref: float | None = argument(
         None,

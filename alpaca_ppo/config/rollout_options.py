@@ -47,17 +47,12 @@ class RolloutOptions(EvaluationOptions):
         128, "Prompts per step, over all processes.", at_least=1, group="Batch sizes and epochs"
     )
     num_return_sequences: int = argument(1, "Responses sampled for each prompt.", at_least=1)
-    dynamic_sampling: bool = argument(
-        False,
-        "Replace prompts whose responses all have the same score, before any penalty, by fresh prompts of the dataset. "
-        "The number of steps and their sizes stay; the dataset is gone through faster than epochs are counted.",
-    )
-    max_sampling_rounds: int = argument(
-        3,
-        "With dynamic_sampling: times that fresh prompts are drawn in a step; prompts that have no different scores "
-        "after the last of them stay in the step.",
-        at_least=1,
-        needs=when("dynamic_sampling"),
+    dynamic_sampling: int = argument(
+        0,
+        "Times in a step that prompts whose responses all have the same score, before any penalty, are replaced by "
+        "fresh prompts of the dataset, such as 3; what is left after the last of them stays. The number of steps and "
+        "their sizes stay; the dataset is gone through faster than epochs are counted. 0 = none.",
+        at_least=0,
     )
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)

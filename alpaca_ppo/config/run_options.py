@@ -103,5 +103,6 @@ class RunOptions(ExplainsUnknownNames):
         "Resume even if these differ from the checkpoint's, and go on with the new ones: data (the training rows), "
         "model (the starting policy or the reference), reward (reward sources, their weights, environments).",
     )
-    push_to_hub: bool = argument(False, "Upload final/policy to the hub at the end.")
-    hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.", needs=when("push_to_hub"))
+    hub_model_id: str | None = argument(
+        None, "Hub repository to which final/policy is uploaded at the end; null = none."
+    )

@@ -19,7 +19,7 @@ class ScriptArguments(ExplainsUnknownNames):
 
     Raises:
         ValueError: when a required name is missing, a reward function is not written as module:function, an address
-            cannot be one, or `eval_dataset_config` is set without a dataset.
+            cannot be one.
     """
 
     model_name_or_path: str = argument(
@@ -67,9 +67,6 @@ class ScriptArguments(ExplainsUnknownNames):
     dataset_train_split: str = argument("train", "Split to train on.")
     eval_dataset_name: str | None = argument(
         None, "Dataset of held-out prompts; null = dataset_test_split of dataset_name."
-    )
-    eval_dataset_config: str | None = argument(
-        None, "Configuration of eval_dataset_name on the hub.", needs=when("eval_dataset_name")
     )
     dataset_test_split: str | None = argument(
         None, "Split to evaluate on; null = no evaluation, or the only split of eval_dataset_name."

@@ -39,5 +39,5 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
     if not script_args.eval_dataset_name and not split:
         return None
     if script_args.eval_dataset_name:
-        name, config = script_args.eval_dataset_name, script_args.eval_dataset_config
+        name, config = script_args.eval_dataset_name, None
     return load_prompt_dataset(name, split=split, config_name=config)

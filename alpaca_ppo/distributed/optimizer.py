@@ -18,7 +18,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
-    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate` and `critic_adam_epsilon`, and
+    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, and
     the policy's value of one that is None. On CPU and CUDA one kernel updates weight and moments in a single pass,
     which computes in float32 (float64 weights: float64) and rounds once at its end. Each group's `fused` is part of
     the optimizer's state: a resumed run goes on with its checkpoint's.
@@ -30,7 +30,7 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
         (
             model.critic_parameters(),
             _first_given(args.critic_learning_rate, args.learning_rate),
-            _first_given(args.critic_adam_epsilon, args.adam_epsilon),
+            args.adam_epsilon,
         ),
     ):
         matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
@@ -47,7 +47,7 @@ def check_no_critic_settings(args: PPOConfig) -> None:
     Raises:
         ValueError: naming the first that is set.
     """
-    for name in ("critic_learning_rate", "critic_adam_epsilon"):
+    for name in ("critic_learning_rate",):
         if (value := getattr(args, name)) is not None:
             raise ValueError(
                 f"{name} is {value}, but the optimizer in `optimizers` has its own settings; give the critic's "
@@ -71,14 +71,12 @@ def make_engine(
     Raises:
         ValueError: under DeepSpeed, for an optimizer group with parameters of both policy and critic.
     """
-    critic_max_grad_norm = _first_given(args.critic_max_grad_norm, args.max_grad_norm)
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return Engine(
             accelerator,
             actor_critic,
             optimizer,
             max_grad_norm=args.max_grad_norm,
-            critic_max_grad_norm=critic_max_grad_norm,
         )
     _check_groups(optimizer, actor_critic)
     return DeepSpeedEngine(
@@ -86,7 +84,6 @@ def make_engine(
         actor_critic,
         optimizer,
         max_grad_norm=args.max_grad_norm,
-        critic_max_grad_norm=critic_max_grad_norm,
         micro_batches=micro_batches,
         step_per_device_batch_size=args.step_per_device_batch_size,
     )

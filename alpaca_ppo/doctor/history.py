@@ -76,8 +76,8 @@ class History:
     @property
     def penalizes_kl(self) -> bool:
         """Whether the run holds the KL to a reference back at all."""
-        in_reward = self.config.get("use_kl_in_reward") and (self.config.get("kl_coef") or 0) > 0
-        return self.config.get("reference") != "none" and bool(in_reward or self.config.get("use_kl_loss"))
+        weighs = self.config.get("kl_coef") or self.config.get("kl_loss_coef")
+        return self.config.get("reference") != "none" and bool(weighs)
 
     def steps_at_full_rate(self, count: int) -> list[int]:
         """The last `count` steps in which the policy was trained at half of its largest learning rate or more, so that

@@ -155,7 +155,7 @@ def overoptimization(history: History) -> Found | None:
 
 @_rule(
     "most prompts give no gradient: the responses to {share:.0%} of them all have the same score",
-    "set dynamic_sampling: true, take more responses (num_return_sequences), or prompts of medium difficulty",
+    "set dynamic_sampling: 3, take more responses (num_return_sequences), or prompts of medium difficulty",
 )
 def uniform_groups(history: History) -> Found | None:
     """Most prompts give no gradient, because their responses all score the same, though not those of all prompts."""

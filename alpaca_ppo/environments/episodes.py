@@ -32,7 +32,6 @@ class Environments:
         kinds: by the value of a row's `environment` column; under None, the kind of every row.
         settings: of all episodes.
         max_turn_tokens: of a turn of the policy; None sets no limit.
-        max_policy_tokens: of the policy in a response; None sets no limit.
     """
 
     def __init__(
@@ -41,10 +40,9 @@ class Environments:
         settings: EpisodeSettings,
         *,
         max_turn_tokens: int | None,
-        max_policy_tokens: int | None,
     ) -> None:
         self.kinds, self.settings = dict(kinds), settings
-        self._max_turn_tokens, self._max_policy_tokens = max_turn_tokens, max_policy_tokens
+        self._max_turn_tokens = max_turn_tokens
         self._calls = RowCalls()
 
     @property
@@ -90,7 +88,6 @@ class Environments:
             poll,
             answer=self.answer,
             max_turn_tokens=self._max_turn_tokens,
-            max_policy_tokens=self._max_policy_tokens,
         )
         try:
             episodes.begin([seed for seed in _seeds(prompts["prompt_ids"], sampling_params) for _ in range(n)])
@@ -130,7 +127,6 @@ class Episodes:
         poll: see `Environments.episodes`.
         answer: whether a response can have more than one turn.
         max_turn_tokens: see `Environments`.
-        max_policy_tokens: see `Environments`.
     """
 
     prompts: PromptBatch
@@ -146,10 +142,9 @@ class Episodes:
         *,
         answer: bool,
         max_turn_tokens: int | None,
-        max_policy_tokens: int | None,
     ) -> None:
         self.of_rows, self._calls, self._poll = list(episodes), calls, poll
-        turns = Turns(self, max_turn_tokens=max_turn_tokens, max_policy_tokens=max_policy_tokens)
+        turns = Turns(self, max_turn_tokens=max_turn_tokens)
         self.turns = turns if answer else None
         """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
         self._max_turn_tokens = max_turn_tokens

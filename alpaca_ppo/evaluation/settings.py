@@ -70,7 +70,7 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     return EvaluationSettings(
         names=names,
         num_samples=samples,
-        ks=tuple(sorted(set(args.eval_pass_k or powers_up_to(samples)))),
+        ks=powers_up_to(samples),
         success_above=args.eval_success_above,
         success_by=str(_full_name(args.eval_success_by, names)),
         best_of_by=_full_name(args.eval_best_of_by, names),

@@ -69,9 +69,8 @@ def _grpo(result: Translation, device_batch: int, accumulation: int, processes: 
     result.set("step_batch_size", batch, f"responses: {device_batch} * {processes} processes * {accumulation}")
     result.set("step_per_device_batch_size", device_batch)
     result.set("rollout_per_device_batch_size", max(group, completions // processes), "a process samples all at once")
-    result.set("use_kl_in_reward", False, "TRL has the KL in the loss")
+    result.set("kl_coef", 0.0, "TRL has the KL in the loss")
     if beta := values["beta"]:
-        result.set("use_kl_loss", True, "beta is not 0")
         result.set("kl_loss_coef", beta, "beta")
     else:
         result.set("reference", "none", "beta is 0")

@@ -48,7 +48,12 @@ def _algorithm(result: Translation) -> None:
         result.set("adv_estimator", "grpo_no_std", "norm_adv_by_std_in_grpo: false")
     if options.get("adv_estimator", "gae") == "gae":
         result.set("vf_coef", 1.0, "verl's value loss has no weight")
-    if not options["use_kl_in_reward"] and not options["use_kl_loss"]:
+    in_reward, in_loss = values["algorithm.use_kl_in_reward"], values[f"{_ACTOR}.use_kl_loss"]
+    if not in_reward:
+        result.set("kl_coef", 0.0, "use_kl_in_reward is false")
+    if not in_loss:
+        result.drop("kl_loss_coef")
+    if not in_reward and not in_loss:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
     options.setdefault("old_policy", "recompute")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):

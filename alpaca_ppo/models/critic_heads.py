@@ -102,7 +102,7 @@ class _CategoricalCritic(CriticHead):
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
         """With the support that `args` names."""
         v_min, v_max = map(float, args.value_support)
-        return cls(hidden_size, num_atoms=args.num_atoms, v_min=v_min, v_max=v_max)
+        return cls(hidden_size, num_atoms=args.num_atoms or 51, v_min=v_min, v_max=v_max)
 
     def settings(self) -> dict[str, Any]:
         """The support."""
@@ -188,11 +188,6 @@ class HLGaussHead(_CategoricalCritic):
         super().__init__(hidden_size, num_atoms=num_atoms, v_min=v_min, v_max=v_max, risk_level=risk_level)
         self.sigma = sigma
 
-    def configure(self, args: PPOConfig) -> None:
-        """Takes the risk level and `hl_gauss_sigma`."""
-        super().configure(args)
-        self.sigma = args.hl_gauss_sigma
-
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The centres of the bins."""
         return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
@@ -252,8 +247,8 @@ class QuantileHead(_QuantileCritic):
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_quantiles`."""
-        return cls(hidden_size, num_quantiles=args.num_quantiles)
+        """With `num_atoms` quantiles."""
+        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def settings(self) -> dict[str, Any]:
         """The number of quantiles."""
@@ -302,8 +297,8 @@ class IQNHead(_QuantileCritic):
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_quantiles` and `iqn_embedding_dim`."""
-        return cls(hidden_size, num_quantiles=args.num_quantiles, embedding_dim=args.iqn_embedding_dim)
+        """With `num_atoms` quantiles."""
+        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def settings(self) -> dict[str, Any]:
         """The number of levels and of cosines."""

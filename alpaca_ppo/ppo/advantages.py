@@ -144,9 +144,7 @@ def _group(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     assert inputs.prompt_ids is not None
     mask = inputs.response_mask
     scores = torch.where(mask, inputs.rewards, 0).sum(dim=1)
-    advantages = group_advantages(
-        scores, inputs.prompt_ids, mask, estimator=args.adv_estimator, quantile=args.qae_quantile
-    )
+    advantages = group_advantages(scores, inputs.prompt_ids, mask, estimator=args.adv_estimator)
     return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))
 
 

@@ -63,7 +63,7 @@ def replace_uninformative(
     Raises:
         ValueError: if `rollout` returns other tensors in one round than in another.
     """
-    for sampling_round in range(1, args.max_sampling_rounds + 1):
+    for sampling_round in range(1, args.dynamic_sampling + 1):
         differ = informative(rollouts, args)
         uninformative = _distinct(rollouts["prompt_ids"][~differ])
         kept = _distinct(rollouts["prompt_ids"][differ])

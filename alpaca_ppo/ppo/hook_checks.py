@@ -30,7 +30,7 @@ def check_full_softmax(sampling_params: SamplingParams) -> None:
             f"the rollouts of training would be sampled with top_k {sampling_params.top_k} and top_p "
             f"{sampling_params.top_p}, but the log-probs of policy, old policy and reference are those of all tokens: "
             "the ratios would be those of another policy than the one that sampled. Leave both None, and use "
-            "eval_top_k and eval_top_p for evaluation"
+            "eval_top_p for evaluation"
         )
 
 

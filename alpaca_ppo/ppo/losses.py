@@ -77,7 +77,7 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
         )
         stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
         loss = loss + args.positive_nll_coef * nll.loss
-    if args.use_kl_loss:
+    if args.kl_loss_coef:
         penalty = kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type)
         stats["loss/kl"] = aggregate_loss(
             _weighted(penalty, weights), mask, args.loss_agg_mode, denominator=denominator

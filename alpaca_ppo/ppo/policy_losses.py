@@ -2,6 +2,7 @@
 configuration's options.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from alpaca_ppo.functional import (
     policy_loss,
     sapo_policy_loss,
 )
-from alpaca_ppo.registry import POLICY_LOSSES
+from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence
 from alpaca_ppo.types import Rollouts
 
 _DPPO_RATIO_BOUND = 20.0
@@ -82,8 +83,8 @@ def _cispo(*batch: Tensor, args: PPOConfig, weights: Tensor | None, denominator:
 def _sapo(*batch: Tensor, args: PPOConfig, weights: Tensor | None, denominator: Tensor) -> Loss:
     return sapo_policy_loss(
         *batch,
-        tau_pos=args.sapo_tau_pos,
-        tau_neg=args.sapo_tau_neg,
+        tau_pos=1.0,
+        tau_neg=1.05,
         loss_agg_mode=args.loss_agg_mode,
         weights=weights,
         denominator=denominator,
@@ -102,14 +103,16 @@ def _gmpo(*batch: Tensor, args: PPOConfig, weights: Tensor | None, denominator: 
 
 
 @POLICY_LOSSES.implement("dppo")
-def _dppo(*batch: Tensor, args: PPOConfig, weights: Tensor | None, denominator: Tensor) -> Loss:
+def _dppo(*batch: Tensor, divergence: DppoDivergence = "tv", args: PPOConfig, **weighting: Any) -> Loss:
     return dppo_policy_loss(
         *batch,
-        divergence=args.dppo_divergence,
+        divergence=divergence,
         cliprange_low=args.cliprange,
         cliprange_high=args.cliprange_high or args.cliprange,
         clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
         loss_agg_mode=args.loss_agg_mode,
-        weights=weights,
-        denominator=denominator,
+        **weighting,
     )
+
+
+POLICY_LOSSES.implement("dppo_kl")(partial(_dppo, divergence="kl"))

@@ -187,7 +187,6 @@ def make_environments(
                 tool_call_parser=given.tool_call_parser,
             ),
             max_turn_tokens=args.max_turn_tokens,
-            max_policy_tokens=args.max_policy_tokens,
         )
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
@@ -228,7 +227,7 @@ def check_sampler(environments: Environments | None, sampling_params: SamplingPa
 
 def _check_unused(args: PPOConfig, tool_call_parser: ToolCallParser | None) -> None:
     # turn_gamma and turn_lam also serve a `_generate` of one's own whose responses have holes.
-    options = ("max_turns", "max_turn_tokens", "max_policy_tokens", "tool_timeout")
+    options = ("max_turns", "max_turn_tokens", "tool_timeout")
     given = [name for name in options if getattr(args, name) is not None]
     given += ["tool_call_parser"] if tool_call_parser is not None else []
     if given:

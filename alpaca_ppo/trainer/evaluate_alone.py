@@ -57,7 +57,7 @@ def evaluate_alone(model: str, script_args: Any, config: Callable[..., PPOConfig
     if opponent is not None and opponent != REFERENCE and not is_stored(opponent):
         of_opponent: dict[str, Any] = {"eval_opponent": None, "eval_judge": "scores"}
         of_opponent |= {"eval_best_of_by": None, "eval_answer_func": None}
-        of_opponent |= {"eval_success_above": None, "eval_success_by": "scores", "eval_pass_k": None}
+        of_opponent |= {"eval_success_above": None, "eval_success_by": "scores"}
         of_opponent |= {"eval_num_samples": 1, "reference": "none", "output_dir": str(folder / "opponent")}
         trainer = _trainer(opponent, [no_reward], None, datasets, config(**of_opponent), {})
         trainer.evaluate()
@@ -84,11 +84,11 @@ def evaluate_alone(model: str, script_args: Any, config: Callable[..., PPOConfig
 def _procedure(trainer: PPOTrainer) -> dict[str, Any]:
     """How the answers were drawn, and which of them are successes."""
     args, settings = trainer.args, trainer.evaluator.settings
-    sampled, above = args.eval_do_sample, settings.success_above
+    above = settings.success_above
     return {
         "prompts": {name: len(prompts) for name, prompts in trainer.eval_prompts.items()},
         "samples_per_prompt": settings.num_samples,
-        "temperature": (args.eval_temperature or args.temperature) if sampled else 0.0,
+        "temperature": args.eval_temperature,
         "success": None if above is None else f"{settings.success_by} above {above:g}",
     }
 

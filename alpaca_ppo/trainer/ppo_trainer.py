@@ -194,7 +194,7 @@ class PPOTrainer(RolloutTrainer):
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
     ) -> dict[str, Tensor]:
-        """Turns (B,) or (B, R) rewards into `shaped_rewards` by adding the KL penalty (if `use_kl_in_reward`); also
+        """Turns (B,) or (B, R) rewards into `shaped_rewards` by adding the KL penalty (by `kl_coef`); also
         returns `non_score_rewards` and `kl`. All are (B, R).
         """
         return shape_rewards(
@@ -202,7 +202,7 @@ class PPOTrainer(RolloutTrainer):
             logprobs,
             ref_logprobs,
             response_mask,
-            kl_coef=self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
+            kl_coef=self.kl_controller.value,
             kl_estimator=self.args.kl_estimator,
         )._asdict()
 
@@ -299,7 +299,7 @@ class PPOTrainer(RolloutTrainer):
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them."""
         stats = {
-            "objective/kl_coef": self.kl_controller.value if self.args.use_kl_in_reward else 0.0,
+            "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts, self.args),

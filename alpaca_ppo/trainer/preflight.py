@@ -73,12 +73,12 @@ def check_output_dir(args: PPOConfig) -> None:
     """Checks the trackers, the hub repository and the login, and that files can be written to `output_dir`.
 
     Raises:
-        ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse, `push_to_hub`
-            without a login, an `output_dir`
-            with a file in its path, and one in which the main process can create no file.
+        ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse or that is set
+            without a login, an `output_dir` with a file in its path, and one in which the main process can create no
+            file.
     """
     tracker_names(args.report_to)
-    if args.push_to_hub:
+    if args.hub_model_id:
         checked_hub_id(args.hub_model_id)
     existing = _existing_folder(args)
     if not existing.is_dir():

@@ -287,7 +287,7 @@ class RolloutTrainer(BaseTrainer):
         return score_responses(scorer, self.processing_class, samples, rows, penalties=penalties)
 
     def evaluate(self) -> dict[str, float]:
-        """Greedy (or sampled, `eval_do_sample`) responses to the eval prompts: reward, length and KL to the reference
+        """Greedy (or sampled, `eval_temperature`) responses to the eval prompts: reward, length and KL to the reference
         as `eval/*`, or `eval/<set>/*` of each of several eval sets; docs/evaluation.md has the rest.
 
         If `failed_rewards: mask` leaves no response, all of them but `eval/masked_rows` are NaN.

@@ -327,7 +327,7 @@ def make_collector(
 
 
 def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: greedy unless `eval_do_sample`, with the same random numbers each
+    """How the policy is sampled in evaluation: greedy unless `eval_temperature`, with the same random numbers each
     time.
     """
     return replace(
@@ -336,8 +336,7 @@ def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig)
         step=0,
         num_return_sequences=args.eval_num_samples,
         temperature=args.eval_temperature or sampling_params.temperature,
-        do_sample=args.eval_do_sample,
-        top_k=args.eval_top_k,
+        do_sample=args.eval_temperature > 0,
         top_p=args.eval_top_p,
     )
 
@@ -348,6 +347,5 @@ def make_kl_controller(args: PPOConfig) -> KLController:
         args.kl_controller,
         kl_coef=args.kl_coef,
         target_kl=args.target_kl,
-        k_beta=args.k_beta,
         horizon=args.kl_horizon,
     )

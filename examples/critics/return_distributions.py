@@ -104,14 +104,12 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         lam=1.0,
         kl_coef=0.0,
         critic=kind,
-        num_quantiles=64,
         value_support=[-8.0, 8.0] if kind in CATEGORICAL else [-10.0, 10.0],
-        num_atoms=129,
+        num_atoms=129 if kind in CATEGORICAL else 64,
         # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean: the
         # quartiles of `steady` by 2.4 % of its deviation.
-        quantile_huber_kappa=0.05,
+        **({} if kind in CATEGORICAL else {"quantile_huber_kappa": 0.05}),
         # Few enough cosines for a smooth function of the level; with 64, single levels are off by chance.
-        iqn_embedding_dim=16,
         cliprange_value=None,
         vf_coef=1.0,
         critic_learning_rate=_RATES[kind],

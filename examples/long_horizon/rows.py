@@ -91,7 +91,7 @@ OTHERS: Mapping[str, tuple[str, Settings]] = {
     "GDPO, grade and true marks": (MARKS, _MARKS | {"adv_estimator": "gdpo"}),
     PASS: (GRPO, _PASS),
     "QAE, pass or fail": (PASS, _PASS | {"adv_estimator": "qae"}),
-    "dynamic sampling, pass or fail": (PASS, _PASS | {"dynamic_sampling": True, "max_sampling_rounds": 3}),
+    "dynamic sampling, pass or fail": (PASS, _PASS | {"dynamic_sampling": 3}),
     UNEVEN: (PASS, _UNEVEN),
 }
 """Further options, each with the row that it is compared with. Their own settings are defaults or a preset's, and were

@@ -30,8 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quantile critic": {"critic": "quantile", "quantile_huber_kappa": 0.1},
     "iqn critic": {"critic": "iqn", "quantile_huber_kappa": 0.1},
     "k3 KL in the loss": {
-        "use_kl_in_reward": False,
-        "use_kl_loss": True,
+        "kl_coef": 0.0,
+        "kl_loss_coef": 0.05,
         "kl_loss_type": "k3",
         "loss_agg_mode": "token-mean",
     },
@@ -72,7 +72,7 @@ def settings_of(name: str, preset: Mapping[str, Any]) -> dict[str, Any]:
     if name in SHORT_VARIANTS:
         return {"response_len": SHORT, **SHORT_VARIANTS[name]}
     settings = dict(VARIANTS[name])
-    if settings.get("use_kl_loss"):
+    if settings.get("kl_loss_coef"):
         settings["kl_loss_coef"] = preset["kl_coef"]
     if "adv_estimator" in settings:
         settings["num_return_sequences"] = GROUP

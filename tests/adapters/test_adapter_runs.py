@@ -248,7 +248,7 @@ def test_an_offloaded_reference_is_on_the_device_for_its_pass_only(tmp_path, mon
 
 
 def test_without_a_reference_there_is_no_kl(tmp_path):
-    trainer = tiny_trainer(tmp_path, reference="none", use_kl_in_reward=False)
+    trainer = tiny_trainer(tmp_path, reference="none", kl_coef=0.0)
     assert trainer.collector.reference is None
     for step in range(2):
         stats = trainer.step(trainer.prompt_batches(step))
@@ -365,7 +365,7 @@ def in_memory_adapter():
             "load_in_4bit is True, but model is a LlamaForCausalLM in memory; give its folder",
         ),
         ({}, {"reward_adapter": "x", "reward_weights": [1.0]}, "reward_weights has 1 numbers for 1 reward_funcs and a"),
-        ({}, {"reference": "none"}, "reference is 'none', but use_kl_in_reward is True"),
+        ({}, {"reference": "none"}, "reference is 'none', but kl_coef is 0.05"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(arguments, overrides, message, tmp_path):

@@ -105,7 +105,7 @@ def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
 
 @pytest.mark.parametrize("reference", ["none", "another model"])
 def test_a_starting_policy_from_which_nothing_is_built_may_change(reference, models, tmp_path):
-    settings = {"reference": "none", "use_kl_in_reward": False} if reference == "none" else {}
+    settings = {"reference": "none", "kl_coef": 0.0} if reference == "none" else {}
     settings["reference"] = "none" if reference == "none" else str(models / "reference")
     tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **settings).train()
     tiny_trainer(tmp_path, **RUN, **settings, model=tiny_causal_lm("llama", seed=5)).train(resume_from_checkpoint=True)
@@ -120,7 +120,7 @@ def test_the_frozen_part_of_a_policy_is_compared(tmp_path):
             layer.mlp.up_proj.weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
         return layers[0].mlp.requires_grad_(False) and model
 
-    settings = {**RUN, "reference": "none", "use_kl_in_reward": False}
+    settings = {**RUN, "reference": "none", "kl_coef": 0.0}
     tiny_trainer(tmp_path, **{**settings, "total_episodes": 10}, model=made(1, 1)).train()
     refuse(tmp_path, f"run: the starting policy is {WEIGHTS} in the checkpoint", **settings, model=made(1, 2))
     tiny_trainer(tmp_path, **settings, model=made(2, 1)).train(resume_from_checkpoint=True)
@@ -131,7 +131,7 @@ def test_a_reference_in_host_memory_is_the_same_reference(tmp_path):
     tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}).train()
     tiny_trainer(tmp_path, **RUN, reference="copy_offloaded").train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
-    without = {"reference": "none", "use_kl_in_reward": False}
+    without = {"reference": "none", "kl_coef": 0.0}
     refuse(tmp_path, f"the reference is {WEIGHTS} in the checkpoint and none here", **without)
 
 

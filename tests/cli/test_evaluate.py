@@ -39,7 +39,7 @@ def options(base, folder, **more):
 
 def test_a_finished_run_is_evaluated_with_its_own_configuration(base, tmp_path, capsys):
     """With adapters: the numbers are those of the run's last evaluation, the KL to its start included."""
-    settings = {"learning_rate": 0.05, "reference": "auto", "eval_do_sample": True, "eval_num_samples": 2, "seed": 3}
+    settings = {"learning_rate": 0.05, "reference": "auto", "eval_temperature": 1.0, "eval_num_samples": 2, "seed": 3}
     eval_dataset = prompts(5)
     run = tiny_trainer(
         tmp_path / "run",

@@ -4,7 +4,7 @@ import pytest
 
 from alpaca_ppo import PPOConfig
 
-SAMPLED = {"eval_do_sample": True, "eval_num_samples": 4}
+SAMPLED = {"eval_temperature": 1.0, "eval_num_samples": 4}
 COMPARED = {"eval_opponent": "reference"}
 
 
@@ -16,16 +16,11 @@ COMPARED = {"eval_opponent": "reference"}
             r"eval_num_samples \(4\) is larger than rollout_per_device_batch_size \(2\)",
         ),
         ({"eval_best_of_by": "scores"}, "eval_best_of_by is 'scores', but eval_num_samples is 1"),
-        (
-            {**SAMPLED, "eval_pass_k": [5], "eval_success_above": 0.5},
-            r"eval_pass_k is \[5\], but eval_num_samples is 4",
-        ),
-        ({**SAMPLED, "eval_pass_k": [], "eval_success_above": 0.5}, r"eval_pass_k is \[\]"),
         ({"eval_success_by": "gold"}, "eval_success_by is 'gold', but eval_success_above is null"),
         ({**SAMPLED, "eval_answer_func": "m:f"}, "a majority vote needs eval_success_above"),
         ({"eval_answer_func": "m:f", "eval_success_above": 0.5}, r"several responses .*eval_num_samples is 1"),
         (
-            {"eval_opponent": "reference", "reference": "none", "use_kl_in_reward": False},
+            {"eval_opponent": "reference", "reference": "none", "kl_coef": 0.0},
             "eval_opponent is 'reference', but reference is 'none'",
         ),
     ],

@@ -43,7 +43,7 @@ STOPPED = {
     "critic_epochs": 2,
     "ppo_epochs": 3,
     "critic": "iqn",
-    "num_quantiles": 4,
+    "num_atoms": 4,
 }
 LORA = {"adv_estimator": "grpo", "num_return_sequences": 2}
 

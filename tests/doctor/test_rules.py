@@ -13,7 +13,6 @@ from alpaca_ppo.doctor import RULES, Doctor, Finding, History, stops
 DEFAULTS = {field: None for field in PPOConfig.__dataclass_fields__} | {
     "rollout_batch_size": 32,
     "num_return_sequences": 1,
-    "use_kl_in_reward": True,
     "kl_coef": 0.1,
     "learning_rate": 1e-5,
     "policy_loss": "clip",
@@ -245,9 +244,9 @@ def test_neither_a_warm_up_nor_the_end_of_a_schedule_is_a_policy_that_does_not_m
 
 
 def test_options_decide_how_severe_a_finding_is():
-    for settings in ({"kl_coef": 0.0}, {"use_kl_in_reward": False}):
+    for settings in ({"kl_coef": 0.0},):
         assert examined(FAULTS["kl_runaway error"], **settings)["kl_runaway"].severity == "warning"
-    held = examined(FAULTS["kl_runaway error"], use_kl_in_reward=False, use_kl_loss=True)
+    held = examined(FAULTS["kl_runaway error"], kl_coef=0.0, kl_loss_coef=0.1)
     assert held["kl_runaway"].severity == "error"
     corrected = examined(FAULTS["sampler_mismatch error"], old_policy="correct")
     assert corrected["sampler_mismatch"].severity == "warning"

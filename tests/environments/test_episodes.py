@@ -26,7 +26,7 @@ class Played:
     """An episode of one row, to which turns are given as text."""
 
     def __init__(self, kinds, row=ROW, *, poll=lambda: None, **keywords):
-        self.environments = Environments(kinds, settings(**keywords), max_turn_tokens=None, max_policy_tokens=None)
+        self.environments = Environments(kinds, settings(**keywords), max_turn_tokens=None)
         ids = CHAT(str(row["prompt"]), add_special_tokens=False)["input_ids"]
         batch = {
             "queries": torch.tensor([ids]),

@@ -14,7 +14,7 @@ from tests.tiny_runs import metric_lines, tiny_trainer, weights
 EVERYTHING = {
     "ppo_epochs": 2,
     "entropy_coef": 0.01,
-    "use_kl_loss": True,
+    "kl_loss_coef": 0.001,
     "whiten_rewards": True,
     "turn_gamma": 0.9,
     "turn_lam": 0.8,
@@ -87,7 +87,7 @@ VARIANTS = {
     "gae": {},
     "grpo": {**WITHOUT_CRITIC, "adv_estimator": "grpo", "num_return_sequences": 2},
     "reinforce++": {**WITHOUT_CRITIC, "adv_estimator": "reinforce_plus_plus"},
-    "iqn": {"critic": "iqn", "num_quantiles": 4},
+    "iqn": {"critic": "iqn", "num_atoms": 4},
     "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
     "correct": {"old_policy": "correct", "loss_agg_mode": "seq-mean-token-sum"},
 }

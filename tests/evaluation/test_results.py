@@ -12,7 +12,6 @@ ARGS = {
     "eval_best_of_by": None,
     "eval_judge": "scores",
     "eval_num_samples": 1,
-    "eval_pass_k": None,
     "eval_success_above": 0.5,
     "eval_answer_func": None,
     "eval_opponent": None,

@@ -118,7 +118,6 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
     ("flags", "expected"),
     [
         ([], [("train.jsonl", "train", "main"), ("test.jsonl", None, None)]),
-        (["--eval_dataset_config", "other"], [("train.jsonl", "train", "main"), ("test.jsonl", None, "other")]),
         (
             ["--eval_dataset_name", "null", "--dataset_test_split", "train[:2]"],
             [("train.jsonl", "train", "main"), ("train.jsonl", "train[:2]", "main")],

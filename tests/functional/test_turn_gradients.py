@@ -314,5 +314,5 @@ def test_the_documented_biases_are_those_of_the_tests():
         assert " | ".join([f"| {setting}", *("" if n is None else n for n in numbers)]).strip() in text, setting
     for estimator, numbers in GROUPS.items():
         name, _, quantile = estimator.partition(" ")
-        shown = f"`{name}`" + (f", `qae_quantile: {quantile}`" if quantile else "")
+        shown = f"`{name}`" + (f", quantile {quantile}" if quantile else "")
         assert " | ".join([f"| {shown}", *numbers]) in text, estimator

@@ -34,7 +34,7 @@ def next_kl_coef(coef: float, kl: Rows, config: Mapping[str, Any]) -> float:
     observed = sum(float(row.sum()) for row in kl) / len(kl)
     error = min(max(observed / config["target_kl"] - 1, -0.2), 0.2)
     if config["kl_controller"] == "proportional":
-        return coef * (1 + config["k_beta"] * error)
+        return coef * (1 + 0.1 * error)
     if config["kl_controller"] == "horizon":
         return coef * (1 + error * len(kl) / config["kl_horizon"])
     assert config["kl_controller"] == "fixed", (
@@ -124,7 +124,7 @@ def _reinforce_plus_plus_baseline(*args: Any, **inputs: Any) -> tuple[Rows, Rows
 def _qae(rewards: Rows, config: Mapping[str, Any], **inputs: Any) -> tuple[Rows, Rows]:
     def of_sample(scores: Tensor, lengths: Tensor, i: int) -> Tensor:
         shares = [(float((scores <= score).sum()) / len(scores), score) for score in scores]
-        baseline = min(score for share, score in shares if share >= config["qae_quantile"])
+        baseline = min(score for share, score in shares if share >= 0.4)
         return (scores[i] - baseline) / (_group_deviation(scores) + 1e-6)
 
     return _of_groups(of_sample)(rewards, config, **inputs)

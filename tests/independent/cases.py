@@ -92,7 +92,7 @@ def case(
 
 PAIRS: dict[str, Any] = {"rollout_batch_size": 3, "num_return_sequences": 2}
 TRIPLES: dict[str, Any] = {"rollout_batch_size": 2, "num_return_sequences": 3}
-WITH_KL_LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.3}
+WITH_KL_LOSS: dict[str, Any] = {"kl_loss_coef": 0.3}
 CORRECTED: dict[str, Any] = {"old_policy": "correct", "mismatch": 0.4}
 
 CASES: dict[str, Case] = {
@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
     "scalar, two responses to a prompt": case(rollout_batch_size=3, num_return_sequences=2, holes=True, lam=0.5),
     "quantile, adapter": case(
         critic="quantile",
-        num_quantiles=4,
+        num_atoms=4,
         critic_layout="adapter",
         lora=True,
         critic_pretraining_steps=1,
@@ -144,7 +144,6 @@ CASES: dict[str, Case] = {
         critic="hl_gauss",
         num_atoms=5,
         value_support=[-0.5, 1.0],
-        hl_gauss_sigma=2.0,
         critic_layout="shared",
         loss_agg_mode="seq-mean-token-sum",
     ),
@@ -157,32 +156,31 @@ CASES: dict[str, Case] = {
         lam=0.6,
         critic_pretraining_steps=1,
     ),
-    "quantile": case(critic="quantile", num_quantiles=4, gamma=0.95, family="gpt2"),
+    "quantile": case(critic="quantile", num_atoms=4, gamma=0.95, family="gpt2"),
     "quantile, upper tail": case(
         critic="quantile",
-        num_quantiles=5,
+        num_atoms=5,
         risk_level="upper:0.1",
         lam=0.5,
         learning_rate=0.05,
         ppo_epochs=3,
     ),
     "quantile, tail inside one quantile": case(
-        critic="quantile", num_quantiles=5, risk_level="0.1", lam=0.5, critic_layout="shared", holes=True
+        critic="quantile", num_atoms=5, risk_level="0.1", lam=0.5, critic_layout="shared", holes=True
     ),
     "quantile, tail": case(
         critic="quantile",
-        num_quantiles=6,
+        num_atoms=6,
         risk_level="0.6",
         quantile_huber_kappa=0.3,
         critic_layout="adapter",
         lora=True,
         loss_agg_mode="seq-mean-token-mean",
     ),
-    "iqn": case(critic="iqn", num_quantiles=4, iqn_embedding_dim=6),
+    "iqn": case(critic="iqn", num_atoms=4),
     "iqn, tail": case(
         critic="iqn",
-        num_quantiles=3,
-        iqn_embedding_dim=5,
+        num_atoms=3,
         risk_level="0.3",
         quantile_huber_kappa=2.0,
         family="gpt2",
@@ -191,16 +189,14 @@ CASES: dict[str, Case] = {
     ),
     "iqn, upper tail": case(
         critic="iqn",
-        num_quantiles=3,
-        iqn_embedding_dim=4,
+        num_atoms=3,
         risk_level="upper:0.5",
         lam=0.5,
         ppo_epochs=3,
     ),
     "iqn, adapter, warm-up": case(
         critic="iqn",
-        num_quantiles=3,
-        iqn_embedding_dim=4,
+        num_atoms=3,
         critic_layout="adapter",
         lora=True,
         critic_pretraining_steps=1,
@@ -218,17 +214,16 @@ CASES: dict[str, Case] = {
         family="qwen2",
         lora=True,
         critic="quantile",
-        num_quantiles=4,
+        num_atoms=4,
         gradient_checkpointing=True,
         max_grad_norm=0.2,
-        critic_max_grad_norm=0.3,
         weight_decay=0.2,
     ),
     "gae, not whitened": case(whiten_advantages=False, kl_estimator="k3", holes=True),
     "gae, whitened rewards": case(
         whiten_rewards=True, gamma=0.8, lam=0.7, kl_estimator="k2", sources=("even", "tokens")
     ),
-    "grpo": case(adv_estimator="grpo", **TRIPLES, **WITH_KL_LOSS, use_kl_in_reward=False, kl_loss_type="k3"),
+    "grpo": case(adv_estimator="grpo", **TRIPLES, **WITH_KL_LOSS, kl_coef=0.0, kl_loss_type="k3"),
     "grpo_no_std": case(
         adv_estimator="grpo_no_std",
         **PAIRS,
@@ -256,14 +251,14 @@ CASES: dict[str, Case] = {
         **TRIPLES,
         lam=0.8,
         critic="quantile",
-        num_quantiles=3,
+        num_atoms=3,
         critic_layout="shared",
         sources=("tokens", "even"),
         overlong_buffer_len=2,
         whiten_rewards=True,
     ),
     "gae, decoupled and adaptive": case(lam_policy="adaptive", lam_alpha=0.7, lam_critic=1.0, gamma=0.95, holes=True),
-    "qae": case(adv_estimator="qae", qae_quantile=0.7, **TRIPLES, kl_coef=0.3, holes=True),
+    "qae": case(adv_estimator="qae", **TRIPLES, kl_coef=0.3, holes=True),
     "grpo_passk": case(adv_estimator="grpo_passk", **TRIPLES, kl_coef=0.3, holes=True, sources=("tokens",)),
     "gdpo": case(
         adv_estimator="gdpo",
@@ -299,8 +294,6 @@ CASES: dict[str, Case] = {
     "sapo": case(
         policy_loss="sapo",
         loss_agg_mode="seq-mean-token-mean",
-        sapo_tau_pos=2.0,
-        sapo_tau_neg=3.0,
         adv_estimator="grpo",
         **TRIPLES,
         ppo_epochs=3,
@@ -315,8 +308,7 @@ CASES: dict[str, Case] = {
     ),
     "dppo": case(policy_loss="dppo", cliprange=0.01, cliprange_high=0.02, clip_ratio_c=1.1, ppo_epochs=3),
     "dppo, kl": case(
-        policy_loss="dppo",
-        dppo_divergence="kl",
+        policy_loss="dppo_kl",
         cliprange=0.0005,
         cliprange_high=0.001,
         ppo_epochs=3,
@@ -331,7 +323,7 @@ CASES: dict[str, Case] = {
         mask_truncated=True,
         response_len=4,
         critic="quantile",
-        num_quantiles=4,
+        num_atoms=4,
         positive_nll_coef=0.2,
         sources=("tokens",),
         holes=True,
@@ -370,14 +362,14 @@ CASES: dict[str, Case] = {
         adv_estimator="rloo",
         **PAIRS,
     ),
-    "kl in the loss, k1": case(**WITH_KL_LOSS, kl_loss_type="k1", use_kl_in_reward=False),
+    "kl in the loss, k1": case(**WITH_KL_LOSS, kl_loss_type="k1", kl_coef=0.0),
     "kl in the loss, k1+": case(**WITH_KL_LOSS, kl_loss_type="k1+", kl_estimator="k1+", temperature=0.8),
     "kl in the loss, k3+": case(
         **WITH_KL_LOSS, kl_loss_type="k3+", kl_estimator="k3+", loss_agg_mode="seq-mean-token-sum-norm", holes=True
     ),
-    "kl clamped": case(kl_estimator="k1_clamped", kl_coef=0.5, kl_controller="proportional", target_kl=0.5, k_beta=2.0),
+    "kl clamped": case(kl_estimator="k1_clamped", kl_coef=0.5, kl_controller="proportional", target_kl=0.5),
     "proportional controller": case(
-        kl_coef=0.5, kl_controller="proportional", target_kl=0.01, k_beta=1.5, kl_estimator="k3", critic_layout="shared"
+        kl_coef=0.5, kl_controller="proportional", target_kl=0.01, kl_estimator="k3", critic_layout="shared"
     ),
     "horizon controller": case(
         kl_coef=0.5,
@@ -391,7 +383,7 @@ CASES: dict[str, Case] = {
     "horizon controller, low": case(
         kl_coef=0.5, kl_controller="horizon", target_kl=0.05, kl_horizon=20, kl_estimator="k2"
     ),
-    "no reference": case(reference="none", use_kl_in_reward=False, entropy_coef=0.2),
+    "no reference": case(reference="none", kl_coef=0.0, entropy_coef=0.2),
     "penalty": case(penalty_reward_value=-2.0, sources=("even", "short"), reward_weights=[1.0, 0.25]),
     "penalty of token rewards": case(penalty_reward_value=-1.0, sources=("tokens", "even"), reward_weights=[2.0, 0.5]),
     "linear with warm-up": case(
@@ -428,7 +420,7 @@ CASES: dict[str, Case] = {
     ),
     "separate steps, iqn, adapter, stopped by the kl": case(
         critic="iqn",
-        num_quantiles=3,
+        num_atoms=3,
         critic_layout="adapter",
         lora=True,
         critic_epochs=1,
@@ -453,26 +445,24 @@ CASES: dict[str, Case] = {
     ),
     "clipped gradients, no critic": case(max_grad_norm=0.01, adv_estimator="grpo", **PAIRS),
     "clipped gradients": case(max_grad_norm=0.5, vf_coef=3.0),
-    "clipped gradients, the critic's own bound": case(
-        max_grad_norm=0.3, critic_max_grad_norm=0.02, critic="c51", num_atoms=9
-    ),
+    "clipped gradients of a distribution": case(max_grad_norm=0.02, critic="c51", num_atoms=9),
     "clipped gradients, shared": case(
-        critic_layout="shared", max_grad_norm=0.2, critic_max_grad_norm=1.5, vf_coef=4.0, critic_pretraining_steps=1
+        critic_layout="shared", max_grad_norm=0.2, vf_coef=4.0, critic_pretraining_steps=1
     ),
     "clipped gradients, adapter": case(
-        critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True
+        critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=0.1, holes=True
     ),
-    "the critic's own AdamW": case(
+    "AdamW's settings": case(
         adam_beta1=0.5,
         adam_beta2=0.9,
-        critic_adam_epsilon=0.02,
+        adam_epsilon=0.02,
         weight_decay=0.2,
         family="gpt2",
     ),
-    "the critic's own AdamW, shared": case(
+    "AdamW's epsilon, shared": case(
         critic_layout="shared",
         critic="iqn",
-        critic_adam_epsilon=0.5,
+        adam_epsilon=0.5,
         weight_decay=0.3,
         lr_scheduler_type="cosine",
     ),

@@ -21,7 +21,7 @@ def midpoints(count: int) -> Tensor:
 
 def atoms(config: Mapping[str, Any]) -> Tensor:
     """(atoms,): evenly spaced over the support; for c51 with both ends, for hl_gauss the middles of equal parts."""
-    (low, high), count = config["value_support"], config["num_atoms"]
+    (low, high), count = config["value_support"], config["num_atoms"] or 51
     if config["critic"] == "hl_gauss":
         places = [(i + 0.5) / count for i in range(count)]
     else:
@@ -63,7 +63,7 @@ def predictions(
         values = (states * head["weight"]).sum(dim=-1)
         return values, values
     if kind == "iqn":
-        levels = midpoints(config["num_quantiles"])
+        levels = midpoints(config["num_atoms"] or 32)
         values = at_risk(
             risk,
             _iqn(head, states, levels).mean(dim=-1),
@@ -102,17 +102,17 @@ def token_losses(
         return -(_smoothed(returns, config) * predicted.log_softmax(dim=-1)).sum(dim=-1)
     if kind == "c51":
         return -(_projected(returns, atoms(config)) * predicted.log_softmax(dim=-1)).sum(dim=-1)
-    taus = midpoints(config["num_quantiles"]) if training_taus is None else training_taus.double()
+    taus = midpoints(config["num_atoms"] or 32) if training_taus is None else training_taus.double()
     return _quantile_huber(predicted, returns, taus, config["quantile_huber_kappa"])
 
 
 def _smoothed(returns: Tensor, config: Mapping[str, Any]) -> Tensor:
     """(C, bins): the share of a normal distribution around each return that falls into each bin of the support."""
-    (low, high), count = config["value_support"], config["num_atoms"]
+    (low, high), count = config["value_support"], config["num_atoms"] or 51
     width = (high - low) / count
     rows = []
     for value in returns.clamp(min=low, max=high).tolist():
-        scaled = [(low + width * i - value) / (config["hl_gauss_sigma"] * width) for i in range(count + 1)]
+        scaled = [(low + width * i - value) / (0.75 * width) for i in range(count + 1)]
         cdf = [0.5 * math.erfc(-place / math.sqrt(2)) for place in scaled]
         rows.append([(right - left) / (cdf[-1] - cdf[0]) for left, right in zip(cdf, cdf[1:], strict=False)])
     return torch.tensor(rows, dtype=torch.float64).view(len(returns), count)

@@ -72,7 +72,7 @@ def _cispo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Map
 def _sapo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapping[str, Any]) -> Tensor:
     tokens = []
     for ratio, advantage in zip(torch.exp(n - o), a, strict=True):
-        tau = config["sapo_tau_pos"] if advantage > 0 else config["sapo_tau_neg"]
+        tau = 1.0 if advantage > 0 else 1.05
         tokens.append(-advantage * 4 / (tau * (1 + torch.exp(-tau * (ratio - 1)))))
     return torch.stack(tokens)
 
@@ -94,7 +94,7 @@ def _dppo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapp
         p, q = math.exp(new.item()), math.exp(old.item())
         moved = p - q if advantage > 0 else q - p
         limit = high if advantage > 0 else low
-        if config["dppo_divergence"] == "kl":
+        if config["policy_loss"] == "dppo_kl":
             kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
             kept = moved <= 0 or kl <= limit
         else:
@@ -103,7 +103,7 @@ def _dppo(n: Tensor, o: Tensor, a: Tensor, low: float, high: float, config: Mapp
     return torch.stack(tokens)
 
 
-ROWS = {"clip": _clip, "gspo": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo": _dppo}
+ROWS = {"clip": _clip, "gspo": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo": _dppo, "dppo_kl": _dppo}
 """The policy losses of one row's tokens by name."""
 
 

@@ -181,7 +181,7 @@ class IndependentPPO:
         if self.networks.layout is not None:
             values = [self._critic(self.weights, row)[1] for row in samples.rows]
         kl = [kl_values(a - b, config["kl_estimator"]) for a, b in zip(old, reference, strict=True)]
-        coef = self.kl_coef if config["use_kl_in_reward"] else 0.0
+        coef = self.kl_coef
         shaped = [reward - coef * k for reward, k in zip(self._rewards(samples), kl, strict=True)]
         baseline = None if samples.greedy is None else [float(r.sum()) for r in self._rewards(samples.greedy)]
         rewards = whitened(shaped, keep_mean=True) if config["whiten_rewards"] else shaped
@@ -263,7 +263,7 @@ class IndependentPPO:
         config, new = self.config, [row.logprobs for row in current]
         old, advantages = [experience.old[i] for i in rows], [experience.advantages[i] for i in rows]
         of_tokens = losses.policy_loss(new, old, advantages, config)
-        if config["use_kl_loss"]:
+        if config["kl_loss_coef"]:
             kl = losses.kl_loss(new, [experience.reference[i] for i in rows], config)
             of_tokens = [loss + config["kl_loss_coef"] * k for loss, k in zip(of_tokens, kl, strict=True)]
         entropies = [row.entropies for row in current]

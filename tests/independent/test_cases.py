@@ -32,7 +32,6 @@ NOT_COMPARED = {
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
     "reward_retries": "calls a failing source again; tests/rewards",
     "dynamic_sampling": "which prompts a step learns from; tests/trainer/test_dynamic_sampling.py",
-    "max_sampling_rounds": "with it; tests/trainer/test_dynamic_sampling.py",
     "turn_gamma": "the independent PPO's responses have no holes; tests/environments/test_two_turn_game.py",
     "turn_lam": "likewise",
     "failed_rewards": "leaves rows out of what is computed; tests/trainer/test_failed_rewards.py",
@@ -66,7 +65,7 @@ def test_every_kl_estimator_that_the_loss_allows_has_a_case(configs):
     allowed = {
         name for name in registry.KL_ESTIMATORS.built_in if not registry.KL_ESTIMATORS.trait(name, "kink_at_zero")
     }
-    assert {config.kl_loss_type for config in configs.values() if config.use_kl_loss} == allowed
+    assert {config.kl_loss_type for config in configs.values() if config.kl_loss_coef} == allowed
 
 
 def test_every_critic_has_a_case_in_every_layout(configs):

@@ -23,12 +23,12 @@ from tests.independent.property_cases import assert_same, examples
 from tests.tiny_models import PAD, tiny_causal_lm
 from tests.tiny_runs import count_even, one_update, tiny_trainer, weights
 
-KL_IN_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.05}
+KL_IN_LOSS = {"kl_loss_coef": 0.3, "entropy_coef": 0.05}
 CRITIC_FREE = {"num_return_sequences": 2, "kl_coef": 0.0}
 SETTINGS = {
     "gae": {**KL_IN_LOSS, "kl_loss_type": "k3", "kl_estimator": "abs", "cliprange_value": 0.05},
     "corrected": {**KL_IN_LOSS, "kl_loss_type": "k1+", "old_policy": "correct", "whiten_rewards": True},
-    "quantile": {"critic": "quantile", "num_quantiles": 4, "critic_layout": "shared", "clip_ratio_c": 1.5},
+    "quantile": {"critic": "quantile", "num_atoms": 4, "critic_layout": "shared", "clip_ratio_c": 1.5},
     "grpo": {**CRITIC_FREE, **KL_IN_LOSS, "adv_estimator": "grpo", "kl_loss_type": "k2"},
     "rloo": {**CRITIC_FREE, "adv_estimator": "rloo", "policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
     "reinforce_plus_plus": {**CRITIC_FREE, "adv_estimator": "reinforce_plus_plus"},

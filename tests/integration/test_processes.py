@@ -30,13 +30,13 @@ def save_reward_adapter(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-IQN = ("ppo_epochs=2", "critic=iqn", "num_quantiles=4", "critic_pretraining_steps=1", "target_kl_stop=0.001")
+IQN = ("ppo_epochs=2", "critic=iqn", "num_atoms=4", "critic_pretraining_steps=1", "target_kl_stop=0.001")
 SEPARATE = ("critic_epochs=1", "critic_step_batch_size=5")
-GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "entropy_coef=0.01")
+GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "kl_loss_coef=0.001", "entropy_coef=0.01")
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 ADAPTER = ("lora=true", "critic_layout=adapter")
 SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
-CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
+CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1")
 SPARING = ("rollout_batch_size=4",)
 RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
@@ -49,13 +49,13 @@ RUNS = {
     ),
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
-    "rloo": (*RLOO, "dynamic_sampling=true", "overlong_buffer_len=3"),
+    "rloo": (*RLOO, "dynamic_sampling=3", "overlong_buffer_len=3"),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
     "lora_separate": (
         *(*SPARING, "total_episodes=16", "lora=true", "critic_layout=separate"),
-        *("critic_pretraining_steps=1", "reference=none", "use_kl_in_reward=false"),
+        *("critic_pretraining_steps=1", "reference=none", "kl_coef=0"),
     ),
     "reward_adapter": (*ADAPTER, "gradient_checkpointing=true", "reward_adapter=saved"),
     "lora_shared": (
@@ -80,13 +80,13 @@ RUNS = {
     "padded_rank": ("padded_rank=1", "eval_prompts=3"),
     # Of one eval set the second of two ranks has no prompt.
     "evaluated": (
-        *("eval_prompts=3", "eval_named=true", "eval_do_sample=true", "eval_num_samples=3", "eval_success_above=1.5"),
-        *("eval_best_of_by=long_responses", "dynamic_sampling=true", "num_return_sequences=2"),
-        *("reference=none", "use_kl_in_reward=false", "critic_pretraining_steps=1"),
+        *("eval_prompts=3", "eval_named=true", "eval_temperature=1.0", "eval_num_samples=3", "eval_success_above=1.5"),
+        *("eval_best_of_by=long_responses", "dynamic_sampling=3", "num_return_sequences=2"),
+        *("reference=none", "kl_coef=0", "critic_pretraining_steps=1"),
     ),
     # Conversations of one to three turns, of which a rank has other numbers than the other.
     "talking": (
-        *("talker=true", "response_len=12", "max_turn_tokens=3", "max_policy_tokens=8", "turn_gamma=0.9"),
+        *("talker=true", "response_len=12", "max_turn_tokens=3", "turn_gamma=0.9"),
         *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3"),
     ),
     "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),

@@ -27,8 +27,6 @@ CLIPPED = {
     "total_episodes": 10,
     "ppo_epochs": 2,
     "max_grad_norm": 0.1,
-    "critic_max_grad_norm": 0.3,
-    "critic_adam_epsilon": 0.0001,
 }
 RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
@@ -45,9 +43,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "num_inspected_prompts": 1,
         "total_episodes": 11,
         "num_return_sequences": 2,
-        "dynamic_sampling": True,
+        "dynamic_sampling": 3,
         # A set of one prompt; the sharded reference is sampled, and a sharded classifier measures.
-        **{"eval_prompts": 3, "eval_named": True, "eval_do_sample": True, "eval_num_samples": 2},
+        **{"eval_prompts": 3, "eval_named": True, "eval_temperature": 1.0, "eval_num_samples": 2},
         **{"eval_opponent": "reference", "eval_judge": "LlamaForSequenceClassification"},
     },
     # transformers' loop, which skips its processors on a rank that has done.
@@ -63,7 +61,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "total_episodes": 13,
         "critic_pretraining_steps": 1,
         "reference": "none",
-        "use_kl_in_reward": False,
+        "kl_coef": 0.0,
         "num_inspected_prompts": 1,
     },
     # The policy moves away in every step, and so the first evaluation of a step is the best; save_steps skips it.

@@ -314,7 +314,7 @@ def test_the_loss_of_an_hl_gauss_head_is_smoothed_in_widths_of_its_bins():
     expected = -(near * math.log(0.25) + far * math.log(0.75))
     first = head.loss(predictions, RETURNS, one_token, old_values=OLD_VALUES).loss
     assert_close(first, torch.tensor(expected), rtol=0, atol=1e-5)
-    head.configure(PPOConfig(critic="hl_gauss", hl_gauss_sigma=1e-3))
+    head.sigma = 1e-3
     # Hardly smoothed: all mass in the return's own bin.
     first = head.loss(predictions, RETURNS, one_token, old_values=OLD_VALUES).loss
     assert_close(first, torch.tensor(math.log(4.0)))
@@ -355,14 +355,14 @@ def test_only_an_iqn_head_samples_levels_and_as_its_generator_gives_them(kind):
 
 @EACH_KIND
 def test_a_head_from_the_configuration_has_the_options_named_there(kind):
-    options = {"num_atoms": 7, "value_support": [-2, 5], "num_quantiles": 9, "iqn_embedding_dim": 3}
+    options = {"num_atoms": 7, "value_support": [-2, 5]}
     args = PPOConfig(**acting({"critic": kind, **options}))
     expected = {
         "scalar": {},
         "c51": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},
         "hl_gauss": {"num_atoms": 7, "v_min": -2.0, "v_max": 5.0},
-        "quantile": {"num_quantiles": 9},
-        "iqn": {"num_quantiles": 9, "embedding_dim": 3},
+        "quantile": {"num_quantiles": 7},
+        "iqn": {"num_quantiles": 7, "embedding_dim": 64},
     }
     assert HEADS[kind].from_config(args, HIDDEN).spec() == {"kind": kind, **expected[kind]}
 

@@ -21,7 +21,7 @@ ROWS = (
     torch.tensor([[9, 10, 11], [12, 13, 0]]),
     torch.tensor([[True, True, True], [True, True, False]]),
 )
-KINDS = {"scalar": {}, "quantile": {"num_quantiles": 4}}
+KINDS = {"scalar": {}, "quantile": {"num_atoms": 4}}
 
 
 def lora(**settings):

@@ -51,7 +51,7 @@ def replaced(first, *rounds, prompts=None, max_rounds=5):
         prompts,
         rollout,
         counts=counts,
-        args=PPOConfig(dynamic_sampling=True, num_return_sequences=2, max_sampling_rounds=max_rounds),
+        args=PPOConfig(dynamic_sampling=max_rounds, num_return_sequences=2),
     )
     found: dict[int, list[float]] = {}
     for prompt, score in zip(result["prompt_ids"].tolist(), result["scores"].tolist(), strict=True):
@@ -127,7 +127,7 @@ def test_a_dataset_that_has_fewer_prompts_left_gives_those():
         rows_of(spread),
         step,
         lambda fresh, number: rows_of({p: again[p] for p in fresh}),
-        args=PPOConfig(dynamic_sampling=True, num_return_sequences=2, max_sampling_rounds=9),
+        args=PPOConfig(dynamic_sampling=9, num_return_sequences=2),
         counts=counts,
     )
     assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3

@@ -36,7 +36,7 @@ def outputs(**others: Tensor) -> ActorCriticOutputs:
 
 
 def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
-    args = PPOConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1+", entropy_coef=0.01)
+    args = PPOConfig(kl_loss_coef=0.1, kl_loss_type="k1+", entropy_coef=0.01)
     loss, stats = policy_terms(batch(), outputs(), args)
     # Ratio 1: -(1 + 2 + 3) / 6 = -1. KL: (0.5 + 0 + 1) / 6 = 0.25. Entropy: (0.5 + 1 + 1.5) / 6 = 0.5.
     assert float(stats["loss/policy"]) == -1 and float(stats["loss/kl"]) == 0.25 and float(stats["loss/entropy"]) == 0.5
@@ -49,7 +49,7 @@ def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
 
 
 def test_without_entropies_only_their_statistic_is_missing():
-    args = PPOConfig(use_kl_loss=True)
+    args = PPOConfig(kl_loss_coef=0.001)
     loss, stats = policy_terms(batch(), outputs(), args)
     alone, others = policy_terms(batch(), outputs(entropies=None), args)
     assert torch.equal(alone, loss) and set(stats) - set(others) == {"policy/entropy"}

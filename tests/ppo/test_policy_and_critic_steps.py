@@ -84,7 +84,7 @@ def test_the_scale_of_the_rewards_changes_no_bit_of_the_policys_update(case, tmp
     # 64 / sqrt(2) = 45 (half a unit in the last place: 1.9e-6), 1e-8 beside a variance of more than 1 (6e-8).
     updates = []
     for scale in (1, 1024):
-        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "use_kl_in_reward": False, "max_grad_norm": 0.1}
+        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "kl_coef": 0.0, "max_grad_norm": 0.1}
         update, _ = policy_after(
             tmp_path / str(scale), rewards=64.0 * scale, critic_scale=64.0 * scale, steps=2, **settings
         )
@@ -98,7 +98,7 @@ def test_the_scale_of_the_rewards_changes_the_policys_update_by_rounding_and_eps
     # less. AdamW divides by the gradient's size, so noise in elements that are nearly 0 is not small there.
     updates = []
     for scale in (1, 1000):
-        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "use_kl_in_reward": False, "dtype": torch.float64}
+        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "kl_coef": 0.0, "dtype": torch.float64}
         update, _ = policy_after(tmp_path / str(scale), rewards=scale, critic_scale=scale, **settings)
         updates.append(update)
     assert relative_error(updates[1], updates[0]) < 1e-5
@@ -109,7 +109,7 @@ def test_rewards_of_a_million_do_not_freeze_the_policy(layout, tmp_path):
     norms = []
     for scale in (1, 1e6):
         # The critic starts at 0, so that the first step's advantages are those of scale 1.
-        settings = {**LAYOUTS[layout], "critic_scale": 0.0, "use_kl_in_reward": False, "steps": 2}
+        settings = {**LAYOUTS[layout], "critic_scale": 0.0, "kl_coef": 0.0, "steps": 2}
         update, _ = policy_after(tmp_path / str(scale), rewards=scale, **settings)
         norms.append(math.hypot(*(float(tensor.norm()) for tensor in update.values())))
     assert norms[1] == pytest.approx(norms[0], rel=0.01)
@@ -130,11 +130,11 @@ def test_each_gradient_is_clipped_to_its_own_norm(layout, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     clipped = []
     optimizer.register_step_pre_hook(lambda *_: clipped.append((norm_of(policy), norm_of(critic))))
-    limits = {"max_grad_norm": 1e-3, "critic_max_grad_norm": 1e-2}
+    limits = {"max_grad_norm": 1e-3}
     settings = {**limits, "step_batch_size": 10, "critic_layout": layout}
     trainer = tiny_trainer(tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, **settings)
     stats = trainer.step(trainer.prompt_batches(0))
-    assert clipped == [(pytest.approx(1e-3, rel=1e-4), pytest.approx(1e-2, rel=1e-4))]
+    assert clipped == [(pytest.approx(1e-3, rel=1e-4), pytest.approx(1e-3, rel=1e-4))]
     # What is logged is the norm before clipping: that of a run that clips nothing, whose weights are the same.
     unclipped = []
     optimizer.register_step_pre_hook(lambda *_: unclipped.append((norm_of(policy), norm_of(critic))))
@@ -142,7 +142,7 @@ def test_each_gradient_is_clipped_to_its_own_norm(layout, tmp_path):
         tmp_path / "unclipped",
         model=model,
         trainer_arguments={"optimizers": (optimizer, None)},
-        **{**settings, "max_grad_norm": 1e9, "critic_max_grad_norm": None},
+        **{**settings, "max_grad_norm": 1e9},
     )
     trainer.step(trainer.prompt_batches(0))
     assert unclipped == [
@@ -252,23 +252,20 @@ def test_an_infinite_gradient_of_either_stops_both_and_says_whose_it_was(part, t
     assert cause == f"the {part}'s gradient norm is nan, though the losses of all ranks are finite"
 
 
-def test_the_critic_has_adamw_settings_of_its_own():
-    own = {"critic_adam_epsilon": 1e-3}
+def test_the_critic_has_the_policys_adamw_settings():
     policys = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-7}
     model = build_actor_critic(tiny_causal_lm("gpt2"), critic_layout="separate")
     critic = {id(parameter) for parameter in model.critic.parameters()}
-    for settings, expected in (({**policys, **own}, (0.1, (0.8, 0.95), 1e-3)), (policys, (0.1, (0.8, 0.95), 1e-7))):
-        optimizer = make_optimizer(model, tiny_config("unused", **settings), torch.device("cpu"))
-        found = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                decay = group["weight_decay"] if parameter.dim() > 1 else None
-                found.setdefault(id(parameter) in critic, set()).add((decay, group["betas"], group["eps"]))
-        assert found[True] == {expected, (None, *expected[1:])}
-        assert found[False] == {(0.1, (0.8, 0.95), 1e-7), (None, (0.8, 0.95), 1e-7)}
+    optimizer = make_optimizer(model, tiny_config("unused", **policys), torch.device("cpu"))
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            decay = group["weight_decay"] if parameter.dim() > 1 else None
+            found.setdefault(id(parameter) in critic, set()).add((decay, group["betas"], group["eps"]))
+    assert found[True] == found[False] == {(0.1, (0.8, 0.95), 1e-7), (None, (0.8, 0.95), 1e-7)}
 
 
-@pytest.mark.parametrize("name", ["critic_learning_rate", "critic_adam_epsilon"])
+@pytest.mark.parametrize("name", ["critic_learning_rate"])
 def test_settings_of_the_critic_are_refused_beside_an_optimizer_that_has_them(name, tmp_path):
     model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
     arguments = {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-3), None)}

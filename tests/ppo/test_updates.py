@@ -98,7 +98,7 @@ def test_trackers_hear_only_every_logging_steps_and_the_last(tmp_path):
 
 def test_evaluation_noise_is_the_same_at_every_step(tmp_path):
     arguments = {"eval_dataset": prompts(5)}
-    trainer = tiny_trainer(tmp_path, eval_do_sample=True, learning_rate=0.0, trainer_arguments=arguments)
+    trainer = tiny_trainer(tmp_path, eval_temperature=1.0, learning_rate=0.0, trainer_arguments=arguments)
     first = trainer.evaluate()
     before = weights(trainer)
     trainer.step(trainer.prompt_batches(0))

@@ -288,7 +288,7 @@ def test_the_metric_of_the_best_model_is_among_the_changes(tmp_path):
 
 
 def test_without_a_reference_nothing_says_kl(tmp_path):
-    shown, log = console(tmp_path, reference="none", use_kl_in_reward=False)
+    shown, log = console(tmp_path, reference="none", kl_coef=0.0)
     metrics = {"eval/rewards": 1.0, "eval/kl_sum_seq": 0.0}
     shown.on_evaluate(None, SimpleNamespace(global_step=0), None, metrics=metrics)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/rewards": 1, "objective/kl_sum_seq": 0}\n' * 2)

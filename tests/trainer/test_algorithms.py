@@ -10,15 +10,15 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import C51Head, build_actor_critic
 from alpaca_ppo.ppo.minibatches import plan_updates
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import acting, metric_lines, one_update, prompts, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights
 
 OPTIONS = {
     "c51": {"critic": "c51", "value_support": [-4.0, 8.0]},
     "hl_gauss": {"critic": "hl_gauss", "value_support": [-4.0, 10.0], "risk_level": "upper:0.2"},
-    "quantile": {"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25},
-    "iqn": {"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"},
-    "kl_loss": {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_kl_in_reward": False},
-    "both_kl": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"},
+    "quantile": {"critic": "quantile", "num_atoms": 8, "risk_level": 0.25},
+    "iqn": {"critic": "iqn", "num_atoms": 8, "risk_level": 0.5, "critic_layout": "shared"},
+    "kl_loss": {"kl_loss_coef": 0.3, "kl_coef": 0.0},
+    "both_kl": {"kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"},
     "entropy": {"entropy_coef": 0.1, "loss_agg_mode": "seq-mean-token-sum"},
     "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.01},
     "masked": {
@@ -199,7 +199,7 @@ def test_an_optimizer_of_the_users_own_has_its_own_rates(tmp_path):
 
 
 def test_a_kl_in_the_loss_alone_leaves_the_reward_as_it_is(tmp_path):
-    trainer = tiny_trainer(tmp_path, use_kl_in_reward=False, use_kl_loss=True, kl_loss_coef=0.5)
+    trainer = tiny_trainer(tmp_path, kl_coef=0.0, kl_loss_coef=0.5)
     trainer.step(trainer.prompt_batches(0))
     stats = trainer.step(trainer.prompt_batches(1))
     assert stats["objective/non_score_rewards"] == 0 and stats["objective/kl_sum_seq"] != 0
@@ -253,5 +253,5 @@ def test_a_run_starts_from_the_critic_that_another_left(kind, tmp_path):
     for one, other in zip(first.actor_critic.critic.parameters(), second.actor_critic.critic.parameters(), strict=True):
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match="the value model's head is .*set critic and its options"):
-        changed = acting({"num_quantiles": 5, "num_atoms": 5, **settings})
+        changed = {"num_atoms": 5, **settings}
         tiny_trainer(tmp_path / "third", trainer_arguments={"value_model": folder}, **changed)

@@ -99,7 +99,7 @@ def test_no_pass_of_the_policy_is_made_for_nothing(tmp_path):
 def test_the_controller_and_the_schedule_of_the_policy_begin_afterwards(whole):
     _, lines, _, _ = whole
     coefs = [line["objective/kl_coef"] for line in lines]
-    # A step of KL 0 is below the target: the coefficient falls by k_beta * 0.2 = 2 %.
+    # A step of KL 0 is below the target: the coefficient falls by 0.1 * 0.2 = 2 %.
     assert coefs[: STEPS + 2] == [0.05] * (STEPS + 1) + [pytest.approx(0.05 * 0.98)]
     # Linear from 0.001 over the two optimizer steps of each of the steps that are left; the metric is the last one's.
     left = 2 * (5 - STEPS)

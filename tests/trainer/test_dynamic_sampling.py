@@ -13,8 +13,7 @@ from alpaca_ppo.functional.rng import seeded_permutation
 from tests.tiny_runs import before_update, count_even, metric_lines, tiny_trainer, weights
 
 PAIRS = {
-    "dynamic_sampling": True,
-    "max_sampling_rounds": 2,
+    "dynamic_sampling": 2,
     "num_return_sequences": 2,
     "adv_estimator": "grpo",
     "rollout_batch_size": 6,

@@ -49,7 +49,7 @@ def test_evaluation_is_greedy_by_default_and_tells_reward_length_and_kl(tmp_path
 
 
 def test_sampled_evaluation_repeats_its_random_numbers(tmp_path):
-    trainer = tiny_trainer(tmp_path, eval_do_sample=True, eval_top_k=20, eval_top_p=0.9, **EVALUATED)
+    trainer = tiny_trainer(tmp_path, eval_temperature=1.0, eval_top_p=0.9, **EVALUATED)
     first = trainer.evaluate()
     rows = table(tmp_path, 0)
     second = trainer.evaluate()
@@ -97,7 +97,6 @@ def even_share(completion_ids, **columns):
 
 
 NAMED = {
-    "eval_do_sample": True,
     "eval_num_samples": 4,
     "eval_temperature": 1.5,
     "eval_success_above": 1.5,
@@ -199,7 +198,7 @@ HERE = "tests.trainer.test_evaluation:"
     ("settings", "names"),
     [
         ({"eval_success_by": "gold"}, "scores, rewards, scores/rm, scores/scores, scores/scores_2, two_answers"),
-        ({"eval_best_of_by": "gold", "eval_do_sample": True, "eval_num_samples": 2}, "scores, rewards, scores/rm, "),
+        ({"eval_best_of_by": "gold", "eval_temperature": 1.0, "eval_num_samples": 2}, "scores, rewards, scores/rm, "),
         ({"eval_opponent": "answers.jsonl", "eval_judge": "gold"}, "scores, scores/rm, scores/scores, scores/scores_2"),
         ({"metric_funcs": ["nothing:here"]}, "metric_funcs, which takes what reward_funcs does: .*no module 'nothing'"),
     ],

@@ -83,7 +83,7 @@ def test_none_by_every_source_is_a_failure_too():
     "settings",
     [
         {},
-        {"num_return_sequences": 3, "adv_estimator": "grpo", "dynamic_sampling": True},
+        {"num_return_sequences": 3, "adv_estimator": "grpo", "dynamic_sampling": 3},
         {"old_policy": "correct", "critic": "quantile", "step_batch_size": 10},
     ],
 )

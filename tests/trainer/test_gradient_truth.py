@@ -183,7 +183,7 @@ def test_the_whitened_group_mean_is_half_the_gradient_over_the_std(tmp_path):
 @either_problem
 @pytest.mark.parametrize("kind", ["k2", "k1+", "k3+"])
 def test_kl_in_the_loss_is_that_of_the_next_token_at_the_visited_states(problem, kind, tmp_path):
-    settings = {"use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": kind}
+    settings = {"kl_loss_coef": COEF, "kl_loss_type": kind}
     trainer, update = expected_update(tmp_path, problem, **settings)
     gradient, penalty = objective_gradient(trainer, problem), visited_states_gradient(trainer, problem, kl_of_tokens)
     assert relative_error(update, gradient - COEF * penalty) < TOLERANCE
@@ -194,7 +194,7 @@ def test_kl_in_the_loss_is_that_of_the_next_token_at_the_visited_states(problem,
 
 @either_problem
 def test_k3_in_the_loss_has_the_gradient_of_the_reversed_kl(problem, tmp_path):
-    settings = {"use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": "k3"}
+    settings = {"kl_loss_coef": COEF, "kl_loss_type": "k3"}
     trainer, update = expected_update(tmp_path, problem, **settings)
     penalty = visited_states_gradient(trainer, problem, reversed_kl_of_tokens)
     assert relative_error(update, objective_gradient(trainer, problem) - COEF * penalty) < TOLERANCE
@@ -203,14 +203,14 @@ def test_k3_in_the_loss_has_the_gradient_of_the_reversed_kl(problem, tmp_path):
 
 @either_problem
 def test_k1_in_the_loss_has_no_gradient_on_average(problem, tmp_path):
-    settings = {"use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": "k1"}
+    settings = {"kl_loss_coef": COEF, "kl_loss_type": "k1"}
     trainer, update = expected_update(tmp_path, problem, **settings)
     assert relative_error(update, objective_gradient(trainer, problem)) < TOLERANCE
 
 
 @either_problem
 def test_kl_in_reward_and_loss_and_the_entropy_bonus_add_up(problem, tmp_path):
-    settings = {"kl_coef": BETA, "use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": "k2", "entropy_coef": 0.2}
+    settings = {"kl_coef": BETA, "kl_loss_coef": COEF, "kl_loss_type": "k2", "entropy_coef": 0.2}
     trainer, update = expected_update(tmp_path, problem, **settings)
     penalty = visited_states_gradient(trainer, problem, kl_of_tokens)
     bonus = visited_states_gradient(trainer, problem, entropy_of_tokens)
@@ -268,7 +268,7 @@ def test_an_optimizer_step_in_micro_batches_takes_the_gradient(mode, tmp_path):
     policy.lm_head.weight.data.zero_()
     actor_critic = build_actor_critic(policy, critic_layout="separate")
     settings = {"rollout_batch_size": 27, "step_batch_size": 27, "step_per_device_batch_size": 6, "ppo_epochs": 1}
-    settings |= {"use_kl_loss": True, "kl_loss_coef": COEF, "kl_loss_type": "k1+", "entropy_coef": 0.2}
+    settings |= {"kl_loss_coef": COEF, "kl_loss_type": "k1+", "entropy_coef": 0.2}
     settings |= {"loss_agg_mode": mode, "kl_coef": BETA, "max_grad_norm": 1e9}
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=1.0)
     arguments = {"optimizers": (optimizer, None)}

@@ -31,7 +31,7 @@ def backbone_of(trainer):
     [
         ("llama", WIDE, {}),
         # Smaller, of another family, with embeddings tied to the head that is dropped, and longer than the policy's.
-        ("gpt2", {"n_embd": 16, "n_layer": 1, "vocab_size": 80}, {"critic": "quantile", "num_quantiles": 3}),
+        ("gpt2", {"n_embd": 16, "n_layer": 1, "vocab_size": 80}, {"critic": "quantile", "num_atoms": 3}),
         # Its states are narrower than its layers.
         ("opt", {"word_embed_proj_dim": 16}, {}),
     ],

@@ -132,7 +132,7 @@ def test_a_threshold_that_cuts_weights_leaves_some_of_the_bias(problem, tmp_path
 
 @either_problem
 def test_sequence_weights_hold_for_kl_and_entropy_in_the_loss_too(problem, tmp_path):
-    settings = {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "k2", "entropy_coef": 0.7}
+    settings = {"kl_loss_coef": 0.7, "kl_loss_type": "k2", "entropy_coef": 0.7}
     trainer, update = expected_update(tmp_path, problem, **SEQUENCE, **settings)
     penalty = visited_states_gradient(trainer, problem, lambda pi, ref: (pi.exp() * (pi - ref)).sum(dim=-1))
     bonus = visited_states_gradient(trainer, problem, lambda pi, ref: -(pi.exp() * pi).sum(dim=-1))

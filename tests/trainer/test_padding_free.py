@@ -24,7 +24,7 @@ LEFT_OUT = ("padding_fraction", "mismatch/", "first_ratio_error", "kl_by_source"
         ({}, {}),
         ({"adv_estimator": "grpo", "num_return_sequences": 3, "rollout_batch_size": 4}, {}),
         ({"critic_layout": "adapter", "gradient_checkpointing": True}, LORA),
-        ({"critic_layout": "shared", "use_kl_loss": True}, {}),
+        ({"critic_layout": "shared", "kl_loss_coef": 0.001}, {}),
     ],
     ids=["separate", "group", "adapter", "shared"],
 )

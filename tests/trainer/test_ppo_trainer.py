@@ -54,7 +54,7 @@ def test_the_update_does_not_depend_on_the_micro_batch_size(mode, tmp_path):
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_nor_does_that_of_a_kl_loss_where_the_policy_is_the_reference(kind, tmp_path):
     # There every log-prob differs from the reference's by rounding alone, of either sign.
-    settings = {"use_kl_loss": True, "kl_loss_type": kind, "kl_loss_coef": 1.0, "ppo_epochs": 1}
+    settings = {"kl_loss_type": kind, "kl_loss_coef": 1.0, "ppo_epochs": 1}
     settings |= {"step_batch_size": 16, "rollout_batch_size": 16}
     results = []
     for size in (1, 16):
@@ -186,11 +186,11 @@ def test_the_default_advantages_are_whitened_gae_and_the_returns_are_not(tmp_pat
 
 
 def test_the_kl_controller_moves_the_coefficient_after_each_step(tmp_path):
-    trainer = tiny_trainer(tmp_path, kl_controller="proportional", kl_coef=0.2, target_kl=1.0, k_beta=0.5)
+    trainer = tiny_trainer(tmp_path, kl_controller="proportional", kl_coef=0.2, target_kl=1.0)
     stats, _ = step_once(trainer)
-    # The first KL is 0, so the clipped error is -0.2: 0.2 * (1 - 0.5 * 0.2) = 0.18.
+    # The first KL is 0, so the clipped error is -0.2: 0.2 * (1 - 0.1 * 0.2) = 0.196.
     assert stats["objective/kl_coef"] == 0.2
-    assert trainer.kl_controller.value == pytest.approx(0.18)
+    assert trainer.kl_controller.value == pytest.approx(0.196)
 
 
 def test_a_critic_started_from_the_reward_model_predicts_its_score(tmp_path):

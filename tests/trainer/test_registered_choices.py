@@ -26,7 +26,7 @@ class GaussianHead(CriticHead):
 
     @classmethod
     def from_config(cls, args: Any, hidden_size: int) -> "GaussianHead":
-        return cls(hidden_size, min_log_variance=-float(args.iqn_embedding_dim))
+        return cls(hidden_size, min_log_variance=-float(args.num_atoms))
 
     def settings(self) -> dict[str, Any]:
         return {"min_log_variance": self.min_log_variance}
@@ -56,7 +56,7 @@ class GaussianHead(CriticHead):
 def test_a_new_critic_is_one_class_that_trains_is_saved_and_loads_again(layout, tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = {"peft_config": lora} if layout == "adapter" else {}
-    settings = {"critic": "gaussian", "iqn_embedding_dim": 3, "critic_layout": layout, "learning_rate": 1e-2}
+    settings = {"critic": "gaussian", "num_atoms": 3, "critic_layout": layout, "learning_rate": 1e-2}
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     folder = str(tmp_path / "run" / "final" / "value")
     with temporary_choices():
@@ -136,7 +136,7 @@ def test_a_registered_copy_of_a_built_in_choice_makes_the_same_run(built_in, reg
         functional.register_policy_loss("copied")(copied_clip)
         functional.register_kl_estimator("copied")(copied_k3)
         register_generation_backend("copied")(registry.GENERATION_BACKENDS.get("generate"))
-        common = {"use_kl_loss": True, "kl_loss_coef": 0.1, "dtype": torch.float64}
+        common = {"kl_loss_coef": 0.1, "dtype": torch.float64}
         expected = tiny_trainer(tmp_path / "built_in", **common, **built_in)
         expected.train()
         actual = tiny_trainer(tmp_path / "registered", **common, **registered)

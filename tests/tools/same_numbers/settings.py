@@ -67,7 +67,7 @@ _GROUPS = {"num_return_sequences": 2, "rollout_batch_size": 5, "total_episodes":
 _GSPO = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.01}
 _CUT_WEIGHTS = {"old_policy": "correct", "bf16": True, "rollout_correction_threshold": 1.0}
 _SEQUENCE_WEIGHTS = {"rollout_correction_level": "sequence", "rollout_correction_normalize": True}
-_EVALUATED = {"eval_steps": 1, "eval_do_sample": True, "eval_top_k": 20, "eval_top_p": 0.9}
+_EVALUATED = {"eval_steps": 1, "eval_temperature": 1.0, "eval_top_p": 0.9}
 _SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.1}
 _RESUMED = {**_SCHEDULE, "save_steps": 1, "kl_controller": "proportional", "target_kl": 0.1}
 _ADAPTERS = {"critic_layout": "adapter"}
@@ -81,14 +81,14 @@ RUNS: dict[str, Run] = {
     # Critics, their layouts and what is read of them.
     "scalar": Run({**_SCHEDULE, "eval_steps": 1, "save_steps": 2}, eval_prompts=3),
     "c51": Run({"critic": "c51", "value_support": [-4.0, 8.0], "num_atoms": 11}),
-    "quantile": Run({"critic": "quantile", "num_quantiles": 8, "risk_level": 0.25}),
-    "iqn": Run({"critic": "iqn", "num_quantiles": 8, "risk_level": 0.5, "critic_layout": "shared"}),
+    "quantile": Run({"critic": "quantile", "num_atoms": 8, "risk_level": 0.25}),
+    "iqn": Run({"critic": "iqn", "num_atoms": 8, "risk_level": 0.5, "critic_layout": "shared"}),
     "shared": Run({"critic_layout": "shared", "cliprange_value": None, "gamma": 0.9}),
     "warmup": Run({"critic_pretraining_steps": 1, "critic_learning_rate": 5e-3, "weight_decay": 0.1}),
     "warmup_shared": Run({"critic_pretraining_steps": 1, "critic_layout": "shared", "weight_decay": 0.1}),
     "value_from_reward": Run({"init_value_with_reward": True, "reward_weights": [0.5, 2.0]}, reward="model"),
     # Estimators of the advantage.
-    "grpo": Run({**_GROUPS, "adv_estimator": "grpo", "use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.3}),
+    "grpo": Run({**_GROUPS, "adv_estimator": "grpo", "kl_loss_type": "k2", "kl_loss_coef": 0.3}),
     "grpo_no_std": Run({**_GROUPS, "adv_estimator": "grpo_no_std"}),
     "rloo": Run({**_GROUPS, "adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum-norm"}),
     "opo": Run({**_GROUPS, "adv_estimator": "opo"}),
@@ -103,9 +103,9 @@ RUNS: dict[str, Run] = {
     "dual_clip": Run({"clip_ratio_c": 1.05, "cliprange": 0.05, "cliprange_high": 0.1, "max_grad_norm": 0.1}),
     "kl_k3_proportional": Run({"kl_estimator": "k3", "kl_controller": "proportional", "target_kl": 0.1}),
     "kl_abs_horizon": Run({"kl_estimator": "abs", "kl_controller": "horizon", "target_kl": 0.1, "kl_horizon": 50}),
-    "kl_loss": Run({"use_kl_in_reward": False, "use_kl_loss": True, "kl_loss_coef": 0.3}),
-    "kl_twice": Run({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"}),
-    "no_reference": Run({"reference": "none", "use_kl_in_reward": False, "kl_coef": 0.0}),
+    "kl_loss": Run({"kl_coef": 0.0, "kl_loss_coef": 0.3}),
+    "kl_twice": Run({"kl_loss_coef": 0.3, "kl_loss_type": "k1+", "kl_estimator": "k3+"}),
+    "no_reference": Run({"reference": "none", "kl_coef": 0.0}),
     "entropy": Run({"entropy_coef": 0.1, "loss_agg_mode": "seq-mean-token-sum"}),
     "whitened_rewards": Run({"whiten_rewards": True, "whiten_advantages": False}),
     "kl_stop": Run({"target_kl_stop": 1e-3, "ppo_epochs": 3}),
@@ -141,7 +141,7 @@ RUNS: dict[str, Run] = {
     "skipped_updates": Run({"max_skipped_updates": 2}, trainer="SometimesNaN"),
     # Ended and resumed.
     "resumed": Run({**_RESUMED, "critic_pretraining_steps": 1}, stop="step", eval_prompts=3),
-    "resumed_lora_iqn": Run({**_RESUMED, **_ADAPTERS, "critic": "iqn", "num_quantiles": 4}, lora=True, stop="step"),
+    "resumed_lora_iqn": Run({**_RESUMED, **_ADAPTERS, "critic": "iqn", "num_atoms": 4}, lora=True, stop="step"),
     "resumed_within_a_step": Run(_RESUMED, trainer="OwnLoss", stop="signal"),
     # Two processes. One rank has no prompt in the last step of `ddp` and `zero3`.
     "ddp": Run({"total_episodes": 11}, processes=2, eval_prompts=3),
