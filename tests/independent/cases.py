@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.tiny_runs import acting
+
 
 def even(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Three quarters for each even token, less one."""
@@ -74,7 +76,7 @@ class Case:
         A case with holes or a mismatch changes what was sampled, so the sampler's log-probs are not the policy's.
         """
         merged = {**BASE, "mismatch_action": "ignore", **self.options}
-        return {"total_episodes": 3 * merged["rollout_batch_size"], **merged}
+        return acting({"total_episodes": 3 * merged["rollout_batch_size"], **merged})
 
 
 def case(

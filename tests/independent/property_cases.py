@@ -229,7 +229,7 @@ LOSSES: dict[str, tuple[LossOf, str]] = {
         _probable(_policy(dppo_policy_loss, cliprange_low=0.02, cliprange_high=0.03, clip_ratio_c=1.5)),
         "logprobs",
     ),
-    "dppo, kl": (
+    "dppo_kl": (
         _probable(_policy(dppo_policy_loss, divergence="kl", cliprange_low=0.005, cliprange_high=0.01)),
         "logprobs",
     ),

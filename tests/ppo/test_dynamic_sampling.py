@@ -1,6 +1,7 @@
 """Which prompts are replaced, by which, and in which place; each case by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from alpaca_ppo import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.ppo.dynamic_sampling import informative, replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
+
+ROUNDS = PPOConfig(dynamic_sampling=3, num_return_sequences=2)
 
 
 def rows_of(scores):
@@ -51,7 +54,7 @@ def replaced(first, *rounds, prompts=None, max_rounds=5):
         prompts,
         rollout,
         counts=counts,
-        args=PPOConfig(dynamic_sampling=max_rounds, num_return_sequences=2),
+        args=replace(ROUNDS, dynamic_sampling=max_rounds),
     )
     found: dict[int, list[float]] = {}
     for prompt, score in zip(result["prompt_ids"].tolist(), result["scores"].tolist(), strict=True):
@@ -127,7 +130,7 @@ def test_a_dataset_that_has_fewer_prompts_left_gives_those():
         rows_of(spread),
         step,
         lambda fresh, number: rows_of({p: again[p] for p in fresh}),
-        args=PPOConfig(dynamic_sampling=9, num_return_sequences=2),
+        args=replace(ROUNDS, dynamic_sampling=9),
         counts=counts,
     )
     assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
@@ -140,4 +143,4 @@ def test_rounds_with_other_tensors_are_refused(other):
     first = rows_of({3: [1.0, 1.0]}) | {"rewards": torch.zeros(2)}
     new = rows_of({10: [1.0, 2.0]}) | {"rewards": torch.zeros(2)} | other
     with pytest.raises(ValueError, match=f"{next(iter(other))} with rows of shape"):
-        replace_uninformative(first, Prompts(), lambda *_: new, counts=RolloutCounts(), args=PPOConfig())
+        replace_uninformative(first, Prompts(), lambda *_: new, counts=RolloutCounts(), args=ROUNDS)
