@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from datasets import Dataset
 
 from alpaca_ppo.config.credentials import without_credential_arguments, without_credentials
@@ -28,7 +27,6 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.provenance import Provenance
 from alpaca_ppo.config.run_file import IN_MEMORY
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
-from alpaca_ppo.distributed.accelerator import hardware
 
 _PACKAGES = (
     "alpaca_ppo", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "numpy",
@@ -101,9 +99,9 @@ class RunRecord:
         cleaned: dict[str, Any] = without_credentials({**whole, **_OF_THIS_START})
         return cleaned
 
-    def provenance(self, accelerator: Accelerator, *, resumed_step: int = 0) -> dict[str, Any]:
-        """Where the run came from, as plain values without credentials; `resumed_step` is that of the checkpoint from
-        which it goes on.
+    def provenance(self, hardware: Mapping[str, Any], *, resumed_step: int = 0) -> dict[str, Any]:
+        """Where the run came from and what it runs on, as plain values without credentials; `resumed_step` is that of
+        the checkpoint from which it goes on.
         """
         found = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -113,7 +111,7 @@ class RunRecord:
             "git": git_state(Path.cwd()),
             "package_commit": package_commit(),
             "versions": _versions(),
-            "hardware": hardware(accelerator),
+            "hardware": dict(hardware),
             IN_MEMORY: dict(self.in_memory),
         }
         cleaned: dict[str, Any] = without_credentials(found)

@@ -30,6 +30,7 @@ from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
+from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
@@ -361,7 +362,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         step = -1 if self.progress.at_start else self.progress.step
         self.run_log.begin(
             self.run_record.config(self.args),
-            self.run_record.provenance(self.accelerator, resumed_step=step),
+            self.run_record.provenance(hardware(self.accelerator), resumed_step=step),
             step=step,
             last_line=self.progress.last_line,
             lines=lines,
