@@ -61,7 +61,7 @@ def test_a_run_file_is_read_back_as_the_same_options(name, tmp_path):
         "risk_level": 0.25,
         "report_to": ["none"],
         "max_grad_norm": 1e-7,
-        "truncate_tokens": ["\n", "null", "1e3"],
+        "truncate_tokens": ["\n", "null", "1.5"],
         "total_epochs": None,
         "total_episodes": 640,
     }
