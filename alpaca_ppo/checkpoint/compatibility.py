@@ -7,9 +7,8 @@ weights are compared where they are loaded (`serialization`).
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from alpaca_ppo.adapters import POLICY, REWARD, VALUE
 from alpaca_ppo.adapters.adapter_set import adapter_tensors
 from alpaca_ppo.adapters.checks import belongs_to
-from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_fingerprint, model_state, tensors_fingerprint
+from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_state, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.schedules import StepCounts
 from alpaca_ppo.environments.episodes import Environments
-from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Policy, Reference
+from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
 _FREE_TO_CHANGE = """
@@ -48,35 +47,9 @@ _NO_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
-_REMEDIES = {
-    "args": "change it back, or start a new run in another output_dir",
-    "tokenizer": "pass the tokenizer of the checkpoint's run as processing_class",
-    "policy": "use the model of the checkpoint's run",
-    "critic": "use the critic of the checkpoint's run",
-    "peft_config": "use the adapter's settings of the checkpoint's run",
-    "train_dataset": "use the rows of the checkpoint's run, in the same order, or set ignore_changes: [data]",
-    "weights": (
-        "use the models that the checkpoint's run started from (the reference may be a copy of its starting policy), "
-        "or set ignore_changes: [model]"
-    ),
-    "rewards": (
-        "use the reward sources of the checkpoint's run, in the same order and with the same reward_weights, or set "
-        "ignore_changes: [reward]"
-    ),
-    "environments": "use the environments and tools of the checkpoint's run, or set ignore_changes: [reward]",
-    "lr_schedule": (
-        "the schedule of lr_scheduler_type spreads the learning rate over the whole run, so keep total_epochs, "
-        "total_episodes, max_steps and the number of prompts, or start a new run in another output_dir"
-    ),
-}
-_NAMES = {
-    "weights.policy": "the starting policy",
-    "weights.reference": "the reference",
-    "weights.critic": "the frozen part of the critic",
-    "lr_schedule.optimizer_steps": "the number of optimizer steps",
-    "lr_schedule.critic_optimizer_steps": "the number of the critic's optimizer steps",
-}
-_MOST_NAMED = 5
+_IGNORED_BY = {"train_dataset": "data", "weights": "model", "rewards": "reward", "environments": "reward"}
+"""What `ignore_changes` names to allow a change of an entry."""
+_MOST_NAMED, _ABSENT = 5, "absent"
 
 
 def start_identity(
@@ -88,39 +61,33 @@ def start_identity(
     critic, the weights that are trained are left out: they come from the checkpoint, and what else is built from them,
     a copied reference, is compared itself.
     """
-    weights = _frozen_policy(actor_critic.policy) | {"reference": _reference_identity(reference)}
-    critic = {} if actor_critic.critic is None else dict(actor_critic.critic.named_parameters())
-    if frozen := {name: parameter for name, parameter in critic.items() if not parameter.requires_grad}:
-        weights["critic"] = f"weights {tensors_fingerprint(frozen)}"
-    sources = zip(scorer.sources, scorer.weights, strict=True)
-    identity: dict[str, Any] = {"weights": weights}
-    identity["rewards"] = [_source_identity(source) | {"weight": w} for source, w in sources]
-    # Without environments the entry is left out.
-    return identity | ({} if environments is None else {"environments": _kinds_identity(environments)})
-
-
-def _kinds_identity(environments: Environments) -> dict[str, Any]:
-    """The class of each environment, and the tools that it is given, in a dictionary by its name."""
-    return {
-        kind.name: {
-            "environment": callable_identity(kind.environment_class),
-            "tools": [callable_identity(tool.function) for tool in kind.tools if tool.function is not None],
-        }
-        for kind in environments.kinds.values()
-    }
-
-
-def _frozen_policy(policy: Policy) -> dict[str, str]:
-    """The part of the policy that is not trained, under the entry `policy`; nothing if all of it is."""
-    named = policy.model.named_parameters(remove_duplicate=False)
+    model, critic = actor_critic.policy.model, actor_critic.critic
+    named = model.named_parameters(remove_duplicate=False)
     left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
-    frozen = {name: tensor for name, tensor in model_state(policy.model).items() if name not in left_out}
-    return {"policy": f"weights {tensors_fingerprint(frozen)}"} if frozen else {}
+    parameters = [] if critic is None else critic.named_parameters()
+    weights = {
+        "reference": _reference_identity(reference),
+        "starting_policy": {name: tensor for name, tensor in model_state(model).items() if name not in left_out},
+        "frozen_critic": {name: parameter for name, parameter in parameters if not parameter.requires_grad},
+    }
+    sources = enumerate(zip(scorer.sources, scorer.weights, strict=True))
+    kinds = {} if environments is None else environments.kinds
+    return {
+        "weights": {k: v if isinstance(v, str) else tensors_fingerprint(v) for k, v in weights.items() if v},
+        "rewards": {str(i): _source_identity(source) | {"weight": weight} for i, (source, weight) in sources},
+        "environments": {
+            kind.name: {
+                "environment": callable_identity(kind.environment_class),
+                "tools": [callable_identity(tool.function) for tool in kind.tools if tool.function is not None],
+            }
+            for kind in kinds.values()
+        },
+    }
 
 
 def _reference_identity(reference: Reference | None) -> str:
     if isinstance(reference, CopiedReference):
-        return f"weights {model_fingerprint(reference.policy.model)}"
+        return f"weights {tensors_fingerprint(model_state(reference.policy.model))}"
     if isinstance(reference, AdapterReference):
         return f"the policy with {'no adapter' if reference.adapter is None else 'the adapter it started from'}"
     return "none" if reference is None else type(reference).__name__
@@ -128,14 +95,13 @@ def _reference_identity(reference: Reference | None) -> str:
 
 def _source_identity(source: FunctionReward | ModelReward) -> dict[str, Any]:
     if isinstance(source, FunctionReward):
-        return {"name": source.name, "function": callable_identity(source.function)}
+        return {"function": callable_identity(source.function)}
     model: Any = source.model
-    identity = {"name": source.name, "config": architecture(model.config)}
-    identity["tokenizer"] = tokenizer_identity(source.tokenizer)
+    tensors, kind = model_state(model), type(model).__name__
     if isinstance(model, AdapterClassifier):
-        tensors = model_state(model) | adapter_tensors(model.adapters, REWARD)
-        return identity | {"adapter": f"weights {tensors_fingerprint(tensors)}, {model.adapters.describe(REWARD)}"}
-    return identity | {"model": f"{type(model).__name__} with weights {model_fingerprint(model)}"}
+        tensors, kind = tensors | adapter_tensors(model.adapters, REWARD), model.adapters.describe(REWARD)
+    identity = {"config": architecture(model.config), "tokenizer": tokenizer_identity(source.tokenizer)}
+    return identity | {"model": f"{kind} with weights {tensors_fingerprint(tensors)}"}
 
 
 def run_identity(
@@ -154,35 +120,33 @@ def run_identity(
     (the optimizer's state, for example, has the old learning rate). `optimizer_steps`, of the whole run, are included
     if a learning rate depends on them; pass None if the schedule is not the one that `args` names.
     """
-    policy = actor_critic.policy
+    policy, critic = actor_critic.policy, actor_critic.critic
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
     identity["policy"] = architecture(policy.model.config)
     if policy.model.generation_config is not None:
         identity["policy"]["stop_tokens"] = policy.model.generation_config.eos_token_id
-    backbone: Any = None if actor_critic.critic is None else actor_critic.critic.backbone
+    backbone: Any = None if critic is None else critic.backbone
     if backbone is not None:
         identity["critic"] = architecture(backbone.config)
     if policy.adapters is not None:
-        identity["peft_config"] = settings = policy.adapters.describe(POLICY)
         # A critic that another run saved brings an adapter of its own kind.
-        has_adapter = actor_critic.critic is not None and actor_critic.critic.has_adapter
-        if has_adapter and (of_critic := policy.adapters.describe(VALUE)) != settings:
-            identity["peft_config"] = f"{settings}, the critic's {of_critic}"
+        roles = [POLICY, VALUE] if critic is not None and critic.has_adapter else [POLICY]
+        identity["peft_config"] = {role: policy.adapters.describe(role) for role in roles}
     left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
     identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
-    if optimizer_steps is not None and (lengths := schedule_lengths(args, optimizer_steps)):
-        identity["lr_schedule"] = lengths
+    if optimizer_steps is not None:
+        identity["lr_scheduler_type"] = schedule_lengths(args, optimizer_steps)
     return identity | {"train_dataset": data_identity(train_prompts), **start}
 
 
 def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
     """The optimizer steps over which a learning rate is spread: the policy's, and the critic's if they are others."""
+    spread = depends_on_length(args.lr_scheduler_type)
     # A warm-up that is a share of the steps is one of the run's length, too.
-    spread = depends_on_length(args.lr_scheduler_type) or 0 < args.warmup_steps < 1
-    lengths = {"optimizer_steps": optimizer_steps.policy} if spread else {}
+    lengths = {"optimizer_steps": optimizer_steps.policy} if spread or 0 < args.warmup_steps < 1 else {}
     critic = optimizer_steps.critic
     warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
-    if critic and critic not in lengths.values() and (depends_on_length(args.lr_scheduler_type) or 0 < warmup < 1):
+    if critic and critic not in lengths.values() and (spread or 0 < warmup < 1):
         lengths["critic_optimizer_steps"] = critic
     return lengths
 
@@ -196,59 +160,33 @@ def depends_on_length(lr_scheduler_type: str) -> bool:
 
 
 def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], args: PPOConfig) -> None:
-    """Checks that the checkpoint `folder` is of this run, as far as `args` do not allow a change.
-
-    Args:
-        folder: of the checkpoint.
-        saved: its entries, those of `run_identity` among them.
-        here: the `run_identity` of this run.
-        args: of this run.
+    """Checks that the checkpoint `folder`, with the identity `saved`, is of this run, as far as `args` do not allow a
+    change; `here` is the `run_identity` of this run.
 
     Raises:
-        ValueError: names everything that differs, with both values and what to do.
+        ValueError: names what differs, with both values and what to do.
     """
-    kinds = {"train_dataset": "data", "weights": "model", "rewards": "reward", "environments": "reward"}
-    faults = []
-    for entry in here:
-        ignored = kinds.get(entry) in (args.ignore_changes or ())
-        differences = [] if ignored else _differences(entry, saved.get(entry), here[entry])
-        if differences:
-            more = len(differences) - _MOST_NAMED
-            named = [*differences[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
-            faults.append(f"{', '.join(named)}; {_REMEDIES[entry]}")
-    if faults:
-        raise ValueError(f"checkpoint {folder} does not match this run: {'. Also, '.join(faults)}")
+    allowed = args.ignore_changes or []
+    compared = [entry for entry in here if _IGNORED_BY.get(entry) not in allowed]
+    found = [line for entry in compared for line in _differences(entry, saved.get(entry, _ABSENT), here[entry])]
+    if found:
+        more = f" and {len(found) - _MOST_NAMED} more differences" if len(found) > _MOST_NAMED else ""
+        kinds = dict.fromkeys(_IGNORED_BY[entry] for line in found if (entry := line.partition(".")[0]) in _IGNORED_BY)
+        remedy = f"set ignore_changes: [{', '.join(kinds)}], " if kinds else ""
+        raise ValueError(
+            f"checkpoint {folder} does not match this run: {', '.join(found[:_MOST_NAMED])}{more}; change it back, "
+            f"{remedy}or start a new run in another output_dir"
+        )
 
 
-def _differences(entry: str, saved: Any, here: Any) -> list[str]:
-    """What differs between two values of the identity's `entry`, each with both values."""
-    if entry == "rewards":
-        return _source_differences(saved or [], here)
-    old, new = ({} if value is None else _flat({entry: value}) for value in (saved, here))
-    return [
-        f"{_NAMES.get(name, f'entry {name}')} is {old.get(name, 'absent')} in the checkpoint and "
-        f"{new.get(name, 'absent')} here"
-        for name in dict.fromkeys([*new, *old])
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _source_differences(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> list[str]:
-    differences = []
-    for number, (then, now) in enumerate(zip_longest(saved, here, fillvalue=None)):
-        if then is None or now is None:
-            name, place = (now or then or {})["name"], "in the checkpoint" if then is None else "here"
-            differences.append(f"reward source {number} ({name}) is absent {place}")
-            continue
-        # The name of a model is that of its folder, which may be moved.
-        old, new = (_flat({key: value for key, value in source.items() if key != "name"}) for source in (then, now))
-        label = f"reward source {number} ({now['name']})"
-        differences += [
-            f"the {key} of {label} is {old.get(key, 'absent')} in the checkpoint and {new.get(key, 'absent')} here"
-            for key in dict.fromkeys([*new, *old])
-            if old.get(key) != new.get(key)
-        ]
-    return differences
+def _differences(name: str, saved: Any, here: Any) -> Iterator[str]:
+    """What differs between two values that may be nested mappings: the dotted name of each entry, and both values."""
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        for key in dict.fromkeys([*here, *saved]):
+            yield from _differences(f"{name}.{key}", saved.get(key, _ABSENT), here.get(key, _ABSENT))
+    elif saved != here:
+        then, now = ("present" if isinstance(value, Mapping) else value for value in (saved, here))
+        yield f"{name} is {then} in the checkpoint and {now} here"
 
 
 def data_identity(prompts: PromptDataset) -> dict[str, Any]:
@@ -281,12 +219,3 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
-
-
-def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings under dotted names, such as policy.hidden_size."""
-    flat: dict[str, Any] = {}
-    for name, value in entries.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat

@@ -3,9 +3,11 @@
 They are made to be compared, and to be cheap rather than complete. Not seen are, of a model, a change that is confined
 to weights between the sampled ones (a few rows of a large matrix); of a function, the functions and files that it uses,
 what its decorators add, and the state of the object that it belongs to, unless that is a dataclass.
+
+`datasets.fingerprint.Hasher` is stable too, but hashes an importable function by its name alone: an edited reward
+function would be the same one, and a moved file another.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -54,27 +56,17 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """The `tensors_fingerprint` of a whole model, which must not be sharded yet."""
-    return tensors_fingerprint(model_state(model))
-
-
-def callable_identity(function: Callable[..., Any]) -> str:
+def callable_identity(function: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
     """A name for `function`, with a hash of its source if Python has it: of the definition of a function, a method
     with its class, or an object with its class.
 
     Only the last part of the module's name counts, so that the same file may be moved, started as a script, or named
     by its path. The defaults of a function, what it has in its closure, the arguments of a `functools.partial` and the
-    fields of a dataclass are included, as they are when this is called.
+    fields of a dataclass are included, as they are when this is called. `inside` has the ids of what it is part of.
     """
-    return _callable(function, ())
-
-
-def _callable(function: Callable[..., Any], inside: tuple[int, ...]) -> str:
     if isinstance(function, functools.partial):
-        given = [_value(value, inside) for value in function.args]
-        given += [f"{name}={_value(value, inside)}" for name, value in sorted(function.keywords.items())]
-        return f"{_callable(function.func, inside)} with {_shortened(', '.join(given)) or 'nothing'}"
+        given = {str(i): value for i, value in enumerate(function.args)} | function.keywords
+        return f"{callable_identity(function.func, inside)} with {_named(given, inside) or 'nothing'}"
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         owner: Any = function.__self__
@@ -90,26 +82,19 @@ def _callable(function: Callable[..., Any], inside: tuple[int, ...]) -> str:
 
 def _function(function: Any, inside: tuple[int, ...]) -> str:
     """The definition of a function, and the values that it was made with: defaults and closure, by name."""
-    made_with: dict[str, Any] = {}
-    if isinstance(function, FunctionType):
-        code, defaults = function.__code__, function.__defaults__ or ()
-        positional = code.co_varnames[: code.co_argcount]
-        made_with |= zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
-        made_with |= function.__kwdefaults__ or {}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            # The variable may be assigned later, or never.
-            if not _is_empty(cell):
-                made_with[name] = cell.cell_contents
-    if not made_with:
+    if not isinstance(function, FunctionType):
         return _definition(function)
     if id(function) in inside:
         return "itself"
-    values = [f"{name}={_value(value, (*inside, id(function)))}" for name, value in sorted(made_with.items())]
-    return f"{_definition(function)} made with {_shortened(', '.join(values))}"
-
-
-def _is_empty(cell: CellType) -> bool:
-    return cell == CellType()
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    made_with = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
+    made_with |= function.__kwdefaults__ or {}
+    # A variable may be assigned later, or never.
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    made_with |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    values = _named(made_with, (*inside, id(function)))
+    return _definition(function) + (f" made with {values}" if values else "")
 
 
 def _object(value: Any, inside: tuple[int, ...]) -> str:
@@ -122,80 +107,60 @@ def _object(value: Any, inside: tuple[int, ...]) -> str:
         return name
     # A field that the constructor does not set may be missing.
     names = [field.name for field in dataclasses.fields(value) if field.compare and hasattr(value, field.name)]
-    fields = [f"{field}={_value(getattr(value, field), (*inside, id(value)))}" for field in names]
-    return f"{name} with {_shortened(', '.join(fields)) or 'nothing'}"
+    fields = _named({field: getattr(value, field) for field in names}, (*inside, id(value)))
+    return f"{name} with {fields or 'nothing'}"
 
 
 def _definition(defined: Any) -> str:
-    """Module, qualified name and hash of the source of a function or a class."""
-    name = f"{_module_name(defined.__module__ or 'builtins')}.{defined.__qualname__}"
+    """Module, qualified name and hash of the source of a function or a class; of a lambda, whose line may hold others,
+    the hash of its code.
+    """
+    module = sys.modules.get(defined.__module__ or "builtins")
+    path = Path(getattr(module, "__file__", None) or (defined.__module__ or "builtins").rpartition(".")[2])
+    place = path.parent.name if path.stem in ("__init__", "__main__") else path.stem
+    name = f"{place}.{defined.__qualname__}"
+    if defined.__name__ == "<lambda>":
+        return f"{name} (code {_hash(_code(defined.__code__))})"
     try:
-        source = _lambda_source(defined) if defined.__name__ == "<lambda>" else inspect.getsource(defined)
+        return f"{name} (source {_hash(textwrap.dedent(inspect.getsource(defined)))})"
     except (OSError, TypeError):
         # Built in, or typed into an interpreter.
         return name
-    return f"{name} (source {_hash(textwrap.dedent(source))})"
 
 
-def _lambda_source(function: FunctionType) -> str:
-    """The text of a lambda alone: its line may hold several, and what else is there does not matter.
-
-    Where it cannot be told apart (`python -X no_debug_ranges`, a notebook cell with magics), its lines.
-    """
-    text, code = "".join(inspect.findsource(function)[0]), function.__code__
-    # Of each instruction: first and last line, first and last column. An instruction that sets up the call is nowhere.
-    places = [place for place in code.co_positions() if None not in place and place[0::2] != place[1::2]]
-    spans = [((first, start), (last, end)) for first, last, start, end in places]
-    try:
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
-    except SyntaxError:
-        nodes = []
-    around = [
-        node
-        for node in nodes
-        if spans
-        and node.lineno == code.co_firstlineno
-        and (node.body.lineno, node.body.col_offset) <= min(start for start, _ in spans)
-        and max(end for _, end in spans) <= (node.body.end_lineno, node.body.end_col_offset)
+def _code(code: CodeType) -> str:
+    """What a code object does, wherever it is."""
+    constants = [
+        _code(c) if isinstance(c, CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+        for c in code.co_consts
     ]
-    # Of lambdas inside each other, the innermost that holds all instructions.
-    segments = [ast.get_source_segment(text, node) or "" for node in around]
-    return min(segments, key=len, default="") or inspect.getsource(function)
+    return repr((code.co_code, code.co_names, constants))
 
 
-def _module_name(name: str) -> str:
-    module = sys.modules.get(name)
-    file = vars(module).get("__file__") if module else None
-    if not file:
-        return name.rpartition(".")[2]
-    path = Path(file)
-    return path.parent.name if path.stem in ("__init__", "__main__") else path.stem
+def _named(values: Mapping[str, Any], inside: tuple[int, ...]) -> str:
+    return _shortened(", ".join(f"{name}={_value(value, inside)}" for name, value in sorted(values.items())))
 
 
 def _value(value: Any, inside: tuple[int, ...]) -> str:
     """A value that a function was given: that of plain data, arrays, models and dataclasses, the class of anything
-    else. `inside` has the ids of what it is part of.
-
-    Text is hashed, because it may be long, or secret; so is what is longer than a line of it.
+    else. Text is hashed, because it may be long, or secret; so is what is longer than a line of it.
     """
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, Enum):
-        return f"{_definition(type(value))} {value.name}"
-    if value is None or isinstance(value, bool | int | float | complex):
+    if value is None or isinstance(value, bool | int | float | complex | Enum):
         return repr(value)
     if isinstance(value, str | bytes | Path):
         return _hash(repr(value))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]}"
     if isinstance(value, Tensor) and value.layout is torch.strided:
         return tensors_fingerprint({"": value})
     if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {model_fingerprint(value)}"
+        return f"{type(value).__name__} {tensors_fingerprint(model_state(value))}"
     if id(value) in inside:
         return "itself"
     within = (*inside, id(value))
     if isinstance(value, np.ndarray):
+        if not value.dtype.hasobject:
+            return f"{value.dtype} {value.shape} {_hash(np.ascontiguousarray(value).tobytes())}"
         value = value.tolist()
     if isinstance(value, list | tuple):
         return f"[{_shortened(', '.join(_value(entry, within) for entry in value))}]"
@@ -204,12 +169,13 @@ def _value(value: Any, inside: tuple[int, ...]) -> str:
     if isinstance(value, Mapping):
         entries = sorted(f"{_value(key, within)}: {_value(entry, within)}" for key, entry in value.items())
         return f"{{{_shortened(', '.join(entries))}}}"
-    return _callable(value, inside) if callable(value) else _object(value, inside)
+    return callable_identity(value, inside) if callable(value) else _object(value, inside)
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_READABLE else _hash(text)
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
+def _hash(content: str | bytes) -> str:
+    encoded = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+    return hashlib.sha256(encoded).hexdigest()[:16]

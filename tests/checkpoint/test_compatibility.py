@@ -80,7 +80,7 @@ def other_tokenizer(change):
 @pytest.mark.parametrize("change", ["vocabulary", "special_tokens", "chat_template"])
 def test_another_tokenizer_is_refused(run, change):
     arguments = {"processing_class": other_tokenizer(change)}
-    message = rf"entry tokenizer\.{change}.* here; pass the tokenizer of the checkpoint's run as processing_class"
+    message = rf"run: tokenizer\.{change}.* here; change it back, or start a new run"
     refuse(run, message, trainer_arguments=arguments)
 
 
@@ -89,7 +89,7 @@ def test_another_architecture_of_the_same_shapes_is_refused(run):
     other = tiny_causal_lm("llama", rope_parameters=rope)
     refuse(
         run,
-        r"policy\.rope_parameters\.rope_theta is 10000\.0 in the checkpoint and 500\.0 here; use the model",
+        r"policy\.rope_parameters\.rope_theta is 10000\.0 in the checkpoint and 500\.0 here",
         model=other,
     )
     refuse(run, r"policy\.model_type is llama in the checkpoint and gpt2 here", model=tiny_causal_lm("gpt2"))
@@ -116,7 +116,7 @@ def changed(how):
 @pytest.mark.parametrize("how", ["edited", "reordered", "added"])
 def test_data_that_changed_are_refused_unless_that_is_asked_for(run, how):
     data = {"trainer_arguments": {"train_dataset": changed(how)}}
-    refuse(run, r"entry train_dataset.* here; .* or set ignore_changes: \[data\]", **data)
+    refuse(run, r"train_dataset.fingerprint.* here; .* set ignore_changes: \[data\],", **data)
     trainer = tiny_trainer(run, **RUN, **data, ignore_changes=["data"])
     trainer.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(run)] == [0, 1, 2, 3]

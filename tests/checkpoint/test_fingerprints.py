@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import functools
 import hashlib
-import linecache
 import operator
 import re
 import struct
@@ -19,13 +18,17 @@ from torch import nn
 from alpaca_ppo.checkpoint.fingerprints import (
     SAMPLED_WEIGHTS,
     callable_identity,
-    model_fingerprint,
     model_state,
     tensors_fingerprint,
 )
 from alpaca_ppo.config.modules import load_module
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_config
+
+
+def model_fingerprint(model):
+    return tensors_fingerprint(model_state(model))
+
 
 FUNCTION = """
 import functools
@@ -171,7 +174,7 @@ def test_each_kind_of_callable_is_named_by_what_defines_it(tmp_path):
     reward, judge = f"rewards.reward{source} made with scale=1.0", f"rewards.Judge{source}"
     kinds = {
         reward: [module.reward, module.wrapped, module.cached],
-        rf"rewards.<lambda>{source}": [module.short],
+        r"rewards.<lambda> \(code [0-9a-f]{16}\)": [module.short],
         f"rewards.Judge.__call__{source} of {judge}": [module.Judge(), module.Judge(2.0), module.Judge().__call__],
         f"rewards.Judge.__call__{source} of rewards.Strict{source}": [module.Strict()],
         f"rewards.Judge.of_class{source} of {judge}": [module.Judge.of_class, module.Judge().of_class],
@@ -301,10 +304,6 @@ def test_lambdas_on_one_line_differ_and_what_else_is_there_does_not_matter(tmp_p
     identity = {name: callable_identity(getattr(pairs, name)) for name in "abcd"}
     assert len(set(identity.values())) == 4 and identity["a"] == callable_identity(other.a)
     assert callable_identity(pairs.c()) == identity["a"].replace("<lambda>", "<lambda>.<locals>.<lambda>")
-    # Without columns, or with a file that no longer parses, by the line.
-    (tmp_path / "rewards.py").write_text("a, b = lambda x: [x, 1], lambda x: [x, 2] ???\n")
-    linecache.checkcache(str(tmp_path / "rewards.py"))
-    assert callable_identity(pairs.a) == callable_identity(pairs.b) != identity["a"]
 
 
 @pytest.mark.parametrize("long", [list(range(50_000)), {str(i): i for i in range(5_000)}, np.zeros(50_000)])

@@ -16,7 +16,6 @@ from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tok
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_config, tiny_trainer, weights
 
 HASH = r"[0-9a-f]{16}"
-WEIGHTS = f"weights {HASH}"
 RUN = {"save_steps": 1, "total_episodes": 20}
 
 
@@ -77,14 +76,9 @@ def run(first_run, tmp_path):
 def test_another_starting_policy_is_refused_unless_that_is_asked_for(tmp_path):
     run = tmp_path / "run"
     tiny_trainer(run, **{**RUN, "total_episodes": 10}).train()
-    here = f"is {WEIGHTS} in the checkpoint and {WEIGHTS} here"
-    remedy = (
-        r"; use the models that the checkpoint's run started from \(the reference may be a copy of its starting "
-        r"policy\), or set ignore_changes: \[model\]$"
-    )
     other = {"model": tiny_causal_lm("llama", seed=5)}
     # The reference is a copy of it, so that the KL would be measured from elsewhere.
-    refuse(run, f"checkpoint-1 does not match this run: the reference {here}{remedy}", **other)
+    refuse(run, rf"run: weights.reference is weights {HASH} in .* here; .*ignore_changes: \[model\],", **other)
     other = {"model": tiny_causal_lm("llama", seed=5)}
     trainer = tiny_trainer(run, **RUN, **other, ignore_changes=["model"])
     trainer.train(resume_from_checkpoint=True)
@@ -92,7 +86,7 @@ def test_another_starting_policy_is_refused_unless_that_is_asked_for(tmp_path):
     other = {"model": tiny_causal_lm("llama", seed=5), "total_episodes": 30}
     tiny_trainer(run, **{**RUN, **other}).train(resume_from_checkpoint=True)
     assert steps(run) == [1, 2, 3]
-    refuse(run, "the reference is", total_episodes=40)
+    refuse(run, "weights.reference is", total_episodes=40)
 
 
 def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
@@ -100,7 +94,7 @@ def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
     first.train()
     # The same trainer remembers its start; another one gets the weights after training.
     first.train(resume_from_checkpoint=True)
-    refuse(tmp_path, "the reference is", model=first.actor_critic.policy.model)
+    refuse(tmp_path, "weights.reference is", model=first.actor_critic.policy.model)
 
 
 @pytest.mark.parametrize("reference", ["none", "another model"])
@@ -122,7 +116,7 @@ def test_the_frozen_part_of_a_policy_is_compared(tmp_path):
 
     settings = {**RUN, "reference": "none", "kl_coef": 0.0}
     tiny_trainer(tmp_path, **{**settings, "total_episodes": 10}, model=made(1, 1)).train()
-    refuse(tmp_path, f"run: the starting policy is {WEIGHTS} in the checkpoint", **settings, model=made(1, 2))
+    refuse(tmp_path, "run: weights.starting_policy is .* in the checkpoint", **settings, model=made(1, 2))
     tiny_trainer(tmp_path, **settings, model=made(2, 1)).train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
 
@@ -132,45 +126,37 @@ def test_a_reference_in_host_memory_is_the_same_reference(tmp_path):
     tiny_trainer(tmp_path, **RUN, reference="copy_offloaded").train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
     without = {"reference": "none", "kl_coef": 0.0}
-    refuse(tmp_path, f"the reference is {WEIGHTS} in the checkpoint and none here", **without)
+    refuse(tmp_path, "weights.reference is .* in the checkpoint and none here", **without)
 
 
 CHANGES = {
     "function": (
         {"reward_funcs": [count_tokens, "rm"]},
-        rf"run: the function of reward source 0 \(count_tokens\) is tiny_runs.count_even \(source {HASH}\) in the "
-        rf"checkpoint and test_identity.count_tokens \(source {HASH}\) here; use the reward sources .* in the same "
-        r"order and with the same reward_weights, or set ignore_changes: \[reward\]$",
+        rf"run: rewards.0.function is tiny_runs.count_even \(source {HASH}\) in the checkpoint and "
+        rf"test_identity.count_tokens \(source {HASH}\) here; .*ignore_changes: \[reward\],",
     ),
     "model": (
         {"reward_funcs": [count_even, "other"]},
-        rf"run: the model of reward source 1 \(other\) is LlamaForSequenceClassification with {WEIGHTS} in the ",
+        rf"run: rewards.1.model is LlamaForSequenceClassification with weights {HASH} in the ",
     ),
     "order": (
         {"reward_funcs": ["rm", count_even], "reward_processing_classes": [tiny_tokenizer(), None]},
-        r"the config.* of reward source 0 \(rm\) is absent in the checkpoint and .*"
-        r"and \d+ more; use the reward sources",
+        r"rewards.0.config.* is absent in the checkpoint and .* and \d+ more differences; ",
     ),
     "fewer": (
         {"reward_funcs": [count_even], "reward_weights": [1.0]},
-        r"run: reward source 1 \(rm\) is absent here; use",
+        r"rewards.1 is present in the checkpoint and absent here",
     ),
     "more": (
         {"reward_funcs": [count_even, "rm", count_tokens], "reward_weights": [1.0, 0.5, 0.0]},
-        r"run: reward source 2 \(count_tokens\) is absent in the checkpoint; use",
+        r"rewards.2 is absent in the checkpoint and present here",
     ),
-    "weight": (
-        {"reward_weights": [1.0, 2.0]},
-        r"run: the weight of reward source 1 \(rm\) is 0.5 in the checkpoint and 2.0 here; use",
-    ),
+    "weight": ({"reward_weights": [1.0, 2.0]}, r"run: rewards.1.weight is 0.5 in the checkpoint and 2.0 here; "),
     "tokenizer": (
         {"reward_processing_classes": [None, tiny_tokenizer(["other"])]},
-        r"run: the tokenizer.vocabulary of reward source 1 \(rm\) is",
+        r"run: rewards.1.tokenizer.vocabulary is",
     ),
-    "reference": (
-        {"ref_model": "policy"},
-        f"run: the reference is {WEIGHTS} in the checkpoint and {WEIGHTS} here; use",
-    ),
+    "reference": ({"ref_model": "policy"}, "run: weights.reference is .*; .*ignore_changes: \\[model\\],"),
 }
 
 
@@ -195,8 +181,8 @@ def test_one_error_names_everything_that_differs(run, models):
     change = changed(models, "function", "reference")
     refuse(
         run,
-        r"args.lam is 0.95 in the checkpoint and 0.5 here; change it back"
-        r".*\. Also, the reference is .*; use the models .*\. Also, the function of reward source 0 \(count",
+        r"args.lam is 0.95 in the checkpoint and 0.5 here, .*weights.reference is .*rewards.0.function is .*; "
+        r"change it back, set ignore_changes: \[model, reward\], or start",
         **{**RUN, **change, "lam": 0.5, "model": tiny_causal_lm("llama", seed=5)},
     )
 
@@ -208,7 +194,7 @@ def test_other_rewards_go_on_where_that_is_asked_for(run, models):
     assert steps(run) == [1, 2, 3]
     # It allows nothing else.
     other = {**RUN, **changed(models, "reference", "function"), "ignore_changes": ["reward"]}
-    refuse(run, r"run: the reference is [^.]*ignore_changes: \[model\]$", **other)
+    refuse(run, r"run: weights.reference is [^,]*, set ignore_changes: \[model\],", **other)
 
 
 def test_moved_folders_and_models_in_memory_are_the_same_models(run, models, tmp_path):
@@ -240,7 +226,7 @@ def test_what_a_function_is_made_of_is_compared(tmp_path):
     tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **judged("partial")).train()
     refuse(
         tmp_path,
-        r"reward source 0 \(scaled\) is .* with scale=2.0 in the checkpoint and .* scale=3.0 here",
+        r"rewards.0.function is .* with scale=2.0 in the checkpoint and .* scale=3.0 here",
         **judged("other partial"),
     )
     refuse(
@@ -256,7 +242,7 @@ def test_each_rank_may_have_a_reward_function_of_its_own(tmp_path, monkeypatch):
         return {"trainer_arguments": {"reward_funcs": partial(scaled, scale=2.0, device=f"cuda:{rank}")}}
 
     tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **of_rank(0)).train()
-    refuse(tmp_path, r"the function of reward source 0 \(scaled\) is", **of_rank(1))
+    refuse(tmp_path, r"rewards.0.function is", **of_rank(1))
     # As on rank 1, which does not compare: the main process has saved its own identity.
     trainer = tiny_trainer(tmp_path, **RUN, **of_rank(1))
     monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
@@ -308,14 +294,12 @@ def test_adapters_are_compared_by_what_is_not_trained(tmp_path):
     other = {**settings, "reward_adapter": str(reward_adapter(tmp_path / "other", seed=2))}
     refuse(
         run,
-        rf"run: the adapter of reward source 0 \(reward_adapter\) is {WEIGHTS}, .* ignore_changes: \[reward\]$",
+        r"run: rewards.0.model is .* with weights .* ignore_changes: \[reward\],",
         **other,
     )
     other = {**settings, "model": tiny_causal_lm("llama", seed=5)}
-    refuse(run, f"run: the starting policy is {WEIGHTS} in the checkpoint and {WEIGHTS} here; use the models", **other)
-    refuse(
-        run, "the reference is the policy with no adapter in the checkpoint and weights", **settings, reference="copy"
-    )
+    refuse(run, "run: weights.starting_policy is .* ignore_changes: \\[model\\],", **other)
+    refuse(run, "reference is the policy with no adapter in the checkpoint and weights", **settings, reference="copy")
     (tmp_path / "reward").rename(tmp_path / "moved")
     tiny_trainer(run, **{**settings, "reward_adapter": str(tmp_path / "moved")}).train(resume_from_checkpoint=True)
     assert steps(run) == [1, 2]
@@ -330,7 +314,7 @@ def test_what_is_frozen_of_a_critic_is_compared_and_what_is_trained_is_not(tmp_p
         return layers[0].mlp.requires_grad_(False) and model
 
     tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, model=made(1, 1)).train()
-    refuse(tmp_path, f"run: the frozen part of the critic is {WEIGHTS} in the checkpoint", model=made(1, 2))
+    refuse(tmp_path, "run: weights.frozen_critic is .* in the checkpoint", model=made(1, 2))
     tiny_trainer(tmp_path, **RUN, model=made(2, 1)).train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
 
@@ -340,10 +324,7 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     settings = {**RUN, "lr_scheduler_type": "cosine"}
     tiny_trainer(run, **settings).train()
     # Ten rows a step in batches of 4, 4 and 2: three optimizer steps in each step of ten prompts.
-    message = (
-        "run: the number of optimizer steps is 6 in the checkpoint and {} here; the schedule of lr_scheduler_type "
-        "spreads the learning rate over the whole run, so keep total_epochs, total_episodes, max_steps"
-    )
+    message = "run: lr_scheduler_type.optimizer_steps is 6 in the checkpoint and {} here; change it back, or start"
     refuse(run, message.format(9), **{**settings, "total_episodes": 30})
     refuse(run, message.format(12), **{**settings, "total_episodes": None, "total_epochs": 1})
     fewer = {"trainer_arguments": {"train_dataset": prompts(10)}, "ignore_changes": ["data"]}

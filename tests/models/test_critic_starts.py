@@ -106,8 +106,8 @@ def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_
     assert counted == sum(p.numel() for p in again.parameters() if p.requires_grad) - again.critic.head.weight.numel()
     # A resumed run must bring the same adapter: its scale is not among the weights.
     without = make(folder, "adapter", adapters=True, peft_config=other)[0]
-    described = [_identity(built, args)["peft_config"] for built in (again, without)]
-    assert "the critic's {'r': 2, 'lora_alpha': 6" in described[0] and "critic" not in described[1]
+    described = [_identity(built, args)["peft_config"]["value"] for built in (again, without)]
+    assert "'r': 2, 'lora_alpha': 6" in described[0] and "'r': 3, 'lora_alpha': 5" in described[1]
     # What a run cannot read counts as nothing.
     whole = sum(p.numel() for p in trained_parameters(str(folder / "base"), str(folder / "base"), other, args))
     shutil.copytree(final / "value", tmp_path / "empty")
