@@ -6,6 +6,7 @@ wherever it stands; `check` finds out with a conversation that grows.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
@@ -23,8 +24,6 @@ _TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
 """Of the conversation that `check` writes: turns of the policy, and about the most characters of a message."""
 _MARGIN = 32
 """Tokens that are kept of a text in addition to those needed, because the last ones depend on where it is cut."""
-_MANY = 1000
-"""Calls: more than a turn has."""
 
 
 @dataclass(frozen=True)
@@ -154,19 +153,15 @@ class Conversation:
         if not self.messages:
             if schemas:
                 raise ValueError(
-                    f"the policy has tools ({schemas[0]['function']['name']}), but the prompts are plain text, in "
-                    "which tools cannot be shown: make the prompts messages, with a tokenizer whose chat template "
-                    "writes tools; or answer in the environment's reply(completion), and begin the names of methods "
-                    "that are no tools with an underscore"
+                    f"the policy has tools ({schemas[0]['function']['name']}), but the prompts are plain text: make "
+                    "them messages, or begin the names of methods that are no tools with an underscore"
                 )
             return
         if schemas and self._render([_user()], schemas) == self._render([_user()], ()):
             raise ValueError(
-                f"{self._owner()} writes nothing about tools, so the policy could not know them; use a tokenizer whose "
-                "chat template does, or tokenizer.chat_template of your own"
+                f"{self._owner()} writes nothing about tools; set tokenizer.chat_template to one that does"
             )
-        turns = min(max(_TURNS, max_turns or 0), _MOST_TURNS)
-        self._check_growth(schemas, replies=replies, turns=turns)
+        self._check_growth(schemas, replies=replies, turns=min(max(_TURNS, max_turns or 0), _MOST_TURNS))
 
     def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, turns: int) -> None:
         """Checks a conversation message by message: what each turn appends is what `reply_ids` appends."""
@@ -242,18 +237,14 @@ class Conversation:
         ]
 
     @cached_property
-    def _call_form(self) -> tuple[int, Any]:
-        """How many calls at most the template takes in a message, and what as empty arguments."""
-        forms: list[tuple[int, Any]] = [(_MANY, {}), (_MANY, "{}"), (1, {}), (1, "{}")]
+    def _call_form(self) -> tuple[int | None, Any]:
+        """How many calls at most the template takes in a message (None: any number), and what as empty arguments."""
+        forms: list[tuple[int | None, Any]] = [(None, {}), (None, "{}"), (1, {}), (1, "{}")]
         for number, arguments in forms:
-            calls = [tool_call_entry("name", {}, i) for i in range(min(number, 2))]
-            for call in calls:
-                call["function"]["arguments"] = arguments
-            try:
-                self._render([_user(), _assistant(_ANSWER, calls)], ())
-            except ValueError:
-                continue
-            return number, arguments
+            call = {**tool_call_entry("name", {}, 0), "function": {"name": "name", "arguments": arguments}}
+            with suppress(ValueError):
+                self._render([_user(), _assistant(_ANSWER, [call] * (number or 2))], ())
+                return number, arguments
         return forms[0]
 
     def _rewriting(self, what: str) -> ValueError:
@@ -278,8 +269,8 @@ class Conversation:
         except Exception as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
-                f"{self._owner()} cannot write a conversation with the roles {roles}: {error_text(error)}; "
-                "use another tokenizer, or tokenizer.chat_template of your own"
+                f"{self._owner()} cannot write a conversation with the roles {roles}: {error_text(error)}; set "
+                "tokenizer.chat_template to one that does"
             ) from error
         return text
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from alpaca_ppo.async_calls import Call, CallTimeout, Ended, error_text
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
-from alpaca_ppo.environments.kinds import EnvironmentKind, Tool
+from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.texts import encodable, shown
 from alpaca_ppo.environments.tool_calls import (
     ParserFailure,
@@ -46,6 +46,8 @@ class EpisodeSettings:
     """Columns of a response, beyond which answers are not written in tokens; None sets no limit."""
     max_turns: int | None = None
     """Turns of the policy after which an episode ends; None sets no limit."""
+    max_turn_tokens: int | None = None
+    """Of a turn of the policy."""
     tool_timeout: float | None = None
     """Seconds for a call of a tool, `reset`, `reply` or `get_reward`; None waits without end."""
     tool_call_parser: ToolCallParser | None = None
@@ -234,10 +236,7 @@ class Episode:
     def _checked_reply(self, answer: Any) -> tuple[str | None, float | None]:
         text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if text is not None and not isinstance(text, str):
-            raise self._failure(
-                f"reply returned {shown(answer)}; it must return text, None to end the episode, or a pair of one of "
-                "these and a number"
-            )
+            raise self._failure(f"reply returned {shown(answer)}; it must return text, None, or a pair with a number")
         return text and encodable(text), None if reward is None else self._number(reward, "reply")
 
     def _number(self, value: Any, method: str) -> float:
@@ -264,36 +263,30 @@ class Episode:
     def _call_tool(self, call: ToolCall) -> Steps[str]:
         """The result of a call as text, or what was wrong with it."""
         self.tool_calls += 1
-        tool = next((tool for tool in self.kind.tools if tool.name == call.name), None)
-        problem = call.problem
-        if not problem and tool is None:
-            problem = f"there is no tool {call.name!r}; the tools are {[tool.name for tool in self.kind.tools]}"
-        own = tool is not None and tool.function is None
-        if not problem and own and self.late and not self.late[1].is_set():
-            problem = f"{self.late[0]} is still at work, and nothing else can be called until it is done"
+        problem, own = call.problem, False
         if not problem:
-            assert tool is not None
-            function = self._function(tool)
-            problem = call_problem(call, function, tool.schema)
-        if problem:
-            self.tool_failures += 1
-            return _error(problem)
-        timeout = self.settings.tool_timeout
-        # A tool may keep and change what it is given.
-        ended = yield Call(function, deepcopy(dict(call.arguments)), timeout, finish=_text)
-        error = ended.error
-        if error is None:
-            return str(ended.value)
+            tool = next((tool for tool in self.kind.tools if tool.name == call.name), None)
+            own = tool is not None and tool.function is None
+            if tool is None:
+                problem = f"there is no tool {call.name!r}; the tools are {[tool.name for tool in self.kind.tools]}"
+            elif own and self.late and not self.late[1].is_set():
+                problem = f"{self.late[0]} is still at work, and nothing else can be called until it is done"
+            else:
+                function = tool.function or getattr(self.environment, tool.name)
+                problem = call_problem(call, function, tool.schema)
+        if not problem:
+            timeout = self.settings.tool_timeout
+            # A tool may keep and change what it is given.
+            ended = yield Call(function, deepcopy(dict(call.arguments)), timeout, finish=lambda v: encodable(str(v)))
+            if ended.error is None:
+                return str(ended.value)
+            problem = error_text(ended.error)
+            if isinstance(ended.error, CallTimeout):
+                problem = f"{call.name} was not done after {timeout:g} seconds"
+                if own:
+                    self.reusable, self.late = False, (call.name, ended.error.over)
         self.tool_failures += 1
-        if isinstance(error, CallTimeout):
-            if own:
-                self.reusable, self.late = False, (call.name, error.over)
-            return _error(f"{call.name} was not done after {timeout:g} seconds")
-        return _error(error_text(error))
-
-    def _function(self, tool: Tool) -> Callable[..., Any]:
-        function: Callable[..., Any] = tool.function or getattr(self.environment, tool.name)
-        return function
+        return encodable(json.dumps({"error": problem}, ensure_ascii=False))
 
     def _own(self, method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Steps[Any]:
         timeout = self.settings.tool_timeout
@@ -319,11 +312,3 @@ def _with_observation(prompt: Any, observation: str | None) -> Any:
     if isinstance(prompt, str):
         return prompt + observation
     return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-
-
-def _text(value: Any) -> str:
-    return encodable(str(value))
-
-
-def _error(problem: str) -> str:
-    return encodable(json.dumps({"error": problem}, ensure_ascii=False))

@@ -31,19 +31,10 @@ class Environments:
     Args:
         kinds: by the value of a row's `environment` column; under None, the kind of every row.
         settings: of all episodes.
-        max_turn_tokens: of a turn of the policy; None sets no limit.
     """
 
-    def __init__(
-        self,
-        kinds: Mapping[str | None, EnvironmentKind],
-        settings: EpisodeSettings,
-        *,
-        max_turn_tokens: int | None,
-    ) -> None:
-        self.kinds, self.settings = dict(kinds), settings
-        self._max_turn_tokens = max_turn_tokens
-        self._calls = RowCalls()
+    def __init__(self, kinds: Mapping[str | None, EnvironmentKind], settings: EpisodeSettings) -> None:
+        self.kinds, self.settings, self._calls = dict(kinds), settings, RowCalls()
 
     @property
     def answer(self) -> bool:
@@ -82,13 +73,7 @@ class Environments:
             for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"], strict=True)
             for _ in range(n)
         ]
-        episodes = Episodes(
-            made,
-            self._calls,
-            poll,
-            answer=self.answer,
-            max_turn_tokens=self._max_turn_tokens,
-        )
+        episodes = Episodes(made, self.settings, self._calls, poll, answer=self.answer)
         try:
             episodes.begin([seed for seed in _seeds(prompts["prompt_ids"], sampling_params) for _ in range(n)])
             episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
@@ -123,10 +108,10 @@ class Episodes:
 
     Args:
         episodes: one for each row.
+        settings: of the run.
         calls: of the run.
         poll: see `Environments.episodes`.
         answer: whether a response can have more than one turn.
-        max_turn_tokens: see `Environments`.
     """
 
     prompts: PromptBatch
@@ -137,17 +122,16 @@ class Episodes:
     def __init__(
         self,
         episodes: Sequence[Episode],
+        settings: EpisodeSettings,
         calls: RowCalls,
         poll: Callable[[], Any],
         *,
         answer: bool,
-        max_turn_tokens: int | None,
     ) -> None:
         self.of_rows, self._calls, self._poll = list(episodes), calls, poll
-        turns = Turns(self, max_turn_tokens=max_turn_tokens)
-        self.turns = turns if answer else None
+        self.turns = Turns(self, max_turn_tokens=settings.max_turn_tokens) if answer else None
         """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
-        self._max_turn_tokens = max_turn_tokens
+        self._max_turn_tokens = settings.max_turn_tokens
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()
@@ -211,18 +195,20 @@ class Episodes:
         that its environment ended, and False for one that `max_turns` did.
         """
         mask = samples["response_mask"]
-        counts = {
-            "num_turns": [episode.num_turns for episode in self.of_rows],
-            "tool_calls": [episode.tool_calls for episode in self.of_rows],
-            "tool_failures": [episode.tool_failures for episode in self.of_rows],
-        }
-        cut, over = (torch.tensor([getattr(e, name) for e in self.of_rows]) for name in ("cut", "over"))
+        tool_tokens = torch.zeros_like(mask)
+        for row, episode in enumerate(self.of_rows):
+            for span in episode.tool_spans:
+                tool_tokens[row, span] = True
+
+        def of_rows(name: str) -> Tensor:
+            return torch.tensor([getattr(episode, name) for episode in self.of_rows])
+
         return {
-            **{name: torch.tensor(count) for name, count in counts.items()},
+            **{name: of_rows(name) for name in ("num_turns", "tool_calls", "tool_failures")},
             "environment_tokens": response_lengths(mask) - mask.sum(dim=1),
-            "tool_tokens": _tool_tokens(self.of_rows, mask),
-            "environment_seconds": torch.tensor([episode.seconds for episode in self.of_rows]),
-            "stopped": (samples["stopped"] | over) & ~cut,
+            "tool_tokens": tool_tokens,
+            "environment_seconds": of_rows("seconds"),
+            "stopped": (samples["stopped"] | of_rows("over")) & ~of_rows("cut"),
         }
 
     def _advance(self, row: int, steps: Steps[Any], ended: Ended | None = None) -> tuple[bool, Any]:
@@ -245,14 +231,6 @@ class Episodes:
                 self._ending.remove(row)
             elif done:
                 self._answers.append((row, value))
-
-
-def _tool_tokens(episodes: Sequence[Episode], mask: Tensor) -> Tensor:
-    written = torch.zeros_like(mask)
-    for row, episode in enumerate(episodes):
-        for span in episode.tool_spans:
-            written[row, span] = True
-    return written
 
 
 def episode_rows(
@@ -282,24 +260,20 @@ def _with_prompts(
     episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams, query_len: int
 ) -> tuple[PromptBatch, SamplingParams]:
     """The prompts that the episodes begin with, and how to sample them."""
-    n, given = params.num_return_sequences, list(zip(prompts["queries"], prompts["query_attn_masks"], strict=True))
-    written = []
+    n, written = params.num_return_sequences, []
     for number, episode in enumerate(episodes):
-        tokens, mask = given[number // n]
+        tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
         # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.
-        written.append(
-            tokens[mask.bool()].tolist() if episode.prompt == episode.row["prompt"] else episode.prompt_ids()
-        )
-    for episode, ids in zip(episodes, written, strict=True):
-        if len(ids) > query_len:
+        added = episode.prompt != episode.row["prompt"]
+        written.append(episode.prompt_ids() if added else tokens[mask.bool()].tolist())
+        if len(written[-1]) > query_len:
             raise ValueError(
-                f"the prompt of environment {episode.kind.name!r} has {len(ids)} tokens after reset, more than "
+                f"the prompt of environment {episode.kind.name!r} has {len(written[-1])} tokens after reset, more than "
                 f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {shown(episode.row)}"
             )
     alike = all(written[i] == written[i - i % n] for i in range(len(written)))
     step = n if alike else 1
-    width, pad = query_len, params.pad_token_id
-    queries, masks = left_padded(written[::step], width, pad)
+    queries, masks = left_padded(written[::step], query_len, params.pad_token_id)
     every = torch.arange(len(written))[::step] // n
     batch: Any = {key: value[every] for key, value in prompts.items() if isinstance(value, Tensor)}
     batch |= {"queries": queries, "query_attn_masks": masks}

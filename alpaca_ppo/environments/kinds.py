@@ -66,15 +66,13 @@ class EnvironmentKind:
         except Exception as error:
             named = f" {self.name!r}" if self.name else ""
             raise ValueError(
-                f"environment_factory{named} ({_name(self.factory)}) raised {error_text(error)}; it is "
-                "called once before the run, to see what its environments can do"
+                f"environment_factory{named} ({_name(self.factory)}) raised {error_text(error)} when it was tried"
             ) from error
         self.environment_class = type(instance)
         self.name = self.name or self.class_name
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(
-                f"the environment {self.name!r} ({self.class_name}) has no method reset; it is called with a dataset "
-                "row's columns before each episode, and returns None or text for the prompt"
+                f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
             )
         methods = {name: method for name, method in _methods(instance).items() if name not in _RESERVED[:2]}
         self.has_reward = callable(getattr(instance, "get_reward", None))
@@ -84,7 +82,9 @@ class EnvironmentKind:
         owner = f"the method {{}} of environment {self.name!r}"
         own = [Tool(name, tool_schema(method, owner.format(name))) for name, method in methods.items()]
         self.tools = [*self.tools, *own]
-        check_names(self.tools, f"environment {self.name!r}")
+        names = [tool.name for tool in self.tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"environment {self.name!r} has several tools named {twice[0]!r}; rename all but one")
         self._reset_names = _keyword_names(instance.reset)
         seeded = self._reset_names is not None and _SEED in self._reset_names[0]
         self.resets_together = seeded or inspect.iscoroutinefunction(instance.reset)
@@ -120,14 +120,11 @@ class EnvironmentKind:
             ValueError: if the factory has returned an instance that it had returned before, or one of another class.
         """
         if any(instance is other for other in (*self._free, *self._in_use)):
-            raise ValueError(
-                "environment_factory returned the same object twice, which two episodes would share; let it make a new "
-                "one each time"
-            )
+            raise ValueError("environment_factory returned the same object twice; let it make a new one each time")
         if type(instance) is not self.environment_class:
             raise ValueError(
                 f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name a factory "
-                'for each class, {"name": factory}, and let the column environment choose'
+                'for each class, {"name": factory}'
             )
         self._in_use.append(instance)
 
@@ -151,7 +148,7 @@ class EnvironmentKind:
         if missing := [name for name in required if name not in offered]:
             raise ValueError(
                 f"reset of environment {self.name!r} requires {missing}, but the row has the columns {list(row)}; add "
-                "them to the dataset, give them defaults, or take **kwargs"
+                "them to the dataset, or give them defaults"
             )
         names = [name for name in accepted if name in offered]
         return {name: offered[name] for name in names} | (dict(row) if any_keyword else {})
@@ -197,14 +194,11 @@ def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
 
 def _kind(name: str, factory: Any, tools: Sequence[Tool]) -> EnvironmentKind:
     if not callable(factory):
-        raise ValueError(
-            f"environment_factory is {factory!r}, a {type(factory).__name__}; it must be a class or a function that "
-            "makes an environment, or a dictionary of these"
-        )
+        raise ValueError(f"environment_factory is {factory!r}; give a class or function that makes an environment")
     if wanted := _required(factory):
         raise ValueError(
-            f"environment_factory {_name(factory)} requires the arguments {wanted}, but it is called without any; give "
-            f"them defaults, or pass lambda: {_name(factory)}({wanted[0]}=...)"
+            f"environment_factory {_name(factory)} requires the arguments {wanted}, but is called without any; pass "
+            f"lambda: {_name(factory)}({wanted[0]}=...)"
         )
     return EnvironmentKind(name, factory, tools, routed=bool(name))
 
@@ -237,17 +231,10 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
         problem = (str(error) if known else error_text(error)).rstrip("!.")
         answers = " If it answers turns, name its parameter completion." if _name(function) == "reply" else ""
         raise ValueError(
-            f"{owner} cannot be shown to the policy as a tool: {problem}. Give it type hints and a docstring with a "
-            f"line for each argument under Args:, or begin its name with an underscore if it is no tool.{answers}"
+            f"{owner} cannot be shown to the policy as a tool: {problem}. Give it type hints and a docstring with "
+            f"Args:, or begin its name with an underscore if it is no tool.{answers}"
         ) from error
     return schema
-
-
-def check_names(tools: Sequence[Tool], owner: str) -> None:
-    """Raises ValueError if two tools have the same name."""
-    names = [tool.name for tool in tools]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{owner} has several tools with the name {twice[0]!r}; rename all but one")
 
 
 def _methods(instance: Any) -> dict[str, Callable[..., Any]]:

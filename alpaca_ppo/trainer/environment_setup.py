@@ -183,10 +183,10 @@ def make_environments(
                 conversation,
                 response_len=args.response_len,
                 max_turns=args.max_turns,
+                max_turn_tokens=args.max_turn_tokens,
                 tool_timeout=args.tool_timeout,
                 tool_call_parser=given.tool_call_parser,
             ),
-            max_turn_tokens=args.max_turn_tokens,
         )
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)

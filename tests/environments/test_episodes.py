@@ -26,7 +26,7 @@ class Played:
     """An episode of one row, to which turns are given as text."""
 
     def __init__(self, kinds, row=ROW, *, poll=lambda: None, **keywords):
-        self.environments = Environments(kinds, settings(**keywords), max_turn_tokens=None)
+        self.environments = Environments(kinds, settings(**keywords))
         ids = CHAT(str(row["prompt"]), add_special_tokens=False)["input_ids"]
         batch = {
             "queries": torch.tensor([ids]),
@@ -241,7 +241,7 @@ def test_max_turns_is_no_end_of_its_own(last, stopped):
     ("method", "value", "message"),
     [
         ("reset", 3, r"before the first turn: reset returned 3; it must return text or None"),
-        ("reply", 3, "turn 1: reply returned 3; it must return text, None to end the episode, or a pair"),
+        ("reply", 3, "turn 1: reply returned 3; it must return text, None, or a pair"),
         ("reply", ("x", "much"), "turn 1: reply returned 'much' as a reward; it must be a number"),
         ("reply", ("x", 10**400), r"turn 1: reply returned 10{299} ... .* as a reward .OverflowError: int too large"),
         ("get_reward", "1.5", "turn 1: get_reward returned '1.5' as a reward; it must be a number"),
@@ -281,7 +281,7 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
     [
         (lambda release: 1 / 0, "environment_factory raised ZeroDivisionError: division by zero"),
         (lambda release: release.wait(5), r"environment_factory was not done after 0.5 seconds; .* tool_timeout"),
-        (lambda release: FIRST, "environment_factory returned the same object twice, which two episodes would share"),
+        (lambda release: FIRST, "environment_factory returned the same object twice"),
         (lambda release: Counter(), "environment_factory returned a Counter after a Talks; name a factory for each"),
     ],
 )
