@@ -227,21 +227,9 @@ CRITIC_HEADS: Registry[Any] = Registry(
 probabilities to returns between two ends, `PPOConfig.value_support`."""
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
-    "generation_backend",
-    {
-        "auto": {"refills": True, "takes_turns": True, "takes_stop_strings": True},
-        "slots": {"refills": True, "takes_turns": True, "takes_stop_strings": True},
-        "generate": {"takes_stop_strings": True},
-    },
-    {
-        "refills": False,
-        "takes_turns": False,
-        "takes_stop_strings": False,
-    },
+    "generation_backend", {"auto": {}, "slots": {}, "generate": {}}
 )
-"""`refills`: takes any number of prompts, decodes `slots` rows at once and reports rows when they are finished.
-`takes_turns`: lets responses go on after appended tokens (`generation.turns`).
-`takes_stop_strings`: ends responses at `SamplingParams.stop_strings`."""
+"""Each makes a `generation.Backend` of the run's configuration."""
 
 
 DOCTOR_RULES = (

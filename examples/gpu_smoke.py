@@ -28,10 +28,11 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.estimate_memory.estimator import GIB
-from alpaca_ppo.generation import Generation, generate
+from alpaca_ppo.generation import Generation, SamplingParams, generate
 from alpaca_ppo.models import Policy
 from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.ppo.mismatch import BOUNDS
+from alpaca_ppo.types import PromptBatch
 from examples import same_run
 from examples.gpu_speed import PAD, build, decoding_speed, peak_of
 from examples.memory_cells import FAMILIES, SIZES, run_cell, tokenizer
@@ -86,19 +87,15 @@ def prompts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def sample(model: PreTrainedModel, **how: Any) -> Generation:
     """Responses to `prompts(model)`. A token in eight stops one, so that slots are refilled."""
     queries, mask = prompts(model)
-    return generate(
-        model,
-        queries,
-        mask,
+    params = SamplingParams(
         max_new_tokens=RESPONSE_LEN,
+        temperature=1.0,
         pad_token_id=PAD,
-        stop_token_ids=range(2, model.config.vocab_size, 8),
-        seed=0,
-        step=0,
-        prompt_ids=torch.arange(ROWS),
+        stop_token_ids=tuple(range(2, model.config.vocab_size, 8)),
         num_return_sequences=4,
-        **how,
     )
+    batch = PromptBatch(queries=queries, query_attn_masks=mask, prompt_ids=torch.arange(ROWS), rows=[])
+    return generate(model, batch, params, **how)
 
 
 def require(held: bool, figure: str) -> str:
@@ -145,7 +142,7 @@ def packed(machine: Machine, dtype: torch.dtype) -> str:
 def slots_are_generate(machine: Machine) -> str:
     """The tokens of refilled slots against `model.generate`."""
     model = machine.model()
-    return equal_tokens(sample(model, backend="slots", slots=5), sample(model, backend="generate"))
+    return equal_tokens(sample(model, backend="slots", rows_at_once=5), sample(model, backend="generate"))
 
 
 class Logs(TrainerCallback):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from alpaca_ppo.generation import generate
+from alpaca_ppo.generation import SamplingParams, generate
+from alpaca_ppo.types import PromptBatch
 
 PAD, EOS = 0, 1
 SHAPES: dict[str, dict[str, Any]] = {
@@ -101,19 +102,12 @@ def peak_of(device: torch.device, size: int = 8192) -> Peak:
     return Peak(2 * a.nbytes / copy, 2 * size**3 / product, source="measured: a copy and a matrix product")
 
 
-def _own(model: PreTrainedModel, prompts: Tensor, tokens: int, **how: Any) -> None:
-    generate(
-        model,
-        prompts,
-        torch.ones_like(prompts),
-        max_new_tokens=tokens,
-        pad_token_id=PAD,
-        stop_token_ids=[],
-        seed=0,
-        step=0,
-        prompt_ids=torch.arange(len(prompts)),
-        **how,
+def _own(model: PreTrainedModel, prompts: Tensor, tokens: int, backend: str) -> None:
+    batch = PromptBatch(
+        queries=prompts, query_attn_masks=torch.ones_like(prompts), prompt_ids=torch.arange(len(prompts)), rows=[]
     )
+    params = SamplingParams(max_new_tokens=tokens, temperature=1.0, pad_token_id=PAD, stop_token_ids=())
+    generate(model, batch, params, backend=backend)
 
 
 def _config(tokens: int, **fields: Any) -> GenerationConfig:

@@ -176,4 +176,4 @@ def test_what_the_configuration_knows_of_the_built_in_names():
     assert POLICY_LOSSES.trait("gspo", "loss_agg_mode") == "seq-mean-token-mean"
     assert POLICY_LOSSES.names_with(dual_clip=True) == ("clip", "dppo")
     assert CRITIC_HEADS.names_with(distributional=False) == ("scalar",)
-    assert GENERATION_BACKENDS.names_with(refills=True) == ("auto", "slots")
+    assert GENERATION_BACKENDS.names == ("auto", "slots", "generate")

@@ -14,7 +14,6 @@ from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     DOCTOR_RULES,
     DOCTOR_SEVERITIES,
-    GENERATION_BACKENDS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
 )
@@ -151,15 +150,6 @@ def _check_sizes(config: Any) -> None:
                 f"{name} ({size}) is larger than the responses of a step, rollout_batch_size * num_return_sequences = "
                 f"{config.responses_per_step}; set it to {config.responses_per_step} or less"
             )
-    # With `auto` it is not known here whether the model can be sampled in slots.
-    refills = GENERATION_BACKENDS.trait(config.generation_backend, "refills")
-    if config.num_return_sequences > config.rollout_per_device_batch_size and not refills:
-        raise ValueError(
-            f"num_return_sequences ({config.num_return_sequences}) is larger than rollout_per_device_batch_size "
-            f"({config.rollout_per_device_batch_size}), but generation_backend {config.generation_backend!r} samples a "
-            f"prompt's responses in one batch; set rollout_per_device_batch_size to {config.num_return_sequences} or "
-            "more, or generation_backend: auto"
-        )
     longest, budget = config.longest_row, config.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
         raise ValueError(

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from alpaca_ppo.registry import GENERATION_BACKENDS
-
 
 def check_evaluation(config: Any) -> None:
     """Checks that the options of evaluation in a `PPOConfig` do not contradict each other.
@@ -11,14 +9,6 @@ def check_evaluation(config: Any) -> None:
     Raises:
         ValueError: naming the options, their values and the remedy.
     """
-    samples = config.eval_num_samples
-    room, backend = config.rollout_per_device_batch_size, config.generation_backend
-    if samples > room and not GENERATION_BACKENDS.trait(backend, "refills"):
-        raise ValueError(
-            f"eval_num_samples ({samples}) is larger than rollout_per_device_batch_size ({room}), but "
-            f"generation_backend {backend!r} samples a prompt's responses in one batch; set "
-            f"rollout_per_device_batch_size to {samples} or more, or generation_backend: auto"
-        )
     _check_correctness(config)
     _check_judge(config)
 

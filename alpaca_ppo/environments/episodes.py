@@ -17,6 +17,7 @@ from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
 from alpaca_ppo.environments.texts import shown
 from alpaca_ppo.functional.shaping import response_lengths
+from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
@@ -173,12 +174,13 @@ class Episodes:
         """Goes on with what has come, without waiting."""
         self._hear(0.0)
 
-    def finish(self, rows: Sequence[int], samples: Mapping[str, Tensor]) -> None:
-        """Begins the end of the episodes `rows`, whose responses are complete in `samples`."""
-        chosen = samples["response_mask"][list(rows)]
-        for row, mask, length in zip(rows, chosen.tolist(), response_lengths(chosen).tolist(), strict=True):
-            response, episode = samples["responses"][row, :length].tolist(), self.of_rows[row]
-            complete = bool(samples["stopped"][row]) or length - episode.num_read == self._max_turn_tokens
+    def finish(self, rows: Sequence[int], finished: Generation) -> None:
+        """Begins the end of the episodes `rows`, whose responses `finished` are complete."""
+        lengths = response_lengths(finished.response_mask).tolist()
+        parts = (finished.responses.tolist(), finished.response_mask.tolist(), finished.stopped.tolist())
+        for row, length, tokens, mask, stopped in zip(rows, lengths, *parts, strict=True):
+            response, episode = tokens[:length], self.of_rows[row]
+            complete = stopped or length - episode.num_read == self._max_turn_tokens
             self._ending.add(row)
             if self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
                 self._ending.remove(row)

@@ -42,7 +42,6 @@ from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic, AdapterReference, Policy
 from alpaca_ppo.models.packed_attention import install_attention, is_installed, uninstall_attention
 from alpaca_ppo.models.policy import response_states
-from alpaca_ppo.registry import GENERATION_BACKENDS
 
 # The result of the operation by which a model tests a batch for padding: always "has padding", so that it keeps its
 # attention mask.
@@ -138,10 +137,6 @@ def _named_errors(models: Models) -> Iterator[None]:
         ) from error
 
 
-def _has_own_cache(args: PPOConfig) -> bool:
-    return args.generation_backend == "generate"
-
-
 def _cache_sizes(config: Any, args: PPOConfig, sizes: Sizes, column: float) -> Measurements:
     """Bytes of the sampler's cache after a full response, and what a layer that grows takes besides.
 
@@ -151,7 +146,7 @@ def _cache_sizes(config: Any, args: PPOConfig, sizes: Sizes, column: float) -> M
         sizes: of the passes.
         column: bytes of one column of one layer, for the prompts that are sampled at once.
     """
-    if GENERATION_BACKENDS.trait(args.generation_backend, "refills"):
+    if args.generation_backend != "generate":
         # Two slots more: what all prompts begin with, and a prompt whose other samples wait.
         slots = sizes.rows + 1 + (sizes.samples > 1)
         shapes = EXACT if args.use_cpu else BUCKETED
@@ -209,7 +204,7 @@ class _Passes:
 
     @torch.no_grad()
     def _rollout(self, model: PreTrainedModel) -> Measurements:
-        sizes, plain = self._sizes, _has_own_cache(self._args)
+        sizes, plain = self._sizes, self._args.generation_backend == "generate"
         rows = sizes.prompts * sizes.samples
         model.eval()
         self._begin()

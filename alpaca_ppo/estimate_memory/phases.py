@@ -11,7 +11,6 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
 from alpaca_ppo.estimate_memory.measure import Sizes, measure
 from alpaca_ppo.estimate_memory.sharding import DeviceMemory, Sharding
-from alpaca_ppo.registry import GENERATION_BACKENDS
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache", "logits")
 PHASES = ("load", "prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
@@ -56,7 +55,7 @@ def sizes_of(args: PPOConfig, processes: int, *, replies: bool = False) -> Sizes
         query=args.query_len,
         response=args.response_len,
         # A response of one column has no room for a reply.
-        replies=replies and args.response_len > 1 and GENERATION_BACKENDS.trait(args.generation_backend, "takes_turns"),
+        replies=replies and args.response_len > 1 and args.generation_backend != "generate",
     )
 
 
@@ -135,7 +134,7 @@ class _Step:
         held = self._held("prefill", self._device.gathered("policy", sampling=True) + cast)
         unpacked = measured["policy/unpacked"]
         prefill = replace(held, activations=measured["policy/prefill"] - cast + unpacked)
-        if not self._args.use_cpu and GENERATION_BACKENDS.trait(self._args.generation_backend, "refills"):
+        if not self._args.use_cpu and self._args.generation_backend != "generate":
             # The cache has its full size from the start; `measure` has seen one of the prompts' size.
             activations = prefill.activations - measured["policy/prompt_cache"]
             prefill = replace(prefill, kv_cache=measured["policy/kv_cache"], activations=activations)

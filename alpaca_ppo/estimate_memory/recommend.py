@@ -10,7 +10,6 @@ from typing import Any
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.sharding import Sharding
-from alpaca_ppo.registry import GENERATION_BACKENDS
 
 Change = dict[str, Any]
 """New values of options: fields of PPOConfig, `use_peft`, `zero_stage`."""
@@ -137,9 +136,6 @@ def changes(settings: Settings) -> list[list[Change]]:
     layouts += ["shared"] if not args.separate_critic_steps else []
     # What a run refuses together with 4 bits.
     needs_whole_weights = copied or own_backbone or args.use_cpu or sharding.stage == 3
-    # A backend that refills its slots samples a prompt's responses in any number of them.
-    refills = GENERATION_BACKENDS.trait(args.generation_backend, "refills")
-    fewest_rows = 1 if refills else args.num_return_sequences
     default_budget, longest = args.max_tokens_per_micro_batch is None, args.longest_row
     last_stage = 0 if sharding.processes == 1 else 2 if args.load_in_4bit else 3
     return [
@@ -147,7 +143,7 @@ def changes(settings: Settings) -> list[list[Change]]:
         # It sets the default of the budget, and limits rows where they are padded.
         _halvings("step_per_device_batch_size", args.step_per_device_batch_size) if default_budget else [],
         [] if default_budget else _halvings("max_tokens_per_micro_batch", args.micro_batch_tokens, longest),
-        _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size, fewest_rows),
+        _halvings("rollout_per_device_batch_size", args.rollout_per_device_batch_size),
         _halvings("logprob_chunk_size", args.logprob_chunk_size, 128),
         reference,
         [{"bf16": True}] if in_float32 and not args.bf16 else [],

@@ -4,9 +4,9 @@
 depend on rewards, other processes or the configuration object.
 """
 
-from alpaca_ppo.generation.backends import register_generation_backend
+from alpaca_ppo.generation.backends import Backend, make_backend, register_generation_backend
 from alpaca_ppo.generation.generate import generate
-from alpaca_ppo.generation.responses import Generation
+from alpaca_ppo.generation.responses import Generation, SamplingHooks
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.stop_strings import StopStrings
 from alpaca_ppo.generation.stopping_criteria import (
@@ -19,7 +19,9 @@ from alpaca_ppo.generation.turns import PENDING, Turn, TurnHandler, Turns
 
 __all__ = [
     "PENDING",
+    "Backend",
     "Generation",
+    "SamplingHooks",
     "SamplingParams",
     "StopStrings",
     "Turn",
@@ -27,6 +29,7 @@ __all__ = [
     "Turns",
     "configured_stop_tokens",
     "generate",
+    "make_backend",
     "register_generation_backend",
     "resolve_stop_tokens",
     "resolve_truncate_tokens",

@@ -4,83 +4,70 @@
 Every option of the model's generation config that changes logits is switched off.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from alpaca_ppo.generation.responses import Generation, ResponseRows
+from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks
 from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.types import PromptBatch
 
 
 def sample_with_generate(
     model: PreTrainedModel,
-    queries: Tensor,
-    query_attn_masks: Tensor,
+    prompts: PromptBatch,
+    params: SamplingParams,
     *,
-    sampling_params: SamplingParams,
-    prompt_ids: Tensor,
-    before_token: Callable[[], Any] = lambda: None,
+    rows_at_once: int | None,
+    hooks: SamplingHooks,
 ) -> Generation:
-    """Returns responses to `queries`, as `sample_in_slots` does, from float32 logits, which `model.generate` makes."""
-    keys, n = sampling_params.random_keys(prompt_ids), sampling_params.num_return_sequences
-    rows = ResponseRows(sampling_params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
+    """Returns responses to `prompts`, as `sample_in_slots` does, from float32 logits, which `model.generate` makes.
+
+    Prompts of similar length are sampled together, with all of their responses if `rows_at_once` has room for these.
+    """
+    keys, n = params.random_keys(prompts["prompt_ids"]), params.num_return_sequences
+    rows = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
     index = torch.arange(len(keys), device=keys.device)
-    rows.rows[:], rows.keys[:], rows.limits[:], rows.running[:] = index, keys, sampling_params.max_new_tokens, True
-    plain = GenerationConfig(
-        max_new_tokens=sampling_params.max_new_tokens, do_sample=False, num_beams=1, use_cache=True
-    )
-    # PreTrainedModel itself has no `generate`; models inherit it from GenerationMixin.
-    runner: Any = model
-    with _generation_config(model, plain):
-        runner.generate(
-            queries.repeat_interleave(n, dim=0),
-            attention_mask=query_attn_masks.repeat_interleave(n, dim=0),
-            generation_config=plain,
-            logits_processor=LogitsProcessorList([_Choose(rows, before_token)]),
-            stopping_criteria=StoppingCriteriaList([_Stop(rows)]),
-        )
+    rows.rows[:], rows.keys[:], rows.limits[:], rows.running[:] = index, keys, params.max_new_tokens, True
+    lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
+    order = lengths.argsort(descending=True, stable=True)
+    most = rows_at_once or len(keys)
+    for chunk in order.split(most // n * n or most):
+        width = int(lengths[chunk[0]])
+        queries, mask = (prompts[key][chunk // n, -width:] for key in ("queries", "query_attn_masks"))  # type: ignore[literal-required]
+        _generate(model, queries, mask, rows, chunk, hooks)
+        hooks.on_finished(chunk.tolist(), rows.generation(chunk))
     return rows.generation(index)
 
 
-@contextmanager
-def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    # generate() fills fields that are None from the model's own config, so that one must be replaced too.
-    own = model.generation_config
-    model.generation_config = config
+def _generate(
+    model: PreTrainedModel, queries: Tensor, mask: Tensor, rows: ResponseRows, chunk: Tensor, hooks: SamplingHooks
+) -> None:
+    """Samples the responses `chunk` (N,) of `rows`, to `queries` (N, Q) with the attention `mask`."""
+
+    def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
+        hooks.before_token()
+        rows.choose(scores, chunk)
+        # The chosen tokens alone are left possible.
+        return scores.fill_(float("-inf")).scatter_(1, rows.tokens[chunk].unsqueeze(1), 0.0)
+
+    def ended(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return ~rows.running[chunk]
+
+    plain = GenerationConfig(max_new_tokens=rows.responses.size(1), do_sample=False, num_beams=1, use_cache=True)
+    # PreTrainedModel itself has no `generate`; models inherit it from GenerationMixin. It fills fields that are None
+    # from the model's own config, so that one must be replaced too.
+    runner: Any = model
+    own, runner.generation_config = model.generation_config, plain
     try:
-        yield
+        runner.generate(
+            queries,
+            attention_mask=mask,
+            generation_config=plain,
+            logits_processor=LogitsProcessorList([choose]),
+            stopping_criteria=StoppingCriteriaList([ended]),
+        )
     finally:
-        model.generation_config = own
-
-
-class _Choose(LogitsProcessor):
-    """Lets `rows` choose the next tokens, and leaves only these possible."""
-
-    def __init__(self, rows: ResponseRows, before_token: Callable[[], Any]) -> None:
-        self._rows, self._before_token = rows, before_token
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._before_token()
-        self._rows.choose(scores, slice(None))
-        return scores.fill_(float("-inf")).scatter_(1, self._rows.tokens.unsqueeze(1), 0.0)
-
-
-class _Stop(StoppingCriteria):
-    """Reports the rows that have ended."""
-
-    def __init__(self, rows: ResponseRows) -> None:
-        self._rows = rows
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        return ~self._rows.running
+        runner.generation_config = own

@@ -4,7 +4,9 @@ Both built-in backends only run the model, and pass its logits to a `ResponseRow
 backend.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,22 @@ class Generation:
     stopped: Tensor
     """(B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit, such as R
     tokens."""
+
+    def __getitem__(self, rows: Any) -> "Generation":
+        """The responses `rows`: an index of tensors."""
+        return Generation(self.responses[rows], self.response_mask[rows], self.logprobs[rows], self.stopped[rows])
+
+
+@dataclass(frozen=True)
+class SamplingHooks:
+    """What is called while responses are sampled."""
+
+    before_token: Callable[[], Any] = lambda: None
+    """Called before tokens are chosen, and several times a second while all rows wait for answers; an exception in it
+    ends the sampling."""
+    on_finished: Callable[[list[int], Generation], Any] = lambda rows, finished: None
+    """Called with rows whose responses are complete, in any order, and these responses in the same order. Each row
+    comes once; what a backend does not report is reported at its end."""
 
 
 class ResponseRows:

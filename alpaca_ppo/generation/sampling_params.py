@@ -1,4 +1,4 @@
-"""How responses are sampled. The field names are the keywords of `generation.generate`; prompts are not included."""
+"""How tokens are chosen, and what ends a response."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from alpaca_ppo.generation.stop_strings import StopStrings
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The settings of one call of the sampler. `generate` checks the values; nothing is checked here."""
+    """The settings of one call of the sampler; `generate` checks them."""
 
     max_new_tokens: int
     """R: the most tokens of a response, and the width of the result."""
@@ -37,8 +37,6 @@ class SamplingParams:
     top_p: float | None = None
     """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
     evaluation, like `top_k`."""
-    backend: str = "auto"
-    """Name of the generation backend."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0
@@ -71,3 +69,16 @@ class SamplingParams:
             if self.sample_ids is None
             else torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device),
         )
+
+    def check(self) -> None:
+        """Raises ValueError for a value outside its range."""
+        for name in ("max_new_tokens", "num_return_sequences", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.sample_ids is not None and self.num_return_sequences != 1:
+            raise ValueError(f"num_return_sequences ({self.num_return_sequences}) must be 1 where sample_ids are given")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature ({self.temperature}) must be positive; for greedy decoding: do_sample=False")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")

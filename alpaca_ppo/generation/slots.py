@@ -13,21 +13,18 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.responses import Generation, ResponseRows
+from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_cache import SlotCache
 from alpaca_ppo.generation.slot_passes import NewTokens, read_next
 from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
-
-OnFinished = Callable[[list[int], Generation], Any]
-"""Called with the rows whose responses are complete, and these responses in the same order."""
+from alpaca_ppo.types import PromptBatch
 
 _WAIT = 0.1
 """How long to wait for an answer to a turn before `before_token` is called again, in seconds."""
@@ -68,41 +65,34 @@ BUCKETED = StepShapes(
 
 def sample_in_slots(
     model: PreTrainedModel,
-    queries: Tensor,
-    query_attn_masks: Tensor,
+    prompts: PromptBatch,
+    params: SamplingParams,
     *,
-    sampling_params: SamplingParams,
-    prompt_ids: Tensor,
-    slots: int | None = None,
-    on_finished: OnFinished | None = None,
-    turns: Turns | None = None,
-    before_token: Callable[[], Any] = lambda: None,
+    rows_at_once: int | None,
+    turns: Turns | None,
+    hooks: SamplingHooks,
     shapes: StepShapes | None = None,
 ) -> Generation:
-    """Returns responses to `queries`.
+    """Returns responses to `prompts`, whose rows are reported as soon as they have ended.
 
     Args:
         model: a model that `slot_probe.slot_problem` finds no problem with.
-        queries: (B, Q) int64, left-padded, on the model's device.
-        query_attn_masks: (B, Q) int64, 1 = a real token.
-        sampling_params: how tokens are chosen, and n responses per prompt.
-        prompt_ids: (B,) int64.
-        slots: rows that are decoded at once; None takes all.
-        on_finished: see `OnFinished`; None does nothing. Row b * n + j is sample j of prompt b.
+        prompts: on the model's device, left-padded.
+        params: how tokens are chosen, and n responses per prompt; row b * n + j is sample j of prompt b.
+        rows_at_once: the number of slots; None takes as many as there are rows.
         turns: who is asked at the end of a turn, and limits; None ends every response with its first turn.
-        before_token: called before the tokens of each pass are chosen, and several times a second while all rows wait
-            for answers; an exception in it ends the sampling.
+        hooks: what is called meanwhile.
         shapes: of the steps; None chooses by the device.
     """
-    prompts = [
-        [token for token, real in zip(tokens, mask, strict=True) if real]
-        for tokens, mask in zip(queries.tolist(), query_attn_masks.tolist(), strict=True)
+    tokens = [
+        [token for token, real in zip(row, mask, strict=True) if real]
+        for row, mask in zip(prompts["queries"].tolist(), prompts["query_attn_masks"].tolist(), strict=True)
     ]
-    keys = sampling_params.random_keys(prompt_ids)
+    keys = params.random_keys(prompts["prompt_ids"])
     if shapes is None:
-        shapes = EXACT if queries.device.type == "cpu" else BUCKETED
-    loop = _SlotLoop(model, prompts, keys, sampling_params, min(slots or len(keys), len(keys)), shapes)
-    loop.on_finished, loop.turns, loop.before_token = on_finished, turns, before_token
+        shapes = EXACT if keys.device.type == "cpu" else BUCKETED
+    slots = min(rows_at_once or len(keys), len(keys))
+    loop = _SlotLoop(model, tokens, keys, params, slots, shapes, turns, hooks)
     loop.run()
     return loop.out.generation(torch.arange(len(keys), device=keys.device))
 
@@ -139,11 +129,9 @@ class _SlotLoop:
         params: how tokens are chosen.
         slots: S.
         shapes: of the steps.
+        turns: see `sample_in_slots`.
+        hooks: see `sample_in_slots`.
     """
-
-    on_finished: OnFinished | None
-    turns: Turns | None
-    before_token: Callable[[], Any]
 
     def __init__(
         self,
@@ -153,7 +141,10 @@ class _SlotLoop:
         params: SamplingParams,
         slots: int,
         shapes: StepShapes,
+        turns: Turns | None,
+        hooks: SamplingHooks,
     ) -> None:
+        self._turns, self._hooks = turns, hooks
         self._model, self._keys, self._params, self._slots, self._shapes = model, keys, params, slots, shapes
         self.out = ResponseRows(params, rows=len(keys), slots=slots, dtype=model.dtype, device=keys.device)
         longest, groups = max(map(len, prompts)), group_prompts(prompts)
@@ -182,7 +173,7 @@ class _SlotLoop:
                 self._compact()
                 self._decode()
             else:
-                self.before_token()
+                self._hooks.before_token()
                 self._hear(timeout=_WAIT)
                 continue
             self._look()
@@ -238,8 +229,8 @@ class _SlotLoop:
         rows = [self._busy[slot] for slot in slots]
         for row in rows:
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
-            if self.turns is not None:
-                row.limit = self.turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
+            if self._turns is not None:
+                row.limit = self._turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
         numbers = [(r.index, r.length, r.position, r.turn_start, r.limit) for r in rows]
         index, indices, *values = torch.tensor([slots, *zip(*numbers, strict=True)], device=self._keys.device)
         out = self.out
@@ -250,7 +241,7 @@ class _SlotLoop:
     def _choose(self, logits: dict[int, Tensor]) -> None:
         """Chooses the next tokens of the rows that the host has put into slots, from the logits (V,) after each."""
         index = self._start(list(logits))
-        self.before_token()
+        self._hooks.before_token()
         self.out.choose(torch.stack(list(logits.values())), index)
         for slot in logits:
             self._busy[slot].position += 1
@@ -284,7 +275,7 @@ class _SlotLoop:
         slots = self._step_slots(max(self._busy) + 1)
         self._idle_steps += steps * len(self._answered())
         for _ in range(steps):
-            self.before_token()
+            self._hooks.before_token()
             # A row that has ended on the device counts on here until the next look.
             longest = max(row.length for row in self._busy.values())
             # One more column, into which a slot writes whose row ends with this step and then idles.
@@ -316,8 +307,8 @@ class _SlotLoop:
         """Ends the turns of rows that no longer run: finishes these rows, or asks how they go on."""
         running = self.out.running.tolist()
         ended = {slot: self._busy.pop(slot) for slot in list(self._busy) if not running[slot]}
-        if ended and self.turns is not None:
-            self._end_turns(self.turns, ended)
+        if ended and self._turns is not None:
+            self._end_turns(self._turns, ended)
         else:
             self._count_turns(list(ended.values()))
             self._finish(list(ended.values()))
@@ -328,9 +319,9 @@ class _SlotLoop:
 
     def _finish(self, rows: list[_Row]) -> None:
         """Reports rows whose responses are complete."""
-        if self.on_finished is not None and rows:
+        if rows:
             indices = [row.index for row in rows]
-            self.on_finished(indices, self.out.generation(torch.tensor(indices, device=self._keys.device)))
+            self._hooks.on_finished(indices, self.out.generation(torch.tensor(indices, device=self._keys.device)))
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
         """Asks how the rows that were in the slots `ended` go on, and finishes those that have no tokens left."""
@@ -364,9 +355,9 @@ class _SlotLoop:
         pending = {row.index: slot for slot, row in self._held.items() if row.unread is None}
         if not pending:
             return
-        assert self.turns is not None
+        assert self._turns is not None
         done: list[_Row] = []
-        for index, reply in self.turns.handler.ready(timeout):
+        for index, reply in self._turns.handler.ready(timeout):
             if index not in pending:
                 raise ValueError(
                     f"the turn handler's ready() returned an answer for row {index}, which waits for none; return the "

@@ -5,14 +5,12 @@ The trials may end differently where machines, devices or versions of libraries 
 micro-batches would train on other rows and wait for each other forever.
 """
 
-from dataclasses import replace
-
 from accelerate import Accelerator
 
-from alpaca_ppo.distributed.collectives import any_rank, gather_list
+from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.generation.backends import resolve_backend
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.backends import AutoBackend, Backend, SlotsBackend
+from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.actor_critic import Critic
 
@@ -45,14 +43,23 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
-def agree_on_backend(sampling_params: SamplingParams, engine: Engine) -> SamplingParams:
-    """`sampling_params` with the backend `generate` instead of `auto` if the policy cannot be sampled in slots on every
-    process. All ranks must call this.
+def agree_on_backend(backend: Backend, engine: Engine, *, answered: bool) -> str:
+    """Lets `auto` use `model.generate` on every process if the policy cannot be sampled in slots on any; returns why,
+    in words: empty if it can. All ranks must call this.
+
+    Raises:
+        ValueError: on every rank, where `slots` were asked for or something answers the policy (`answered`), which
+            takes a backend of several turns.
     """
-    if sampling_params.backend != "auto" or engine.accelerator.num_processes == 1:
-        return sampling_params
-    with engine.sampling() as model:
-        backend = resolve_backend("auto", model)
-    if any_rank(backend != "slots", engine.accelerator):
-        return replace(sampling_params, backend="generate")
-    return sampling_params
+    problem = f"generation_backend {backend.name!r} samples one turn" if answered and not backend.takes_turns else ""
+    if isinstance(backend, SlotsBackend):
+        with engine.sampling() as model:
+            own = slot_problem(model)
+        problem = next((found for found in gather_list(own, engine.accelerator) if found), "")
+    if problem and answered:
+        raise ValueError(f"environments answer the policy, which cannot be sampled over several turns: {problem}")
+    if isinstance(backend, AutoBackend):
+        backend.fallback = problem
+    elif problem:
+        raise ValueError(f"generation_backend is slots, but the policy cannot be sampled so: {problem}; set it to auto")
+    return problem

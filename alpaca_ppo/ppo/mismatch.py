@@ -20,11 +20,10 @@ from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional.masked import masked_mean
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation import Backend, SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.metrics import mismatch_stats
 from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -142,8 +141,7 @@ class SamplerCheck:
     before the first rollout, which saves the policy's forward pass. A checkpoint keeps the decision; it is made again
     if backend, dtype or engine have changed. Steps recompute all the same: in half precision; with a critic that shares
     the policy's hidden states, whose pass computes all of the policy but its head; with environments that answer, as
-    the rounding then depends on when they do; and with a backend that is not built in, as it may have weights of its
-    own.
+    the rounding then depends on when they do; and with a backend that has weights of its own.
 
     Args:
         engine: of the policy.
@@ -154,14 +152,15 @@ class SamplerCheck:
     """
 
     def __init__(
-        self, engine: Engine, args: PPOConfig, *, backend: str, answered: bool, report: Callable[[str], Any]
+        self, engine: Engine, args: PPOConfig, *, backend: Backend, answered: bool, report: Callable[[str], Any]
     ) -> None:
         self._engine, self._args, self._report = engine, args, report
         critic = engine.actor_critic.critic
         shared = critic is not None and critic.shares_states
-        built_in = backend in GENERATION_BACKENDS.built_in
-        self._may_spare = args.old_policy == "auto" and built_in and not (answered or shared or self.half_precision)
-        self._conditions = [backend, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]
+        self._may_spare = args.old_policy == "auto" and not (
+            backend.has_own_weights or answered or shared or self.half_precision
+        )
+        self._conditions = [backend.name, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]
         self._spares: bool | None = None
         self._warned = False
 

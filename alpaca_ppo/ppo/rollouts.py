@@ -19,9 +19,7 @@ from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.environments.episodes import Episodes
 from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
-from alpaca_ppo.generation import Generation, Turns, generate
-from alpaca_ppo.generation.backends import resolve_backend
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
 from alpaca_ppo.ppo.device_rows import (
@@ -32,7 +30,6 @@ from alpaca_ppo.ppo.device_rows import (
 )
 from alpaca_ppo.ppo.minibatches import chunks_by_length, chunks_by_tokens
 from alpaca_ppo.ppo.trained_rows import shape_as_on_others
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -92,75 +89,40 @@ def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
 def sample_responses(
     model: PreTrainedModel,
     prompts: PromptBatch,
-    sampling_params: SamplingParams,
+    params: SamplingParams,
     *,
+    backend: str | Backend = "auto",
     per_device_batch_size: int,
-    before_token: Callable[[], Any] = lambda: None,
-    on_rows: Callable[[int], Any] = lambda rows: None,
-    on_finished: Callable[[list[int], dict[str, Tensor]], Any] = lambda rows, samples: None,
     turns: Turns | None = None,
+    hooks: SamplingHooks | None = None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
-    At most `per_device_batch_size` responses are sampled at once. A backend without slots gets prompts of similar
-    length together, each with all of its n responses, even if n is larger than that. A token does not depend on either.
+    Returns the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
 
     Args:
         model: the policy, not wrapped.
         prompts: of this rank.
-        sampling_params: how to sample, and the seed and step of the random numbers.
-        per_device_batch_size: responses sampled at once.
-        before_token: as for `generate`.
-        on_rows: called with a number of responses that are finished.
-        on_finished: called with rows whose responses are complete, and what this function will return, filled in these
-            rows. Each row comes once, in any order.
+        params: how to sample, and the seed and step of the random numbers.
+        backend: what samples.
+        per_device_batch_size: responses sampled at once, on which no token depends.
         turns: as for `generate`.
-
-    Returns:
-        the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
+        hooks: as for `generate`.
     """
-    n = sampling_params.num_return_sequences
-    lengths = prompts["query_attn_masks"].sum(dim=1).tolist()
-    count, width = len(lengths), sampling_params.max_new_tokens
-    samples = {
+    generation = generate(
+        model, prompts, params, backend=backend, rows_at_once=per_device_batch_size, turns=turns, hooks=hooks
+    )
+    n = params.num_return_sequences
+    return {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-        "sample_ids": torch.arange(n).repeat(count),
-        "responses": torch.full((count * n, width), sampling_params.pad_token_id),
-        "response_mask": torch.zeros(count * n, width, dtype=torch.bool),
-        "stopped": torch.zeros(count * n, dtype=torch.bool),
-        "rollout_logprobs": torch.zeros(count * n, width, dtype=torch.promote_types(model.dtype, torch.float32)),
+        "sample_ids": torch.arange(n).repeat(len(prompts["queries"])),
+        "responses": generation.responses.cpu(),
+        "response_mask": generation.response_mask.cpu(),
+        "stopped": generation.stopped.cpu(),
+        "rollout_logprobs": generation.logprobs.cpu(),
     }
-    backend = resolve_backend(sampling_params.backend, model)
-    chunks = [list(range(count))]
-    if turns is None and not GENERATION_BACKENDS.trait(backend, "refills"):
-        chunks = chunks_by_length(lengths, max(1, per_device_batch_size // n))
-    for chunk in chunks:
-
-        def keep(rows: list[int], finished: Generation, chunk: list[int] = chunk) -> None:
-            rows = [chunk[row // n] * n + row % n for row in rows]
-            for key, value in vars(finished).items():
-                kept = samples["rollout_logprobs" if key == "logprobs" else key]
-                kept[rows] = value.cpu().to(kept.dtype)
-            on_rows(len(rows))
-            on_finished(rows, samples)
-
-        params = sampling_params
-        if params.sample_ids is not None:
-            params = replace(params, sample_ids=tuple(params.sample_ids[i] for i in chunk))
-        generate(
-            model,
-            prompts["queries"][chunk],
-            prompts["query_attn_masks"][chunk],
-            prompt_ids=prompts["prompt_ids"][chunk],
-            before_token=before_token,
-            slots=per_device_batch_size,
-            on_finished=keep,
-            turns=turns,
-            **(vars(params) | {"backend": backend}),
-        )
-    return samples
 
 
 class EvaluatedRows:
@@ -265,6 +227,7 @@ class RolloutCollector:
         scorer: the reward sources.
         metric_scorer: what only measures the responses of an evaluation.
         chunk_size: tokens whose logits are in memory at once.
+        backend: samples the responses.
         per_device_batch_size: responses sampled or evaluated at once.
         row_tokens: most tokens of a row in any pass (`PPOConfig.longest_row`); without padding, as many tokens are
             evaluated at once as `per_device_batch_size` such rows have.
@@ -274,6 +237,7 @@ class RolloutCollector:
     reference: Reference | None
     scorer: RewardScorer
     metric_scorer: RewardScorer
+    backend: Backend
     chunk_size: int
     per_device_batch_size: int
     row_tokens: int
@@ -334,12 +298,24 @@ class RolloutCollector:
         episodes: Episodes | None = None,
     ) -> dict[str, Tensor]:
         """`sample_responses` of the engine's policy, in the run's precision."""
+        backend = self.backend
 
         def poll_and_listen() -> None:
             before_token()
             if episodes is not None:
                 episodes.listen()
 
+        def finish(rows: list[int], finished: Generation) -> None:
+            poll.on_rows(len(rows))
+            if episodes is not None:
+                episodes.finish(rows, finished)
+
+        if backend.has_own_weights and backend.version != engine.weights_version:
+            policy = engine.actor_critic.policy
+            with engine.gathered_parameters(policy):
+                backend.sync(policy)
+            backend.version = engine.weights_version
+        backend.wake()
         with (
             engine.autocast(),
             engine.sampling() as model,
@@ -349,12 +325,12 @@ class RolloutCollector:
                 model,
                 prompts,
                 sampling_params,
+                backend=backend,
                 per_device_batch_size=self.per_device_batch_size,
-                before_token=poll_and_listen,
-                on_rows=poll.on_rows,
-                on_finished=(lambda rows, samples: None) if episodes is None else episodes.finish,
                 turns=None if episodes is None else episodes.turns,
+                hooks=SamplingHooks(poll_and_listen, finish),
             )
+        backend.sleep()
         if episodes is None:
             return samples
         episodes.wait()

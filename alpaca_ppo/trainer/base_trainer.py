@@ -67,6 +67,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     """The eval sets by name; "" is the name of the only one if it has none. Empty without evaluation."""
     schedule: PromptSchedule
     padding: str
+    sampler_fallback: str
     """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
     has_own_schedule: bool
@@ -373,6 +374,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
             f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
             + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
+            + (f", sampled by model.generate: {self.sampler_fallback}" if self.sampler_fallback else "")
         )
         self._notify("on_train_begin")
         if not self._finished:

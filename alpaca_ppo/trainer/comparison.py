@@ -109,12 +109,10 @@ class Contest:
                 engine.autocast(),
                 engine.sampling(policy) as model,
             ):
-                samples = sample_responses(
-                    model,
-                    local,
-                    params,
-                    per_device_batch_size=trainer.args.rollout_per_device_batch_size,
-                )
+                # A sampler with weights of its own has those of the policy.
+                backend = "auto" if collector.backend.has_own_weights else collector.backend
+                size = trainer.args.rollout_per_device_batch_size
+                samples = sample_responses(model, local, params, backend=backend, per_device_batch_size=size)
             answers = list(zip(*response_texts(trainer.processing_class, samples), strict=True))
         return self._in_order(answers, len(prompts))
 

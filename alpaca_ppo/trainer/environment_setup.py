@@ -9,7 +9,6 @@ from datasets import Dataset
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import ScriptArguments
-from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.environments.conversation import Conversation
 from alpaca_ppo.environments.episode import EpisodeSettings
 from alpaca_ppo.environments.episodes import Environments, kind_of
@@ -23,8 +22,6 @@ from alpaca_ppo.environments.kinds import (
 )
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.slot_probe import slot_problem
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.rewards import FunctionReward, RewardScorer
 
 Kinds = Mapping[str | None, EnvironmentKind]
@@ -198,31 +195,6 @@ def make_environments(
             "or give the environment a method get_reward"
         )
     return environments
-
-
-def check_sampler(environments: Environments | None, sampling_params: SamplingParams, engine: Engine) -> None:
-    """Checks that responses can go on after a turn. All ranks must call this.
-
-    Raises:
-        ValueError: when the generation backend takes no turns, or the policy cannot be sampled in slots.
-    """
-    if environments is None or not environments.answer:
-        return
-    backend = sampling_params.backend
-    if not GENERATION_BACKENDS.trait(backend, "takes_turns"):
-        raise ValueError(
-            f"generation_backend is {backend!r}, which samples responses of one turn, but environments or tools answer "
-            "the policy; set generation_backend: slots. If that was auto, a process cannot sample this model in slots"
-        )
-    if backend not in ("auto", "slots"):
-        return
-    with engine.sampling() as model:
-        problem = slot_problem(model)
-    if problem:
-        raise ValueError(
-            f"environments or tools answer the policy, but {type(model).__name__} cannot be sampled over several "
-            f"turns: {problem}; use a model of another family"
-        )
 
 
 def _check_unused(args: PPOConfig, tool_call_parser: ToolCallParser | None) -> None:

@@ -37,7 +37,7 @@ from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer import setup
-from alpaca_ppo.trainer.environment_setup import GivenEnvironments, check_sampler, make_environments
+from alpaca_ppo.trainer.environment_setup import GivenEnvironments, make_environments
 from alpaca_ppo.trainer.evaluation import Evaluator
 from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
 from alpaca_ppo.trainer.preflight import (
@@ -141,16 +141,16 @@ class PPOTrainer(RolloutTrainer):
         self.collector = setup.make_collector(reference, scorer, metric_scorer, self.accelerator, args)
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
-        self.sampling_params = agree_on_backend(self.sampling_params, self.updater.engine)
+        answered = self.environments is not None and self.environments.answer
+        self.sampler_fallback = agree_on_backend(self.collector.backend, self.updater.engine, answered=answered)
         self.has_own_schedule = optimizers[1] is not None
-        check_sampler(self.environments, self.sampling_params, self.updater.engine)
         self.collector.prepare_frozen_models(self.updater.engine)
         self.evaluator = Evaluator(self, self.collector.metric_scorer)
         self.sampler_check = SamplerCheck(
             self.updater.engine,
             args,
-            backend=args.generation_backend,
-            answered=self.environments is not None and self.environments.answer,
+            backend=self.collector.backend,
+            answered=answered,
             report=lambda text: self.run_log.message(text),
         )
         self.kl_controller = setup.make_kl_controller(args)

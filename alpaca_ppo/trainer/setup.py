@@ -18,6 +18,7 @@ from alpaca_ppo.evaluation.settings import check_set_names
 from alpaca_ppo.generation import (
     StopStrings,
     configured_stop_tokens,
+    make_backend,
     resolve_stop_tokens,
     resolve_truncate_tokens,
     resolve_turn_end,
@@ -204,7 +205,6 @@ def make_sampling_params(
             else None
         ),
         num_return_sequences=args.num_return_sequences,
-        backend=args.generation_backend,
     )
 
 
@@ -320,6 +320,7 @@ def make_collector(
         reference=reference,
         scorer=scorer,
         metric_scorer=metric_scorer,
+        backend=make_backend(args.generation_backend, args),
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
         row_tokens=args.longest_row,

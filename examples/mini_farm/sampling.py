@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from alpaca_ppo.data import collate_prompts, prepare_prompts
-from alpaca_ppo.generation import generate, resolve_stop_tokens
+from alpaca_ppo.generation import SamplingParams, generate, resolve_stop_tokens
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.rewards import build_reward
@@ -47,15 +47,15 @@ def sample_answers(
     for batch in _batches(rows, tokenizer, size=max(1, 4 * _BATCH // samples)):
         sampled = generate(
             model,
-            batch["queries"],
-            batch["query_attn_masks"],
-            max_new_tokens=RESPONSE_LEN,
-            pad_token_id=tokenizer.pad_token_id,
-            stop_token_ids=resolve_stop_tokens(tokenizer, model.generation_config),
-            seed=seed,
-            step=0,
-            prompt_ids=batch["prompt_ids"],
-            num_return_sequences=samples,
+            batch,
+            SamplingParams(
+                max_new_tokens=RESPONSE_LEN,
+                temperature=1.0,
+                pad_token_id=tokenizer.pad_token_id,
+                stop_token_ids=resolve_stop_tokens(tokenizer, model.generation_config),
+                num_return_sequences=samples,
+                seed=seed,
+            ),
         )
         logratios = sampled.logprobs.sum(dim=1)
         if reference is None:

@@ -11,10 +11,6 @@ COMPARED = {"eval_opponent": "reference"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {**SAMPLED, "generation_backend": "generate", "rollout_per_device_batch_size": 2},
-            r"eval_num_samples \(4\) is larger than rollout_per_device_batch_size \(2\)",
-        ),
         ({"eval_best_of_by": "scores"}, "eval_best_of_by is 'scores', but eval_num_samples is 1"),
         ({"eval_success_by": "gold"}, "eval_success_by is 'gold', but eval_success_above is null"),
         ({**SAMPLED, "eval_answer_func": "m:f"}, "a majority vote needs eval_success_above"),

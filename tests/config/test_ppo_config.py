@@ -30,10 +30,6 @@ ASKED = {"eval_opponent": "reference", "eval_judge": "https://h/v1", "eval_judge
         ({"rollout_batch_size": 8, "step_batch_size": 16}, "step_batch_size (16) 8"),
         ({"rollout_batch_size": 8, "step_batch_size": 4, "critic_step_batch_size": 9}, "critic_step_batch_size (9)"),
         ({"critic_layout": "shared", "critic_epochs": 2}, "critic_epochs is 2; critic_layout 'shared'"),
-        (
-            {"num_return_sequences": 33, "generation_backend": "generate"},
-            "num_return_sequences (33) rollout_per_device_batch_size (32)",
-        ),
         ({"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64}, "kl_horizon is 10; 13"),
         ({"stop_on": ["error", "kl_runway"]}, "stop_on 'kl_runway' constant_reward"),
         ({"dynamic_sampling": 3}, "dynamic_sampling num_return_sequences is 1"),
@@ -59,10 +55,6 @@ ASKED = {"eval_opponent": "reference", "eval_judge": "https://h/v1", "eval_judge
         ),
         ({"warmup_steps": 1.5, "lr_scheduler_type": "linear"}, "warmup_steps is 1.5"),
         ({"critic_lr_warmup_steps": 2.5, "lr_scheduler_type": "linear"}, "critic_lr_warmup_steps is 2.5"),
-        (
-            {**SAMPLED, "generation_backend": "generate", "rollout_per_device_batch_size": 2},
-            "eval_num_samples (4) rollout_per_device_batch_size (2)",
-        ),
         ({"eval_opponent": "reference", "reference": "none", "kl_coef": 0}, "eval_opponent 'reference' 'none'"),
     ],
 )
@@ -124,12 +116,6 @@ def test_an_entropy_that_every_step_has_may_choose_the_best_model():
     for source in ("recompute", "correct"):
         metric = {"metric_for_best_model": "objective/entropies", "entropy_logging_steps": 1}
         PPOConfig(**metric, save_steps=4, old_policy=source)
-
-
-@pytest.mark.parametrize("backend", ["auto", "slots"])
-def test_a_prompt_may_have_more_responses_than_slots(backend):
-    args = PPOConfig(num_return_sequences=33, generation_backend=backend)
-    assert args.num_return_sequences > args.rollout_per_device_batch_size
 
 
 def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():

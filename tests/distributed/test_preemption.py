@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
-from alpaca_ppo.generation.backends import resolve_backend
 from alpaca_ppo.trainer.preflight import check_start
 from tests.leftovers import work_folder
 from tests.tiny_runs import before_update, metric_lines, one_update, prompts, tiny_trainer, weights
@@ -106,7 +105,7 @@ def test_a_run_interrupted_again_and_again_is_the_run_that_never_was(
     torch.manual_seed(0)
     whole = tiny_trainer(tmp_path / "whole", **run)
     # Ten prompts and four slots: a signal comes while slots are refilled, too.
-    assert resolve_backend(whole.args.generation_backend, whole.actor_critic.policy.model) == "slots"
+    assert not whole.sampler_fallback
     assert whole.args.rollout_batch_size > whole.args.rollout_per_device_batch_size
     torch.manual_seed(1)
     whole.train()

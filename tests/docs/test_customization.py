@@ -41,7 +41,7 @@ def shown(heading: str, base: type) -> type | None:
 
 def test_the_page_adds_one_of_each():
     registered = {"An advantage estimator", "A policy loss", "A critic head", "A KL estimator", "A reward source"}
-    registered |= {"Metrics of a reward function"}
+    registered |= {"Metrics of a reward function", "A sampler"}
     assert set(SETTINGS) == registered
     assert {"A metric", "A callback", "Tokens from another engine"} <= set(IN_TRAINERS)
 

@@ -10,6 +10,7 @@ from alpaca_ppo.environments.episode import EnvironmentFailure
 from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.generation import PENDING, SamplingParams, Turn
+from alpaca_ppo.generation.responses import Generation
 from tests.environments.chat import chat_bytes, conversation, settings
 from tests.environments.test_kinds import Counter, add
 from tests.tiny_models import tiny_tokenizer
@@ -66,7 +67,7 @@ class Played:
             "response_mask": torch.tensor([mask + [False]]),
             "stopped": torch.tensor([stopped]),
         }
-        self.episodes.finish([0], samples)
+        self.episodes.finish([0], Generation(**samples, logprobs=torch.zeros(1, len(mask) + 1)))
         self.episodes.wait()
         statistics = self.episodes.statistics(samples)
         self._block.__exit__(None, None, None)

@@ -1,158 +1,165 @@
-"""Registered generation backends: what they get from `generate`, and what is checked of what they return."""
+"""Registered generation backends: what they get, what is checked of what they return, and weights of their own."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.generation import Generation, SamplingParams, generate, register_generation_backend
-from alpaca_ppo.registry import GENERATION_BACKENDS
-from tests.registered import temporary_choices
-from tests.tiny_models import EOS, PAD, tiny_causal_lm
-
-QUERIES, MASK = torch.tensor([[PAD, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-SETTINGS: dict[str, Any] = {
-    "prompt_ids": torch.tensor([4, 2]),
-    "max_new_tokens": 3,
-    "pad_token_id": PAD,
-    "stop_token_ids": [EOS],
-    "seed": 1,
-    "step": 2,
-    "num_return_sequences": 2,
-}
-
-
-def test_a_registered_backend_gets_trimmed_prompts_and_the_sampling_params() -> None:
-    model, given = tiny_causal_lm("llama").train(), {}
-    with temporary_choices():
-
-        @register_generation_backend("two_tokens")
-        def two_tokens(model: Any, queries: Tensor, query_attn_masks: Tensor, **keywords: Any) -> Generation:
-            given.update(keywords, queries=queries, mask=query_attn_masks, training=model.training)
-            given["grad"] = torch.is_grad_enabled()
-            params: SamplingParams = keywords["sampling_params"]
-            # A token from the random number that the other backends would use at position 0, and the stop token.
-            numbers = uniforms(params.random_keys(keywords["prompt_ids"]), 0)
-            responses = torch.full((4, 3), PAD)
-            responses[:, 0], responses[:, 1] = (10 + 50 * numbers).long(), EOS
-            mask = torch.tensor([[True, True, False]]).expand(4, 3)
-            return Generation(responses, mask, -1.0 * mask, torch.ones(4, dtype=torch.bool))
-
-        padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), QUERIES], dim=1)
-        mask = torch.cat([torch.zeros(2, 5, dtype=torch.long), MASK], dim=1)
-        generation = generate(model, padded, mask, **SETTINGS, temperature=0.5, backend="two_tokens")
-    assert torch.equal(given["queries"], QUERIES) and torch.equal(given["mask"], MASK)
-    assert given["sampling_params"] == SamplingParams(
-        max_new_tokens=3,
-        temperature=0.5,
-        pad_token_id=PAD,
-        stop_token_ids=(EOS,),
-        num_return_sequences=2,
-        backend="two_tokens",
-        seed=1,
-        step=2,
-    )
-    assert given["before_token"]() is None
-    assert not given["training"] and not given["grad"] and model.training
-    assert len(set(generation.responses[:, 0].tolist())) > 1 and generation.logprobs[0].tolist() == [-1.0, -1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("text", "returned a str; it must return a generation.Generation"),
-        (
-            Generation(torch.ones(4, 2), torch.ones(4, 2), torch.ones(4, 2), torch.ones(4)),
-            r"returned responses of shape \(4, 2\); it must be \(4, 3\): one row per response",
-        ),
-        (
-            Generation(torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)),
-            r"returned stopped of shape \(4, 3\); it must be \(4,\)",
-        ),
-    ],
+from alpaca_ppo.generation import (
+    Backend,
+    Generation,
+    SamplingHooks,
+    SamplingParams,
+    generate,
+    make_backend,
+    register_generation_backend,
 )
-def test_what_a_registered_backend_returns_is_checked(returned: Any, message: str) -> None:
+from alpaca_ppo.ppo.mismatch import SamplerMismatch
+from tests.generation.test_generate import PROMPTS, SAMPLING, assert_same, padded, run
+from tests.registered import temporary_choices
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, tiny_trainer
+
+
+class Recording(Backend):
+    """Returns what `answer` makes, and keeps what it was given."""
+
+    answer: Any = None
+    given: dict[str, Any] = {}
+
+    def generate(self, model: Any, prompts: Any, params: Any, **how: Any) -> Any:
+        self.given.update(
+            how, prompts=prompts, params=params, training=model.training, grad=torch.is_grad_enabled(), args=self.args
+        )
+        return type(self).answer(how["hooks"])
+
+
+def generation(rows: int = 12, width: int = 12) -> Generation:
+    numbers = torch.arange(rows).unsqueeze(1).expand(rows, width)
+    return Generation(numbers, numbers >= 0, -1.0 * numbers, numbers[:, 0] > 0)
+
+
+def test_a_registered_backend_gets_trimmed_prompts_and_the_params() -> None:
+    model = tiny_causal_lm("llama").train()
+    Recording.answer = lambda hooks: generation()
     with temporary_choices():
-        register_generation_backend("mine")(lambda *args, **keywords: returned)
-        with pytest.raises(ValueError, match=f"the generation_backend 'mine' {message}"):
-            generate(tiny_causal_lm("llama"), QUERIES, MASK, **SETTINGS, backend="mine")
+        register_generation_backend("mine")(Recording)
+        found = run(model, extra=5, backend="mine", temperature=0.5, rows_at_once=7)
+    given = Recording.given
+    assert torch.equal(given["prompts"]["queries"], padded(PROMPTS)["queries"])
+    assert torch.equal(given["prompts"]["query_attn_masks"], padded(PROMPTS)["query_attn_masks"])
+    assert given["params"] == SamplingParams(**{**SAMPLING, "temperature": 0.5})
+    assert given["rows_at_once"] == 7 and given["turns"] is None and given["args"] is None
+    assert not given["training"] and not given["grad"] and model.training
+    assert torch.equal(found.responses, generation().responses)
 
 
-def test_a_backend_is_registered_with_its_traits() -> None:
+@pytest.mark.parametrize("returned", ["text", generation(width=11), generation(rows=11)])
+def test_what_a_registered_backend_returns_is_checked(returned: Any) -> None:
+    Recording.answer = lambda hooks: returned
     with temporary_choices():
-        register_generation_backend("plain")(len)
-        register_generation_backend("mine", refills=True, takes_turns=True)(len)
-        for trait in ("refills", "takes_turns"):
-            assert not GENERATION_BACKENDS.trait("plain", trait) and GENERATION_BACKENDS.trait("mine", trait)
+        register_generation_backend("mine")(Recording)
+        with pytest.raises(ValueError, match=r"generation_backend 'mine' returned .* a Generation of .*\(12, 12\)"):
+            run(tiny_causal_lm("llama"), backend="mine")
 
 
-def refilling(reported: list[int]) -> Any:
-    """A backend that reports these rows of four one by one."""
-
-    def sample(
-        model: Any,
-        queries: Tensor,
-        mask: Tensor,
-        *,
-        sampling_params: SamplingParams,
-        slots: Any,
-        on_finished: Any,
-        **_: Any,
-    ) -> Generation:
-        shape = (len(queries) * sampling_params.num_return_sequences, sampling_params.max_new_tokens)
-        numbers = torch.arange(shape[0]).unsqueeze(1).expand(shape) + 10 * (slots or 0)
-        whole = Generation(numbers, numbers >= 0, -1.0 * numbers, numbers[:, 0] > 0)
+@pytest.mark.parametrize("reported", [[], [3, 0], list(range(12))])
+def test_each_row_is_reported_once_by_the_backend_or_at_its_end(reported: list[int]) -> None:
+    def answer(hooks: Any) -> Generation:
         for row in reported:
-            if on_finished is not None:
-                on_finished([row], Generation(*(tensor[[row % 4]] for tensor in vars(whole).values())))
-        return whole
+            hooks.on_finished([row], generation()[[row]])
+        return generation()
 
-    return sample
+    seen: list[int] = []
 
+    def on_finished(rows: list[int], finished: Generation) -> None:
+        assert finished.responses[:, 0].tolist() == rows
+        seen.extend(rows)
 
-def test_a_backend_that_refills_gets_slots_and_reports_rows() -> None:
-    model, seen = tiny_causal_lm("llama"), []
-    with temporary_choices():
-        register_generation_backend("one_by_one", refills=True)(refilling([3, 2, 1, 0]))
-        settings = {
-            **SETTINGS,
-            "slots": 2,
-            "on_finished": lambda rows, found: seen.append((rows, found.responses.tolist())),
-        }
-        generate(model, QUERIES, MASK, **settings, backend="one_by_one")
-        assert seen == [([row], [[20 + row] * 3]) for row in (3, 2, 1, 0)]
-        generate(model, QUERIES, MASK, **SETTINGS, backend="one_by_one")
-        for name, reported, passed_on, problem in (
-            ("twice", [0, 1, 0, 2, 3], [0, 1], r"with the rows \[0\] of 4"),
-            ("unknown", [0, 4], [0], r"with the rows \[4\] of 4"),
-            ("missing", [2, 0], [2, 0], r"without the rows \[1, 3\] of 4"),
-        ):
-            seen.clear()
-            register_generation_backend(name, refills=True)(refilling(reported))
-            with pytest.raises(ValueError, match=f"'{name}' called on_finished {problem}; .* once for each row"):
-                generate(model, QUERIES, MASK, **settings, backend=name)
-            assert [row for rows, _ in seen for row in rows] == passed_on
+    Recording.answer = answer
+    backend, hooks = Recording(), SamplingHooks(on_finished=on_finished)
+    generate(tiny_causal_lm("llama"), padded(PROMPTS), SamplingParams(**SAMPLING), backend=backend, hooks=hooks)
+    assert seen == reported + sorted(set(range(12)) - set(reported))
 
 
-def test_a_backend_without_slots_reports_all_rows_at_the_end() -> None:
-    seen: list[Any] = []
-    generation = generate(
-        tiny_causal_lm("llama"),
-        QUERIES,
-        MASK,
-        **SETTINGS,
-        backend="generate",
-        slots=1,
-        on_finished=lambda rows, finished: seen.append((rows, finished)),
-    )
-    assert seen == [([0, 1, 2, 3], generation)]
-
-
-def test_logits_that_are_not_finite_are_an_error_before_a_row_is_reported() -> None:
+@pytest.mark.parametrize("backend", ["auto", "generate"])
+def test_logits_that_are_not_finite_are_an_error_before_a_row_is_reported(backend: str) -> None:
     model = tiny_causal_lm("llama")
     model.lm_head.weight.data[5] = float("nan")
-    settings = {**SETTINGS, "slots": 1, "on_finished": lambda rows, finished: pytest.fail("reported")}
-    with pytest.raises(ValueError, match="not finite at response position 0 of row 0"):
-        generate(model, QUERIES, MASK, **settings)
+    hooks = SamplingHooks(on_finished=lambda rows, finished: pytest.fail("reported"))
+    with pytest.raises(ValueError, match="logits of row 0 are not finite at response position 0"):
+        run(model, backend=backend, rows_at_once=1, num_return_sequences=1, hooks=hooks)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 7, None])
+def test_generate_samples_at_most_so_many_rows_at_once(most: int | None) -> None:
+    model, sizes = tiny_causal_lm("bloom"), []
+    expected = run(model)
+    model.register_forward_pre_hook(lambda _, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
+    assert_same(run(model, backend="generate", rows_at_once=most), expected)
+    # Three samples of a prompt are together where there is room.
+    assert max(sizes) == {1: 1, 2: 2, 4: 3, 7: 6, None: 12}[most]
+
+
+class Copied(Backend):
+    """Samples from a copy of the policy, which `sync` brings up to date."""
+
+    has_own_weights = takes_stop_strings = True
+    synced = 0
+
+    def generate(self, model: Any, prompts: Any, params: Any, **how: Any) -> Generation:
+        return generate(self.model, prompts, params, backend="slots", **how)
+
+    def sync(self, policy: Any) -> None:
+        type(self).synced += 1
+        if not hasattr(self, "model"):
+            self.model = copy.deepcopy(policy.model)
+        self.model.load_state_dict(policy.model.state_dict())
+
+
+class Stale(Copied):
+    """Forgets to take over the weights."""
+
+    def sync(self, policy: Any) -> None:
+        if not hasattr(self, "model"):
+            super().sync(policy)
+
+
+LARGE_STEPS = {"learning_rate": 0.05, "total_episodes": 30}
+
+
+def trained(folder: Any, **options: Any) -> Any:
+    trainer = tiny_trainer(folder, **{**LARGE_STEPS, "old_policy": "recompute", **options})
+    trainer.train()
+    return trainer, metric_lines(folder)
+
+
+def test_a_sampler_with_weights_of_its_own_trains_as_one_on_the_policy(tmp_path: Any) -> None:
+    _, expected = trained(tmp_path / "slots", generation_backend="slots")
+    with temporary_choices():
+        register_generation_backend("copied")(Copied)
+        Copied.synced = 0
+        trainer, lines = trained(tmp_path / "copied", generation_backend="copied")
+    # Before the first responses and after each update but the last.
+    assert Copied.synced == len(lines) == 3
+    backend = trainer.collector.backend
+    assert backend.args is trainer.args and backend.name == "copied"
+    for line, other in zip(lines, expected, strict=True):
+        assert {k: v for k, v in line.items() if "time" not in k and "memory" not in k and "per_second" not in k} == {
+            k: v for k, v in other.items() if "time" not in k and "memory" not in k and "per_second" not in k
+        }
+
+
+def test_a_sampler_whose_weights_are_a_step_old_stops_the_run(tmp_path: Any) -> None:
+    with temporary_choices():
+        register_generation_backend("stale")(Stale)
+        with pytest.raises(SamplerMismatch, match="mismatch/logprob_abs_mean"):
+            trained(tmp_path, generation_backend="stale")
+    assert len(metric_lines(tmp_path)) == 1
+
+
+def test_an_unknown_backend_is_refused_and_auto_is_the_default() -> None:
+    with pytest.raises(ValueError, match="generation_backend is 'vllm'; choose one of auto, slots, generate"):
+        make_backend("vllm")
+    assert make_backend("auto").takes_turns and not make_backend("generate").takes_turns

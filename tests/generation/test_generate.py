@@ -1,6 +1,5 @@
 """The sampler on every architecture: no effect of padding, other rows or order; log-probs equal a plain forward's."""
 
-import inspect
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation import Generation, generate
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation import Generation, SamplingParams, generate
+from alpaca_ppo.types import PromptBatch
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_causal_lm
 
 # Long and short prompts, some with eos and pad ids inside, one of a single token.
@@ -23,11 +22,25 @@ EAGER = ["gemma2", "bloom"]
 MODELS = [(arch, {}) for arch in ARCHITECTURES] + [(arch, {"sliding_window": 4}) for arch in WINDOWED]
 
 
-def padded(prompts: list[list[int]], extra: int = 0) -> tuple[Tensor, Tensor]:
+def padded(prompts: list[list[int]], extra: int = 0, ids: list[int] | None = None) -> PromptBatch:
     width = max(map(len, prompts)) + extra
     queries = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    return queries, mask
+    if ids is None:
+        ids = PROMPT_IDS if len(prompts) == len(PROMPT_IDS) else list(range(len(prompts)))
+    return PromptBatch(queries=queries, query_attn_masks=mask, prompt_ids=torch.tensor(ids), rows=[])
+
+
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": 12,
+    "temperature": 1.0,
+    "pad_token_id": PAD,
+    "stop_token_ids": (EOS, 7, 9, 10, 11),
+    "seed": 3,
+    "step": 1,
+    "num_return_sequences": 3,
+}
+NAMES = {field.name for field in fields(SamplingParams)}
 
 
 def run(
@@ -35,27 +48,15 @@ def run(
     prompts: list[list[int]] = PROMPTS,
     ids: list[int] = PROMPT_IDS,
     extra: int = 2,
-    **kwargs: Any,
+    **given: Any,
 ) -> Generation:
-    queries, mask = padded(prompts, extra)
-    settings = {
-        "max_new_tokens": 12,
-        "pad_token_id": PAD,
-        "stop_token_ids": [EOS, 7, 9, 10, 11],
-        "seed": 3,
-        "step": 1,
-        "num_return_sequences": 3,
-    }
-    return generate(model, queries, mask, prompt_ids=torch.tensor(ids), **{**settings, **kwargs})
+    """Fields of `SamplingParams` and keywords of `generate`, in `given`."""
+    params = SamplingParams(**{**SAMPLING, **{name: given.pop(name) for name in NAMES & given.keys()}})
+    return generate(model, padded(prompts, extra, ids), params, **given)
 
 
 def rows(generation: Generation, index: Any) -> Generation:
-    return Generation(
-        generation.responses[index],
-        generation.response_mask[index],
-        generation.logprobs[index],
-        generation.stopped[index],
-    )
+    return generation[index]
 
 
 def assert_same(actual: Generation, expected: Generation, tolerance: float = 1e-5) -> None:
@@ -100,7 +101,7 @@ def test_all_backends_sample_the_same_tokens(arch: str, overrides: dict[str, Any
     model = tiny_causal_lm(arch, **overrides)
     for do_sample in (True, False):
         expected = run(model, backend="generate", do_sample=do_sample)
-        assert_same(run(model, backend="auto", do_sample=do_sample, slots=5), expected)
+        assert_same(run(model, backend="auto", do_sample=do_sample, rows_at_once=5), expected)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "bloom"])
@@ -279,46 +280,24 @@ def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None
     assert modes(model) == before and model.generation_config is config and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("backend", ["slots", "generate"])
-def test_logits_that_are_not_finite_are_an_error(backend: str) -> None:
-    model = tiny_causal_lm("llama")
-    model.lm_head.weight.data[5] = float("nan")
-    with pytest.raises(ValueError, match="not finite at response position 0 of row 0"):
-        run(model, backend=backend)
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
         ({"num_return_sequences": 0}, r"num_return_sequences \(0\)"),
-        ({"temperature": 0.0}, r"temperature \(0.0\) must be positive; for greedy decoding use do_sample=False"),
+        ({"temperature": 0.0}, r"temperature \(0.0\) must be positive; for greedy decoding: do_sample=False"),
         ({"temperature": float("nan")}, r"temperature \(nan\)"),
+        ({"sample_ids": (0,)}, r"num_return_sequences \(3\) must be 1 where sample_ids are given"),
         ({"top_k": 0}, r"top_k \(0\)"),
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
         ({"top_p": 1.5}, r"top_p \(1.5\)"),
         ({"backend": "vllm"}, "generation_backend is 'vllm'; choose one of auto, slots, generate"),
-        ({"slots": 0}, r"slots \(0\) must be at least 1; None decodes all rows at once"),
+        ({"rows_at_once": 0}, r"rows_at_once \(0\) must be at least 1"),
     ],
 )
 def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(tiny_causal_lm("llama"), **argument)
-
-
-def test_the_fields_of_sampling_params_are_keywords_of_generate() -> None:
-    keywords = set(inspect.signature(generate).parameters)
-    assert {field.name for field in fields(SamplingParams)} <= keywords
-    assert keywords - {field.name for field in fields(SamplingParams)} == {
-        "model",
-        "queries",
-        "query_attn_masks",
-        "prompt_ids",
-        "before_token",
-        "slots",
-        "on_finished",
-        "turns",
-    }
 
 
 def test_an_empty_prompt_is_an_error() -> None:
@@ -328,31 +307,13 @@ def test_an_empty_prompt_is_an_error() -> None:
 
 def test_a_batch_without_prompts_is_an_error() -> None:
     empty = torch.zeros(0, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="queries has no rows, so there is nothing to sample"):
-        generate(
-            tiny_causal_lm("llama"),
-            empty,
-            empty,
-            prompt_ids=torch.zeros(0, dtype=torch.long),
-            max_new_tokens=2,
-            pad_token_id=0,
-            stop_token_ids=[2],
-            seed=0,
-            step=0,
-        )
+    batch = PromptBatch(queries=empty, query_attn_masks=empty, prompt_ids=empty[:, 0], rows=[])
+    with pytest.raises(ValueError, match="queries has no rows"):
+        generate(tiny_causal_lm("llama"), batch, SamplingParams(**SAMPLING))
 
 
 def test_a_right_padded_prompt_is_an_error() -> None:
-    queries, mask = padded(PROMPTS)
+    batch = padded(PROMPTS)
+    batch["queries"], batch["query_attn_masks"] = batch["queries"].flip(1), batch["query_attn_masks"].flip(1)
     with pytest.raises(ValueError, match="padding after a token in row 1; queries must be left-padded"):
-        generate(
-            tiny_causal_lm("llama"),
-            queries.flip(1),
-            mask.flip(1),
-            max_new_tokens=2,
-            pad_token_id=PAD,
-            stop_token_ids=[],
-            seed=0,
-            step=0,
-            prompt_ids=torch.arange(4),
-        )
+        generate(tiny_causal_lm("llama"), batch, SamplingParams(**SAMPLING))

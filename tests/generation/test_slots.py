@@ -1,6 +1,5 @@
 """The slot loop gives the tokens of plain passes over whole rows, whatever shares the slots and whoever waits."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,12 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.generation import Generation, SamplingParams, slot_passes
+from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, slot_passes
 from alpaca_ppo.generation.slot_probe import slot_problem
 from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import is_installed
-from tests.generation.test_generate import PROMPT_IDS, PROMPTS, assert_same, padded
+from tests.generation.test_generate import NAMES, PROMPTS, assert_same, padded
 from tests.models.test_packed_sequences import InFloat64
 from tests.tiny_models import EOS, PACKED, PAD, tiny_causal_lm
 
@@ -48,18 +47,15 @@ def model_of(arch: str, **overrides: Any) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def in_slots(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> Generation:
-    names = {field.name for field in fields(SamplingParams)}
-    settings = {**SETTINGS, **{key: arguments.pop(key) for key in list(arguments) if key in names}}
+def in_slots(
+    model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, slots: int | None = None, **given: Any
+) -> Generation:
+    params = SamplingParams(**{**SETTINGS, **{name: given.pop(name) for name in NAMES & given.keys()}})
+    hooks = SamplingHooks(**{name: given.pop(name) for name in ("before_token", "on_finished") if name in given})
     # A model with hooks is tried each time, and its passes would be counted.
     assert is_installed(model) or slot_problem(model) is None
-    return sample_in_slots(
-        model,
-        *padded(prompts, 0),
-        prompt_ids=torch.tensor(PROMPT_IDS),
-        sampling_params=SamplingParams(**settings),
-        **arguments,
-    )
+    how = {"turns": None, **given}
+    return sample_in_slots(model, padded(prompts), params, rows_at_once=slots, hooks=hooks, **how)
 
 
 @torch.no_grad()
@@ -67,8 +63,7 @@ def plain(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **changes:
     """The responses by a pass over the whole row for each token."""
     params = SamplingParams(**{**SETTINGS, **changes})
     n, width = params.num_return_sequences, params.max_new_tokens
-    ids = torch.tensor(PROMPT_IDS) if len(prompts) == len(PROMPT_IDS) else torch.arange(len(prompts))
-    keys, shape = params.random_keys(ids), (len(prompts) * n, width)
+    keys, shape = params.random_keys(padded(prompts)["prompt_ids"]), (len(prompts) * n, width)
     responses, mask = torch.full(shape, PAD), torch.zeros(shape, dtype=torch.bool)
     logprobs, stopped = torch.zeros(shape, dtype=torch.float64), torch.zeros(len(keys), dtype=torch.bool)
     for row, key in enumerate(keys):
@@ -181,24 +176,15 @@ def test_prompts_of_several_beginnings_share_each_of_them_once() -> None:
     other = [11, *range(40, 62)]
     # Every second prompt begins with the 21 tokens of COMMON, two with 23 others, and one with neither.
     prompts = [COMMON + [5], other + [6], COMMON + [9, 8], [40, 41], other + [7, 5], COMMON + [33], COMMON + [34]]
-    ids = torch.arange(7)
-    queries, mask = padded(prompts)
     expected = plain(model, prompts)
     passes = Passes(model)
     for slots in (1, 2, 4, 9, None):
         reported: list[int] = []
-        with torch.no_grad():
-            found, prefills, steps = passes.of(
-                lambda slots=slots, reported=reported: sample_in_slots(
-                    model,
-                    queries,
-                    mask,
-                    prompt_ids=ids,
-                    sampling_params=SamplingParams(**SETTINGS),
-                    slots=slots,
-                    on_finished=lambda rows, _: reported.extend(rows),
-                )
+        found, prefills, steps = passes.of(
+            lambda slots=slots, reported=reported: in_slots(
+                model, prompts, slots=slots, on_finished=lambda rows, _: reported.extend(rows)
             )
+        )
         assert_same(found, expected, 1e-10)
         assert sorted(reported) == list(range(21))
         # 21 tokens of COMMON and 1 + 2 + 1 + 1 after them, 23 others and 1 + 2, and 2.
@@ -210,19 +196,9 @@ def test_free_slots_are_given_away_in_groups() -> None:
     # Sixteen rows at a time, sixty-four prompts of two tokens, none of which stops before its 4 tokens.
     model = model_of("llama")
     assert slot_problem(model) is None
-    params = SamplingParams(**{**SETTINGS, "stop_token_ids": (), "max_new_tokens": 4, "num_return_sequences": 1})
-    queries = torch.arange(128).view(64, 2) % 60 + 4
-    with torch.no_grad():
-        _, prefills, steps = Passes(model).of(
-            lambda: sample_in_slots(
-                model,
-                queries,
-                torch.ones_like(queries),
-                prompt_ids=torch.arange(64),
-                sampling_params=params,
-                slots=16,
-            )
-        )
+    settings = {"stop_token_ids": (), "max_new_tokens": 4, "num_return_sequences": 1}
+    prompts = (torch.arange(128).view(64, 2) % 60 + 4).tolist()
+    _, prefills, steps = Passes(model).of(lambda: in_slots(model, prompts, slots=16, **settings))
     assert prefills == [32] * 4 and steps == [16] * 12
 
 

@@ -1,6 +1,7 @@
 """Stop strings: a response ends with the token at which its text, decoded anew each time, first contains one."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.generation import (
+    Backend,
     Generation,
+    SamplingHooks,
     SamplingParams,
     StopStrings,
     Turns,
@@ -23,6 +26,7 @@ from alpaca_ppo.generation import (
 )
 from alpaca_ppo.generation.slots import sample_in_slots
 from alpaca_ppo.generation.stop_strings import token_bytes
+from tests.generation.test_generate import padded
 from tests.generation.test_slots import BUCKETS
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -125,21 +129,13 @@ def test_a_tokenizer_whose_tokens_depend_on_the_next_one_is_refused() -> None:
         StopStrings(["ab"], PreTrainedTokenizerFast(tokenizer_object=letters), vocab_size=3)
 
 
-PROMPTS = torch.tensor([[5, 6, 7], [0, 8, 9], [10, 11, 12]])
-MASK = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
-SETTINGS: dict[str, Any] = {
-    "max_new_tokens": 12,
-    "pad_token_id": 0,
-    "stop_token_ids": (3,),
-    "seed": 3,
-    "step": 1,
-    "prompt_ids": torch.arange(3),
-    "num_return_sequences": 3,
-}
+PROMPTS = padded([[5, 6, 7], [8, 9], [10, 11, 12]])
+PARAMS = SamplingParams(12, 1.0, 0, (3,), seed=3, step=1, num_return_sequences=3)
 
 
-def sampled(backend: str, model: Any, **changes: Any) -> Generation:
-    return generate(model, PROMPTS, MASK, backend=backend, **{**SETTINGS, **changes})
+def sampled(backend: str, model: Any, slots: int | None = None, turns: Any = None, **changes: Any) -> Generation:
+    params = replace(PARAMS, **changes)
+    return generate(model, PROMPTS, params, backend=backend, rows_at_once=slots, turns=turns)
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +180,8 @@ def test_every_backend_ends_responses_at_stop_strings_and_keeps_their_tokens(fre
 @torch.no_grad()
 def in_buckets(model: Any, stop: StopStrings, slots: int | None) -> Generation:
     """Sampled in slots that are looked at every third step only, and in which rows move."""
-    settings = {name: value for name, value in SETTINGS.items() if name != "prompt_ids"}
-    params = SamplingParams(temperature=1.0, stop_strings=stop, **settings)
-    return sample_in_slots(
-        model, PROMPTS, MASK, sampling_params=params, prompt_ids=torch.arange(3), slots=slots, shapes=BUCKETS
-    )
+    how: Any = {"turns": None, "hooks": SamplingHooks(), "shapes": BUCKETS}
+    return sample_in_slots(model, PROMPTS, replace(PARAMS, stop_strings=stop), rows_at_once=slots, **how)
 
 
 class Once:
@@ -210,22 +203,22 @@ def test_a_string_that_begins_in_one_turn_is_not_completed_in_the_next(free: Any
     tokenizer, turns = byte_level(), Once()
     text = token_bytes(tokenizer, 270)
     stops = [token for token in range(270) if token % 3]
-    sampled("slots", model, stop_token_ids=stops, turns=Turns(turns), slots=1)
+    sampled("slots", model, stop_token_ids=tuple(stops), turns=Turns(turns), slots=1)
     # The last token before what was appended, and the first one after it; the first 94 tokens are of ASCII.
     around = [(turn.response[turn.start - 2], turn.response[turn.start]) for turn in turns.turns if turn.start > 0]
     before, after = next(pair for pair in around if max(pair) < 94)
     strings = [(text[before] + between + text[after]).decode() for between in (b"", text[20])]
     again = Once()
     stop = StopStrings(strings, tokenizer, vocab_size=270)
-    sampled("slots", model, stop_token_ids=stops, turns=Turns(again), slots=1, stop_strings=stop)
+    sampled("slots", model, stop_token_ids=tuple(stops), turns=Turns(again), slots=1, stop_strings=stop)
     assert [turn.response for turn in again.turns] == [turn.response for turn in turns.turns]
 
 
 def test_a_backend_that_does_not_say_that_it_ends_at_strings_is_refused() -> None:
     stop = StopStrings(["a"], tiny_tokenizer(["a"]), vocab_size=64)
     with temporary_choices():
-        register_generation_backend("own")(lambda *_, **__: None)
-        with pytest.raises(ValueError, match=r"stop_strings is \['a'\], but generation_backend 'own' does not end"):
+        register_generation_backend("own")(Backend)
+        with pytest.raises(ValueError, match="generation_backend is 'own', which does not take stop_strings"):
             sampled("own", tiny_causal_lm("llama"), stop_strings=stop)
 
 

@@ -298,33 +298,24 @@ def test_an_answer_for_a_row_that_waits_for_none_is_refused() -> None:
 
 
 def test_turns_are_passed_to_backends_that_take_them_and_refused_by_others() -> None:
-    queries, mask = padded(PROMPTS)
-    arguments: dict[str, Any] = {**SETTINGS, **SEVERAL, "prompt_ids": torch.tensor(PROMPT_IDS)}
-    model, found = model_of("llama"), []
+    params, found = SamplingParams(**{**SETTINGS, **SEVERAL}), []
+
+    def sampled(backend: str, arch: str = "llama") -> Generation:
+        model = model_of("llama") if arch == "llama" else tiny_causal_lm(arch)
+        return generate(model, padded(PROMPTS), params, backend=backend, rows_at_once=5, turns=Turns(Script()))
+
     for backend in ("auto", "slots"):
-        found.append(generate(model, queries, mask, **arguments, backend=backend, slots=5, turns=Turns(Script())))
-    assert torch.equal(found[0].responses, found[1].responses)
-    appended = found[0].responses.ne(PAD) & ~found[0].response_mask
-    assert appended.any()
-    for backend in ("generate",):
-        with pytest.raises(
-            ValueError, match=f"generation_backend is {backend}, .* one turn only.*: slots, or register"
-        ):
-            generate(model, queries, mask, **arguments, backend=backend, turns=Turns(Script()))
-    for backend in ("auto", "slots"):
+        found.append(sampled(backend))
         with pytest.raises(ValueError, match="Bloom.* cannot be sampled in slots: .*several turns need slots"):
-            generate(tiny_causal_lm("bloom"), queries, mask, **arguments, backend=backend, turns=Turns(Script()))
+            sampled(backend, "bloom")
+    assert torch.equal(found[0].responses, found[1].responses)
+    assert (found[0].responses.ne(PAD) & ~found[0].response_mask).any()
+    with pytest.raises(ValueError, match="generation_backend is 'generate', which does not take environments"):
+        sampled("generate")
 
 
 @pytest.mark.parametrize("limit", ["max_turn_tokens", "max_policy_tokens"])
 def test_a_limit_below_one_is_refused(limit: str) -> None:
-    queries, mask = padded(PROMPTS)
-    with pytest.raises(ValueError, match=rf"{limit} \(0\) must be at least 1; None sets no limit"):
-        generate(
-            tiny_causal_lm("llama"),
-            queries,
-            mask,
-            prompt_ids=torch.tensor(PROMPT_IDS),
-            turns=Turns(Script(), **{limit: 0}),
-            **SETTINGS,
-        )
+    turns = Turns(Script(), **{limit: 0})
+    with pytest.raises(ValueError, match=rf"{limit} \(0\) must be at least 1"):
+        generate(tiny_causal_lm("llama"), padded(PROMPTS), SamplingParams(**SETTINGS), turns=turns)

@@ -13,10 +13,10 @@ import torch
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
+from alpaca_ppo.generation import Backend, generate, register_generation_backend
 from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.mismatch import SamplerMismatch, clipped_difference, judge, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
@@ -326,18 +326,19 @@ def finished(folder, action, *, stop_after=None):
 def test_the_check_is_made_once_in_a_process_and_moves_no_number(stop_after, tmp_path):
     sampled = []
 
-    def counting(model, queries, *args, sampling_params, **how):
-        torch.rand(1)
-        sampled.append((len(queries), sampling_params.max_new_tokens))
-        return GENERATION_BACKENDS.get("generate")(model, queries, *args, sampling_params=sampling_params, **how)
+    class Counting(Backend):
+        def generate(self, model, prompts, params, **how):
+            torch.rand(1)
+            sampled.append((len(prompts["queries"]), params.max_new_tokens))
+            return generate(model, prompts, params, backend="generate", **how)
 
     with temporary_choices():
-        GENERATION_BACKENDS.register("counting")(counting)
+        register_generation_backend("counting")(Counting)
         lines, trained = finished(tmp_path / "a", "ignore", stop_after=stop_after)
         unchecked, sampled = list(sampled), []
         checked_lines, checked = finished(tmp_path / "b", "stop", stop_after=stop_after)
-    # Ten prompts, four at once, in two steps; the check takes four more per process.
-    assert unchecked == [(4, 5), (4, 5), (2, 5)] * 2
+    # Ten prompts in each of two steps; the check takes four more per process.
+    assert unchecked == [(10, 5)] * 2
     assert len(sampled) == len(unchecked) + (1 if stop_after is None else 2)
     assert sampled[0] == (4, 5)
     assert checked_lines == lines

@@ -5,8 +5,9 @@ import torch
 from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.generation import register_generation_backend
+from alpaca_ppo.generation.backends import GenerateBackend
 from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.registry import GENERATION_BACKENDS
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
@@ -104,6 +105,10 @@ class OwnSampler(PPOTrainer):
         return super()._generate(prompts, sampling_params)
 
 
+class Own(GenerateBackend):
+    has_own_weights = True
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"critic_layout": "shared"}, HALF, {"trainer_class": OwnSampler}, {"generation_backend": "own"}],
@@ -111,7 +116,7 @@ class OwnSampler(PPOTrainer):
 )
 def test_every_step_recomputes_where_the_samplers_log_probs_spare_nothing_or_are_not_known(settings, tmp_path):
     with temporary_choices():
-        GENERATION_BACKENDS.register("own")(GENERATION_BACKENDS.get("generate"))
+        register_generation_backend("own")(Own)
         tiny_trainer(tmp_path, **settings, **RUN).train()
     assert recomputed(tmp_path) == [1] * 4
 

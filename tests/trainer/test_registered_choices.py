@@ -7,9 +7,10 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from alpaca_ppo import functional, registry
+from alpaca_ppo import functional
 from alpaca_ppo.functional import AdvantageInputs, Advantages, Loss
 from alpaca_ppo.generation import register_generation_backend
+from alpaca_ppo.generation.backends import GenerateBackend
 from alpaca_ppo.models import CriticHead, HeadLinear, HeadOutputs, load_critic, register_critic_head
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
@@ -135,7 +136,7 @@ def test_a_registered_copy_of_a_built_in_choice_makes_the_same_run(built_in, reg
         functional.register_adv_estimator("copied", needs_critic=True)(copied_gae)
         functional.register_policy_loss("copied")(copied_clip)
         functional.register_kl_estimator("copied")(copied_k3)
-        register_generation_backend("copied")(registry.GENERATION_BACKENDS.get("generate"))
+        register_generation_backend("copied")(GenerateBackend)
         common = {"kl_loss_coef": 0.1, "dtype": torch.float64}
         expected = tiny_trainer(tmp_path / "built_in", **common, **built_in)
         expected.train()

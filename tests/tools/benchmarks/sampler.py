@@ -5,13 +5,15 @@ Not a test: it prints, and asserts nothing, because times on a shared machine ar
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from alpaca_ppo.generation import generate
+from alpaca_ppo.generation import SamplingParams, generate
 from alpaca_ppo.generation.token_sampling import choose_tokens
+from alpaca_ppo.types import PromptBatch
 from tests.tiny_models import PAD, tiny_causal_lm
 
 VOCAB, BATCH, NEW_TOKENS, REPEATS = 512, 64, 64, 3
@@ -35,66 +37,56 @@ def model_of(hidden: int) -> PreTrainedModel:
     return tiny_causal_lm("llama", vocab_size=VOCAB, num_key_value_heads=4, **shape)
 
 
-def prompts(rows: int, length: int, varied: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(rows: int, length: int, varied: bool) -> PromptBatch:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=generator) if varied else length
     mask = (torch.arange(length).flip(0) < lengths).expand(rows, length).long()
-    return torch.randint(3, VOCAB, (rows, length), generator=generator).where(mask.bool(), PAD), mask
+    queries = torch.randint(3, VOCAB, (rows, length), generator=generator).where(mask.bool(), PAD)
+    return PromptBatch(queries=queries, query_attn_masks=mask, prompt_ids=torch.arange(rows), rows=[])
+
+
+def params(new_tokens: int, stops: Sequence[int], **how: int) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=new_tokens, temperature=1.0, pad_token_id=PAD, stop_token_ids=tuple(stops), **how
+    )
 
 
 def against_transformers(model: PreTrainedModel, stops: list[int], length: int) -> None:
-    queries, mask = prompts(BATCH, length, varied=True)
-    common = {"max_new_tokens": NEW_TOKENS, "pad_token_id": PAD, "stop_token_ids": stops, "seed": 0, "step": 0}
+    batch, how = prompts(BATCH, length, varied=True), params(NEW_TOKENS, stops)
 
     def ours(backend: str = "slots"):
-        return generate(model, queries, mask, prompt_ids=torch.arange(BATCH), backend=backend, **common)
+        return generate(model, batch, how, backend=backend)
 
     plain = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, pad_token_id=PAD, eos_token_id=stops)
 
     def theirs():
         torch.manual_seed(0)
-        return model.generate(queries, attention_mask=mask, generation_config=plain)
+        return model.generate(batch["queries"], attention_mask=batch["query_attn_masks"], generation_config=plain)
 
     lengths = ours().response_mask.sum(dim=1).float()
     slots, fallback, library = seconds(ours, lambda: ours("generate"), theirs)
     print(
         f"prompts <= {length}, lengths {lengths.min():.0f} to {lengths.max():.0f}, mean {lengths.mean():.0f}: "
-        f"slots {slots:.3f} s; library / that {library / slots:.2f}, "
-        f"fallback {fallback / slots:.2f}"
+        f"slots {slots:.3f} s; library / that {library / slots:.2f}, fallback {fallback / slots:.2f}"
     )
 
 
 def refilled(model: PreTrainedModel) -> None:
-    queries, mask = prompts(4 * BATCH, 32, varied=True)
-    common = {
-        "max_new_tokens": 2 * NEW_TOKENS,
-        "pad_token_id": PAD,
-        "stop_token_ids": range(2, 18),
-        "seed": 0,
-        "step": 0,
-    }
-    ids = torch.arange(len(queries))
-
-    def batches():
-        for chunk in ids.split(BATCH):
-            generate(model, queries[chunk], mask[chunk], prompt_ids=chunk, backend="generate", **common)
-
-    def slots():
-        generate(model, queries, mask, prompt_ids=ids, backend="slots", slots=BATCH, **common)
-
-    one_by_one, refilling = seconds(batches, slots)
-    print(f"{len(ids)} prompts, {BATCH} at once: one batch after the other / refilled {one_by_one / refilling:.2f}")
+    batch, how = prompts(4 * BATCH, 32, varied=True), params(2 * NEW_TOKENS, range(2, 18))
+    one_by_one, refilling = seconds(
+        *(partial(generate, model, batch, how, backend=name, rows_at_once=BATCH) for name in ("generate", "slots"))
+    )
+    rows = len(batch["queries"])
+    print(f"{rows} prompts, {BATCH} at once: one batch after the other / refilled {one_by_one / refilling:.2f}")
 
 
 def prefill_once(model: PreTrainedModel) -> None:
-    queries, mask = prompts(8, 256, varied=False)
-    common = {"max_new_tokens": 16, "pad_token_id": PAD, "stop_token_ids": [2], "seed": 0, "step": 0}
-    ids = torch.arange(8)
+    batch, how = prompts(8, 256, varied=False), params(16, [2])
+    queries, mask = (batch[key].repeat_interleave(4, 0) for key in ("queries", "query_attn_masks"))
+    repeated = PromptBatch(queries=queries, query_attn_masks=mask, prompt_ids=torch.arange(32), rows=[])
     once, each = seconds(
-        lambda: generate(model, queries, mask, prompt_ids=ids, num_return_sequences=4, **common),
-        lambda: generate(
-            model, queries.repeat_interleave(4, 0), mask.repeat_interleave(4, 0), prompt_ids=torch.arange(32), **common
-        ),
+        lambda: generate(model, batch, params(16, [2], num_return_sequences=4)),
+        lambda: generate(model, repeated, how),
     )
     print(f"4 samples of 256-token prompts: a prefill for each / one for all {each / once:.2f} ({once:.3f} s)")
 
