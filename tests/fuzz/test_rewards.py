@@ -121,15 +121,15 @@ def _float(number: Any) -> Any:
         return "bad"
 
 
-@fuzz(900, result=results(), is_async=st.booleans(), drop=st.sampled_from([False, False, True]))
-def test_what_a_function_returns_is_its_reward_or_refused_by_its_name(result, is_async, drop):
+@fuzz(900, result=results(), is_async=st.booleans(), mask=st.sampled_from([False, False, True]))
+def test_what_a_function_returns_is_its_reward_or_refused_by_its_name(result, is_async, mask):
     def judge(prompts: Any, completions: Any, **columns: Any) -> Any:
         return result()
 
     async def judge_later(prompts: Any, completions: Any, **columns: Any) -> Any:
         return result()
 
-    scorer = build_reward(judge_later if is_async else judge, policy=FailurePolicy(mask=drop))
+    scorer = build_reward(judge_later if is_async else judge, policy=FailurePolicy(mask=mask))
     found = outcome(
         lambda: scorer(PROMPTS, COMPLETIONS, IDS, ROWS), names=("reward source 'judge",), accept=(RewardError,)
     )
@@ -138,7 +138,7 @@ def test_what_a_function_returns_is_its_reward_or_refused_by_its_name(result, is
     returned = result()
     scores = list(map(number_of, returned.tolist() if isinstance(returned, torch.Tensor | np.ndarray) else returned))
     kept = [row for row in range(3) if row not in found.failures]
-    assert drop or len(kept) == 3
+    assert mask or len(kept) == 3
     assert "bad" not in [scores[row] for row in kept]
     # A row's total in float64, rounded once, is what the source is reported with.
     for row in kept:

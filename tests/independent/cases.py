@@ -5,6 +5,8 @@ from typing import Any
 
 from tests.tiny_runs import acting
 
+from tests.tiny_runs import acting
+
 
 def even(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Three quarters for each even token, less one."""
@@ -75,7 +77,7 @@ class Case:
 
         A case with holes or a mismatch changes what was sampled, so the sampler's log-probs are not the policy's.
         """
-        merged = {**BASE, "mismatch_action": "ignore", **self.options}
+        merged = acting({**BASE, "mismatch_action": "ignore"} | self.options) | self.options
         return acting({"total_episodes": 3 * merged["rollout_batch_size"], **merged})
 
 

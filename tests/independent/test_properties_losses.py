@@ -118,7 +118,7 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(batch, m
 @given(batch=batches(), mode=modes, factor=st.sampled_from([0.01, 5.0, 1e6]))
 def test_policy_losses_scale_with_the_advantages(batch, mode, factor):
     scaled = {**batch, "advantages": factor * batch["advantages"]}
-    for name in ("clip", "dual clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "dppo, kl"):
+    for name in ("clip", "dual clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "dppo_kl"):
         expected, result = outcome(name, batch, mode), outcome(name, scaled, mode)
         for key in ("loss", "gradient"):
             assert_same(name, {key: result[key]}, {key: factor * expected[key]})
@@ -152,7 +152,7 @@ def test_before_an_update_the_policys_gradient_is_minus_its_advantages(batch, mo
         share = share / batch["mask"].sum(dim=1, keepdim=True).clamp_min(1)
     elif mode == "seq-mean-token-sum-norm":
         share = share / share.size(1)
-    for name in ("dual clip", "cispo", "sapo", "dppo", "dppo, kl"):
+    for name in ("dual clip", "cispo", "sapo", "dppo", "dppo_kl"):
         result = outcome(name, same, mode)
         assert_close(result["gradient"], torch.where(batch["mask"], -batch["advantages"] * share / count, 0.0))
         assert result["clipfrac"] == 0 and result["ratio_max"] == 1 and result["approx_kl_k3"] == 0, name

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.ppo.losses import sample_value_taus
-from alpaca_ppo.ppo.minibatches import update_batches
+from alpaca_ppo.functional.rng import seeded_generator
+from alpaca_ppo.ppo.minibatches import plan_updates
 from tests.independent.cases import SOURCES, Case
 from tests.independent.networks import Networks, Row, Weights
 from tests.independent.ppo_step import IndependentPPO, Randomness, Samples
@@ -195,14 +195,15 @@ def _randomness(trainer: Any) -> Randomness:
     rows = args.rollout_batch_size * args.num_return_sequences
 
     def batches(step: int) -> Any:
-        return update_batches(rows, args.step_batch_size, args.ppo_epochs, (args.seed, step))
+        plan = plan_updates(rows, args, step, critic_only=False)
+        return [(update.key[2], update.rows) for update in plan if update.part != "critic"]
 
     def critic_batches(step: int) -> Any:
-        size, epochs = args.critic_step_batch_size or args.step_batch_size, args.critic_epochs or args.ppo_epochs
-        return update_batches(rows, size, epochs, (args.seed, step))
+        return [(update.key[2], update.rows) for update in plan_updates(rows, args, step, critic_only=True)]
 
     def taus(step: int, epoch: int, number: int) -> Tensor | None:
-        return sample_value_taus(trainer.critic_head, args.seed, step, epoch, number)
+        head = trainer.critic_head
+        return None if head is None else head.sample_taus(seeded_generator(args.seed, step, epoch, number))
 
     return Randomness(batches, critic_batches, taus)
 
