@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, constants
 
 from alpaca_ppo.atomic_io import StrPath
 
-_OFF = "or leave hub_model_id out and upload final/policy later (hf upload)"
+_OFF = "or set push_to_hub: false and upload final/policy later (hf upload)"
 
 
 def check_login() -> None:
@@ -20,7 +20,7 @@ def check_login() -> None:
     """
     if constants.HF_HUB_OFFLINE:
         raise ValueError(
-            f"hub_model_id is set, but HF_HUB_OFFLINE is set, with which nothing can be uploaded; unset it, {_OFF}"
+            f"push_to_hub is True, but HF_HUB_OFFLINE is set, with which nothing can be uploaded; unset it, {_OFF}"
         )
     try:
         user = HfApi().whoami()
@@ -28,13 +28,13 @@ def check_login() -> None:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"hub_model_id is set, but the hub does not know who you are ({type(error).__name__}: {reason}); log in "
+            f"push_to_hub is True, but the hub does not know who you are ({type(error).__name__}: {reason}); log in "
             f"(hf auth login, or HF_TOKEN), {_OFF}"
         ) from error
     token = user.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
         raise ValueError(
-            f"hub_model_id is set, but the token {token.get('displayName')!r} of {user.get('name')!r} may only read; "
+            f"push_to_hub is True, but the token {token.get('displayName')!r} of {user.get('name')!r} may only read; "
             f"make one that may write (huggingface.co/settings/tokens), {_OFF}"
         )
 

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import CONFIG_NAME
 
+from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.tracking.start_and_end import Ends, better_before_training, means_in_words, start_and_end
 from alpaca_ppo.tracking.weights_step import WeightsStep
@@ -71,7 +72,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     records, data = _read_run(config.get("output_dir"))
     of_weights = [record for record in records if record["step"] <= run.step.step]
     options = {name: _without_folders(name, value) for name, value in config.items()}
-    shown = yaml.safe_dump(options, sort_keys=False, allow_unicode=True).strip()
+    shown = as_yaml(options).strip()
     sources = run.reward_weights or {}
     card = ModelCard.from_template(
         ModelCardData(

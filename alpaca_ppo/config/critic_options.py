@@ -53,6 +53,12 @@ class CriticOptions(LearningOptions):
         at_least=0,
         needs=(_CRITIC, unless("lr_scheduler_type", "constant")),
     )
+    critic_max_grad_norm: float | None = argument(
+        None,
+        "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.",
+        above=0,
+        needs=_CRITIC,
+    )
     critic_epochs: int | None = argument(
         None,
         "Passes of the critic over each rollout, in optimizer steps that leave the policy as it is; null = the critic "

@@ -20,6 +20,7 @@ class EvaluationOptions(RunOptions):
     eval_top_p: float | None = argument(
         None, "Nucleus sampling in evaluation.", above=0, at_most=1, needs=when("eval_temperature")
     )
+    eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1, needs=when("eval_temperature"))
     eval_temperature: float = argument(
         0.0, "Temperature of the responses in evaluation, and of their log-probs; 0 = greedy responses.", at_least=0
     )

@@ -11,7 +11,7 @@ _NOT_IN_CHAT_TEMPLATE_KWARGS = dict.fromkeys(
     "the run sets it itself",
 ) | {"chat_template": "set processing_class.chat_template"}
 NOT_IN_MODEL_INIT_KWARGS = (
-    {name: f"set the option {name}" for name in ("dtype", "trust_remote_code", "attn_implementation", "load_in_4bit")}
+    {name: f"set the option {name}" for name in ("dtype", "trust_remote_code", "load_in_4bit")}
     | {"torch_dtype": "set the option dtype"}
     | dict.fromkeys(("quantization_config", "load_in_8bit"), "set the option load_in_4bit")
     | dict.fromkeys(

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -100,8 +101,9 @@ def parse_options(
     check_run_files(contents, given=given, needed=of_runs[0].needed_objects() if of_runs else MODELS)
     _override(values, given)
     if "import_modules" in values:
-        options["import_modules"].check(values["import_modules"])
-        import_modules(values["import_modules"] or [])
+        early = SimpleNamespace(**values)
+        options["import_modules"].check(early.import_modules)
+        import_modules(early.import_modules or [])
     if asked := [name for name, _ in found if name in HELP]:
         print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
         sys.exit(0)
@@ -146,7 +148,9 @@ def _from_words(option: Option, words: list[str]) -> Any:
         if bool in option.kinds:
             return True
         raise ValueError(f"--{option.name} needs a value after it")
-    if option.nullable and len(words) == 1 and words[0].lower() in ("null", "none"):
+    # Of the trackers of TrainingArguments, "none" is one.
+    may_be_null = option.nullable and not (option.entry_kinds and str in option.kinds)
+    if may_be_null and len(words) == 1 and words[0].lower() in ("null", "none"):
         return None
     entries = [_from_text(option, word) for word in words]
     return entries[0] if option.entry_kinds is None else entries
@@ -255,8 +259,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$", re.ASCII)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes text that `_Loader` would read as a number in quotes."""
+
+
+for _class in (_Loader, _Dumper):
+    _exponent = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$", re.ASCII)
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+.0123456789"))
+
+
+def as_yaml(content: Any) -> str:
+    """`content` as YAML that `read_yaml` reads as the same."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)  # type: ignore[no-any-return]
 
 
 def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: Collection[str]) -> str:

@@ -38,15 +38,9 @@ class PPOConfig(CriticOptions):
     )
     load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits; needs LoRA, CUDA and bitsandbytes.")
     trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
-    attn_implementation: str | None = argument(
-        None,
-        "Attention of the policy, critic and reference that the run loads, by its name in transformers, such as sdpa, "
-        "eager or flash_attention_2; null = transformers' choice.",
-    )
     model_init_kwargs: dict[str, Any] | None = argument(
         None,
-        "Further arguments of from_pretrained for policy, critic and reference, such as rope_scaling; on the command "
-        "line as YAML or JSON.",
+        "Further arguments of from_pretrained for policy, critic and reference, such as {attn_implementation: sdpa}.",
     )
 
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
@@ -141,8 +135,7 @@ class PPOConfig(CriticOptions):
     @property
     def loading_arguments(self) -> dict[str, Any]:
         """What `from_pretrained` gets for policy, critic and reference beyond what the run always passes."""
-        chosen = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
-        return {**(self.model_init_kwargs or {}), **chosen}
+        return dict(self.model_init_kwargs or {})
 
     @property
     def separate_critic_steps(self) -> bool:

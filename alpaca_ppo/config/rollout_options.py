@@ -116,15 +116,9 @@ class RolloutOptions(EvaluationOptions):
     )
     overlong_buffer_len: int | None = argument(
         None,
-        "Soft overlong punishment: tokens before response_len over which a penalty on the length grows from 0 to "
-        "overlong_penalty_factor; null = no penalty.",
+        "Soft overlong punishment: tokens before response_len over which a penalty on the length grows from 0 to 1; "
+        "null = no penalty.",
         at_least=1,
-    )
-    overlong_penalty_factor: float = argument(
-        1.0,
-        "With overlong_buffer_len: what a response of response_len tokens loses, in score units.",
-        at_least=0,
-        needs=when("overlong_buffer_len"),
     )
     whiten_rewards: bool = argument(
         False,

@@ -27,12 +27,6 @@ class RunOptions(ExplainsUnknownNames):
         "Steps between two lines on the console and two reports to the trackers; metrics.jsonl gets every step.",
         at_least=1,
     )
-    print_samples_every: int = argument(
-        50,
-        "Steps between two that print the answers with the highest and the lowest score; the first step prints them "
-        "too. 0 = none.",
-        at_least=0,
-    )
     entropy_logging_steps: int = argument(
         10,
         "Steps between two with the metrics objective/entropies, objective/ref_entropies and ppo/policy/entropy; the "
@@ -103,6 +97,5 @@ class RunOptions(ExplainsUnknownNames):
         "Resume even if these differ from the checkpoint's, and go on with the new ones: data (the training rows), "
         "model (the starting policy or the reference), reward (reward sources, their weights, environments).",
     )
-    hub_model_id: str | None = argument(
-        None, "Hub repository to which final/policy is uploaded at the end; null = none."
-    )
+    push_to_hub: bool = argument(False, "Upload final/policy to hub_model_id at the end.", needs=when("hub_model_id"))
+    hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")

@@ -31,6 +31,7 @@ class DeepSpeedEngine(Engine):
         actor_critic: the models to train.
         optimizer: torch's, over their parameters; each group holds parameters of the policy or of the critic.
         max_grad_norm: the policy's gradient is clipped to this norm.
+        critic_max_grad_norm: the critic's gradient is clipped to this norm.
         micro_batches: per optimizer step and rank, for DeepSpeed's configuration; the number of a step may differ.
         step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration; as above.
     """
@@ -42,6 +43,7 @@ class DeepSpeedEngine(Engine):
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
+        critic_max_grad_norm: float,
         micro_batches: int,
         step_per_device_batch_size: int,
     ) -> None:
@@ -72,6 +74,7 @@ class DeepSpeedEngine(Engine):
             actor_critic,
             optimizer,
             max_grad_norm=max_grad_norm,
+            critic_max_grad_norm=critic_max_grad_norm,
         )
 
     def _wrap(self) -> Any:
@@ -95,7 +98,7 @@ class DeepSpeedEngine(Engine):
         self._clipping = DeepSpeedClipping(
             self._zero,
             ["critic" if id(group[0]) in critic else "policy" for group in self._groups],
-            dict.fromkeys(("policy", "critic"), self.max_grad_norm),
+            {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm},
             stage=self.stage,
         )
         if self.synced_forwards:

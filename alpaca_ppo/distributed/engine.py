@@ -97,6 +97,7 @@ class Engine(TrainState):
         actor_critic: the models to train; `model` is their wrapped form.
         optimizer: over its parameters, in any groups.
         max_grad_norm: the policy's gradient is clipped to this norm.
+        critic_max_grad_norm: the critic's gradient is clipped to this norm.
     """
 
     synced_forwards = False
@@ -109,10 +110,11 @@ class Engine(TrainState):
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
+        critic_max_grad_norm: float,
     ) -> None:
         super().__init__(actor_critic, optimizer)
         self.accelerator, self.actor_critic = accelerator, actor_critic
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.critic_max_grad_norm = max_grad_norm, critic_max_grad_norm
         # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.model: Any = self._wrap()
@@ -181,7 +183,7 @@ class Engine(TrainState):
             parameter.grad = None
         policy = self._clip(self.actor_critic.policy_parameters(), self.max_grad_norm)
         has_critic = self.actor_critic.critic is not None
-        critic = self._clip(self.actor_critic.critic_parameters(), self.max_grad_norm) if has_critic else None
+        critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
         norms = GradNorms(policy, critic)
         if norms.non_finite is None:
             self._stepping.step()

@@ -71,12 +71,14 @@ def make_engine(
     Raises:
         ValueError: under DeepSpeed, for an optimizer group with parameters of both policy and critic.
     """
+    critic_max_grad_norm = _first_given(args.critic_max_grad_norm, args.max_grad_norm)
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return Engine(
             accelerator,
             actor_critic,
             optimizer,
             max_grad_norm=args.max_grad_norm,
+            critic_max_grad_norm=critic_max_grad_norm,
         )
     _check_groups(optimizer, actor_critic)
     return DeepSpeedEngine(
@@ -84,6 +86,7 @@ def make_engine(
         actor_critic,
         optimizer,
         max_grad_norm=args.max_grad_norm,
+        critic_max_grad_norm=critic_max_grad_norm,
         micro_batches=micro_batches,
         step_per_device_batch_size=args.step_per_device_batch_size,
     )

@@ -222,7 +222,7 @@ def entropy_collapse(history: History) -> Found | None:
 @_rule(
     "the responses collapse: from {start:.4g} to {now:.4g} tokens",
     "score short answers by hand; lower kl_coef if objective/non_score_rewards outweighs objective/scores, and "
-    "overlong_penalty_factor if it is set",
+    "overlong_buffer_len if it is set",
 )
 def length_collapse(history: History) -> Found | None:
     """Responses shrink to a fraction of what they were."""

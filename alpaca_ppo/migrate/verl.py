@@ -57,7 +57,7 @@ def _algorithm(result: Translation) -> None:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
     options.setdefault("old_policy", "recompute")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
-        result.drop("overlong_buffer_len", "overlong_penalty_factor")
+        result.drop("overlong_buffer_len")
 
 
 def _sizes(result: Translation) -> None:

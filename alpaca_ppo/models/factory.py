@@ -205,7 +205,7 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
         )
     if args.loading_arguments and not isinstance(model, str):
         raise ValueError(
-            f"attn_implementation ({args.attn_implementation!r}) and model_init_kwargs ({args.model_init_kwargs}) need "
+            f"model_init_kwargs ({args.model_init_kwargs}) need "
             f"a model to load, but model is a {type(model).__name__} in memory; give its folder or hub id"
         )
     has_adapters, base = peft_config is not None, model

@@ -136,7 +136,7 @@ def load_complete(
     """
     problem, remedy = f"no model can be loaded from {name!r}", _REMEDY
     if own := sorted(arguments.keys() - {"quantization_config"}):
-        remedy += f"; or it refuses an argument of attn_implementation or model_init_kwargs ({', '.join(own)})"
+        remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(own)})"
     bars = transformers_bars(shown=has_screen())
     with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy), bars:
         model, info = auto_class.from_pretrained(

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker, get_available_trackers
 
 from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
+from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
 from alpaca_ppo.tracking import tracker_tables
@@ -93,7 +93,7 @@ class RunLog:
                     if number and int(number[1]) > step:
                         path.unlink()
             content = {**config, PROVENANCE: dict(provenance)}
-            text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+            text = as_yaml(content)
             write_text_atomically(self.output_dir / "run.yaml", text)
         if not self._trackers_of_user:
             self._start_trackers(dict(config), purge_step=last_line + 1)

@@ -296,7 +296,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                     TrainedRun(self.weights_step, stats or {}, config, self.source_weights),
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
-        if self.accelerator.is_main_process and self.args.hub_model_id and output_dir is None:
+        if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
             hub.push_folder(folder / "policy", str(self.args.hub_model_id))
 
     @property

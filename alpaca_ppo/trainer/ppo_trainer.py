@@ -312,6 +312,6 @@ class PPOTrainer(RolloutTrainer):
         stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
         if self.args.num_logged_rollouts:
             self.run_log.write_rows("rollouts", logged_rollouts(self, rollouts, step), step)
-        if samples_are_due(step, self.args):
+        if samples_are_due(step):
             self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)
         return stats

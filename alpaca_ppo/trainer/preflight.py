@@ -78,7 +78,7 @@ def check_output_dir(args: PPOConfig) -> None:
             file.
     """
     tracker_names(args.report_to)
-    if args.hub_model_id:
+    if args.push_to_hub:
         checked_hub_id(args.hub_model_id)
     existing = _existing_folder(args)
     if not existing.is_dir():

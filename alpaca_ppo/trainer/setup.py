@@ -269,7 +269,7 @@ def make_penalties(args: PPOConfig) -> Penalties:
     return Penalties(
         missing_stop=args.penalty_reward_value,
         overlong_buffer_len=args.overlong_buffer_len,
-        overlong_factor=args.overlong_penalty_factor,
+        overlong_factor=1.0,
     )
 
 
@@ -338,6 +338,7 @@ def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig)
         num_return_sequences=args.eval_num_samples,
         temperature=args.eval_temperature or sampling_params.temperature,
         do_sample=args.eval_temperature > 0,
+        top_k=args.eval_top_k,
         top_p=args.eval_top_p,
     )
 

@@ -46,7 +46,7 @@ SHORT_VARIANTS: dict[str, dict[str, Any]] = {
     f"{SHORT} tokens": {},
     f"{SHORT} tokens, penalty_reward_value": {"penalty_reward_value": -4.0},
     f"{SHORT} tokens, mask_truncated": {"mask_truncated": True},
-    f"{SHORT} tokens, overlong_buffer_len": {"overlong_buffer_len": 8, "overlong_penalty_factor": 1.0},
+    f"{SHORT} tokens, overlong_buffer_len": {"overlong_buffer_len": 8},
 }
 """The options that each line of the second table changes, with `response_len` at `SHORT`."""
 COLUMNS = {"gold": "gold score", "win_rate": "win-rate over SFT (%)", "kl": "KL to SFT (nats)"}

@@ -16,7 +16,6 @@ def parsed(tmp_path, text, *flags, cls=PPOConfig):
     ("options", "message"),
     [
         ({"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "has 'torch_dtype'.*; set the option dtype"),
-        ({"model_init_kwargs": {"attn_implementation": "eager"}}, "; set the option attn_implementation"),
         ({"model_init_kwargs": {"device_map": "auto"}}, "'device_map'.*; Accelerate places the weights"),
         ({"model_init_kwargs": {"revision": "main"}}, "'revision'.* download it .* and name the folder"),
         ({"model_init_kwargs": {"token": "secret"}}, "'token'.*set HF_TOKEN"),

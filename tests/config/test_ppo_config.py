@@ -72,7 +72,7 @@ SILENT = [
     {"eval_num_samples": 4},
     {"eval_judge": "m:f"},
     {"truncate_after": 3},
-    {"overlong_penalty_factor": 2.0},
+    {"push_to_hub": True},
     {"prompt_column": "question", "prompt_template": "{question}"},
     *({**GRPO, **one} for one in (
         {"gamma": 0.9}, {"lam": 0.5}, {"lam_policy": "adaptive"}, {"lam_critic": 1.0}, {"turn_gamma": 0.5},

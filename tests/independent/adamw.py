@@ -69,7 +69,7 @@ class AdamW:
         rate = factor * option("learning_rate", "critic_learning_rate")
         beta1, beta2, decay = (self.config[name] for name in ("adam_beta1", "adam_beta2", "weight_decay"))
         epsilon = self.config["adam_epsilon"]
-        limit = self.config["max_grad_norm"]
+        limit = option("max_grad_norm", "critic_max_grad_norm")
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         scale = min(1.0, limit / (norm + 1e-6))
         new = {}

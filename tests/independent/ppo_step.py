@@ -223,7 +223,7 @@ class IndependentPPO:
         if buffer is None:
             return 0.0
         share: float = max(0, sum(row.chosen) - (most - buffer)) / buffer
-        return self.config["overlong_penalty_factor"] * share  # type: ignore[no-any-return]
+        return share
 
     def _raw_score(self, by_source: list[float | list[float] | None]) -> float:
         """Of a response, before any penalty."""

@@ -36,7 +36,7 @@ GSPO = ("policy_loss=gspo", "loss_agg_mode=seq-mean-token-mean", "kl_loss_coef=0
 RLOO = ("adv_estimator=rloo", "num_return_sequences=2", "loss_agg_mode=seq-mean-token-sum-norm", "old_policy=correct")
 ADAPTER = ("lora=true", "critic_layout=adapter")
 SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
-CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1")
+CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
 SPARING = ("rollout_batch_size=4",)
 RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's

@@ -279,7 +279,6 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
         cliprange_high=0.28,
         dynamic_sampling=True,
         overlong_buffer_len=512,
-        overlong_penalty_factor=0.5,
         eval_do_sample=True,
         eval_num_samples=8,
         rollout_batch_size=64,

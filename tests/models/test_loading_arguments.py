@@ -1,4 +1,4 @@
-"""`attn_implementation` and `model_init_kwargs` reach policy, critic and reference, and belong to a run's identity."""
+"""`model_init_kwargs` reach policy, critic and reference, and belong to a run's identity."""
 
 import pytest
 from transformers import PreTrainedModel
@@ -17,6 +17,9 @@ def folders(tmp_path_factory):
     return root
 
 
+EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+
+
 def run(folder, folders, *, value="value", **options):
     given = {"model": str(folders / "policy"), "value_model": value and str(folders / value), "processing_class": None}
     return tiny_trainer(folder, trainer_arguments=given, **options)
@@ -29,7 +32,7 @@ def backbones(trainer) -> list[PreTrainedModel]:
 
 @pytest.mark.parametrize("value", ["value", "policy", None])
 def test_every_model_that_the_run_loads_gets_them(tmp_path, folders, value):
-    options = {"attn_implementation": "eager", "model_init_kwargs": {"rms_norm_eps": 0.25}}
+    options = {"model_init_kwargs": {"attn_implementation": "eager", "rms_norm_eps": 0.25}}
     trainer = run(tmp_path, folders, value=value, reference=str(folders / "policy"), **options)
     for model in backbones(trainer):
         assert (underlying_attention(model), model.config.rms_norm_eps) == ("eager", 0.25)
@@ -45,16 +48,18 @@ def test_a_saved_distributional_critic_gets_them_too(tmp_path, folders):
     first = run(tmp_path / "first", folders, value=None, critic="c51", total_episodes=10)
     first.save_model(str(tmp_path / "saved"))
     given = {"model": str(folders / "policy"), "value_model": str(tmp_path / "saved/value"), "processing_class": None}
-    second = tiny_trainer(tmp_path / "second", trainer_arguments=given, critic="c51", attn_implementation="eager")
+    second = tiny_trainer(
+        tmp_path / "second", trainer_arguments=given, critic="c51", model_init_kwargs={"attn_implementation": "eager"}
+    )
     assert underlying_attention(second.actor_critic.critic.backbone) == "eager"
 
 
 def test_an_argument_that_loading_refuses_is_named(tmp_path, folders):
-    with pytest.raises(ValueError, match=r"or it refuses an argument of attn_impl.* \(attn_implementation\)"):
-        run(tmp_path, folders, attn_implementation="none_such")
+    with pytest.raises(ValueError, match=r"or it refuses an argument of model_init_kwargs \(attn_implementation\)"):
+        run(tmp_path, folders, model_init_kwargs={"attn_implementation": "none_such"})
 
 
-@pytest.mark.parametrize("options", [{"attn_implementation": "eager"}, {"model_init_kwargs": {"rope_theta": 5.0}}])
+@pytest.mark.parametrize("options", [{"model_init_kwargs": {"rope_theta": 5.0}}])
 def test_a_model_in_memory_has_been_loaded_already(tmp_path, options):
-    with pytest.raises(ValueError, match="attn_implementation .* but model is a LlamaForCausalLM in memory"):
+    with pytest.raises(ValueError, match="model_init_kwargs .* but model is a LlamaForCausalLM in memory"):
         tiny_trainer(tmp_path, **options)

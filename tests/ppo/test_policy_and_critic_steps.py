@@ -130,11 +130,11 @@ def test_each_gradient_is_clipped_to_its_own_norm(layout, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     clipped = []
     optimizer.register_step_pre_hook(lambda *_: clipped.append((norm_of(policy), norm_of(critic))))
-    limits = {"max_grad_norm": 1e-3}
+    limits = {"max_grad_norm": 1e-3, "critic_max_grad_norm": 1e-2}
     settings = {**limits, "step_batch_size": 10, "critic_layout": layout}
     trainer = tiny_trainer(tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, **settings)
     stats = trainer.step(trainer.prompt_batches(0))
-    assert clipped == [(pytest.approx(1e-3, rel=1e-4), pytest.approx(1e-3, rel=1e-4))]
+    assert clipped == [(pytest.approx(1e-3, rel=1e-4), pytest.approx(1e-2, rel=1e-4))]
     # What is logged is the norm before clipping: that of a run that clips nothing, whose weights are the same.
     unclipped = []
     optimizer.register_step_pre_hook(lambda *_: unclipped.append((norm_of(policy), norm_of(critic))))
@@ -142,7 +142,7 @@ def test_each_gradient_is_clipped_to_its_own_norm(layout, tmp_path):
         tmp_path / "unclipped",
         model=model,
         trainer_arguments={"optimizers": (optimizer, None)},
-        **{**settings, "max_grad_norm": 1e9},
+        **{**settings, "max_grad_norm": 1e9, "critic_max_grad_norm": None},
     )
     trainer.step(trainer.prompt_batches(0))
     assert unclipped == [

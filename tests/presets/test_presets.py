@@ -11,7 +11,7 @@ from setuptools import Distribution
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_preset, read_yaml
 from alpaca_ppo.data.templates import resolve_template
-from alpaca_ppo.ppo.minibatches import update_steps
+from alpaca_ppo.ppo.minibatches import plan_updates
 from alpaca_ppo.presets import preset_names, preset_path
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import acting, tiny_trainer, weights
@@ -131,7 +131,6 @@ PUBLISHED = {
         # 16,384 tokens and a soft margin of 4,096.
         "response_len": 16384 + 4096,
         "overlong_buffer_len": 4096,
-        "overlong_penalty_factor": 1.0,
         "mask_truncated": False,
         "rollout_batch_size": 512,
         "num_return_sequences": 16,
@@ -166,7 +165,6 @@ PUBLISHED = {
         "loss_agg_mode": "token-mean",
         "dynamic_sampling": 9,
         "overlong_buffer_len": 4096,
-        "overlong_penalty_factor": 1.0,
         "kl_coef": 0.0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
@@ -275,7 +273,6 @@ PUBLISHED = {
         "query_len": 2048,
         "response_len": 14336,
         "overlong_buffer_len": 2048,
-        "overlong_penalty_factor": 1.0,
         "mask_truncated": False,
         "dynamic_sampling": 0,
         "rollout_batch_size": 32,
@@ -352,7 +349,7 @@ def test_a_preset_sets_nothing_that_is_neither_published_nor_declared_a_choice_o
 
 def test_the_critic_of_open_reasoner_zero_takes_twelve_steps_on_each_rollout():
     _, args = parse_args([ScriptArguments, PPOConfig], ["--preset", "orz", "--dataset_name", "d", *REQUIRED])
-    steps = list(update_steps(args.responses_per_step, args, (0, 0), critic_only=False))
+    steps = plan_updates(args.responses_per_step, args, 0, critic_only=False)
     assert [step.part for step in steps] == ["critic"] * 12 + ["policy"]
     assert [len(step.rows) for step in steps] == [683] * 11 + [679, 8192]
 

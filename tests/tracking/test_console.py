@@ -43,7 +43,7 @@ class Interrupt(TrainerCallback):
 def run(folder, *, callbacks=(), **overrides):
     data = {"eval_dataset": prompts(4), "reward_funcs": [odd, count_even], "callbacks": list(callbacks)}
     data["metric_funcs"] = even_share
-    settings = {"total_episodes": 50, "logging_steps": 2, "eval_steps": 2, "save_steps": 2, "print_samples_every": 3}
+    settings = {"total_episodes": 50, "logging_steps": 2, "eval_steps": 2, "save_steps": 2}
     settings["reward_weights"] = [1.0, 0.5]
     return tiny_trainer(folder, trainer_arguments=data, **settings, **overrides)
 
@@ -307,10 +307,8 @@ def test_a_resumed_run_reads_what_its_first_evaluation_was(tmp_path):
     assert log.printed == ["eval at step 3:  reward 1.000 -> 4.000 (+3.000)"] * 2
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (3, [1, 3]), (50, [1])])
-def test_samples_are_printed_in_the_first_step_and_every_so_often(tmp_path, every, steps):
-    args = tiny_config(tmp_path, print_samples_every=every)
-    assert [step for step in range(1, 5) if samples_are_due(step, args)] == steps
+def test_samples_are_printed_in_the_first_step_and_every_so_often():
+    assert [step for step in range(1, 151) if samples_are_due(step)] == [1, 50, 100, 150]
 
 
 def test_the_samples_are_the_best_and_the_worst_answer():

@@ -49,7 +49,7 @@ def test_evaluation_is_greedy_by_default_and_tells_reward_length_and_kl(tmp_path
 
 
 def test_sampled_evaluation_repeats_its_random_numbers(tmp_path):
-    trainer = tiny_trainer(tmp_path, eval_temperature=1.0, eval_top_p=0.9, **EVALUATED)
+    trainer = tiny_trainer(tmp_path, eval_temperature=1.0, eval_top_k=20, eval_top_p=0.9, **EVALUATED)
     first = trainer.evaluate()
     rows = table(tmp_path, 0)
     second = trainer.evaluate()
