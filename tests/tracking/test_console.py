@@ -93,7 +93,7 @@ def test_a_run_says_what_happens_and_nothing_else(tmp_path, capsys):
     assert with_sources and all(" count_even " in line.partition(" odd ")[2] for line in with_sources)
     samples = [line for line in printed if line.startswith("-- step")]
     assert [line.partition(":")[0] for line in samples] == [
-        f"-- step {step}, {which} of 10" for step in (1, 3) for which in ("highest score", "lowest score")
+        f"-- step {step}, {which} of 10" for step in [1] for which in ("highest score", "lowest score")
     ]
     card = (folder / "final/policy/README.md").read_text()
     assert "- **Reward**: `odd` (weight 1), `count_even` (weight 0.5)\n" in card
