@@ -235,15 +235,6 @@ class Episodes:
                 self._answers.append((row, value))
 
 
-def episode_rows(
-    prompts: PromptBatch, sampling_params: SamplingParams, episodes: Episodes | None
-) -> list[dict[str, Any]]:
-    """The row of each response to `prompts`, with its episode if there are `episodes`."""
-    if episodes is not None:
-        return episodes.rows
-    return [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
-
-
 def _source(class_name: str) -> Callable[..., list[Any]]:
     def rewards(episodes: list[Episode], **columns: Any) -> list[Any]:
         return [episode.rewards_of(class_name) for episode in episodes]

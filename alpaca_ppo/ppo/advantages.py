@@ -76,19 +76,15 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
 
 
 def _checked(name: str, returned: Any, rewards: Tensor) -> Advantages:
-    if not isinstance(returned, Advantages):
-        raise ValueError(
-            f"the adv_estimator {name!r} returned a {type(returned).__name__}; it must return "
-            "functional.Advantages(advantages, returns)"
-        )
-    for field, value in returned._asdict().items():
-        if not isinstance(value, Tensor) or value.shape != rewards.shape:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+    fields = returned._asdict() if isinstance(returned, Advantages) else {"result": returned}
+    for field, value in fields.items():
+        if not isinstance(value, Tensor) or value.shape != rewards.shape or not isinstance(returned, Advantages):
             raise ValueError(
-                f"the adv_estimator {name!r} returned {field} of {found}; it must be a tensor of shape "
-                f"{tuple(rewards.shape)}, one number for each response token"
+                f"the adv_estimator {name!r} returned {field} {value!r:.100}; return functional.Advantages(advantages, "
+                f"returns), tensors of shape {tuple(rewards.shape)}"
             )
-    return returned
+    checked: Advantages = returned
+    return checked
 
 
 @ADV_ESTIMATORS.implement("gae")

@@ -16,7 +16,6 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
 ESTIMATED = ("advantages", "returns")
 SAMPLED = ("responses", "response_mask", "rollout_logprobs", "stopped")
-SCORED = ("scores", "rewards", "scores_by_source")
 
 
 def check_full_softmax(sampling_params: SamplingParams) -> None:
@@ -27,10 +26,8 @@ def check_full_softmax(sampling_params: SamplingParams) -> None:
     """
     if sampling_params.top_k is not None or sampling_params.top_p is not None:
         raise ValueError(
-            f"the rollouts of training would be sampled with top_k {sampling_params.top_k} and top_p "
-            f"{sampling_params.top_p}, but the log-probs of policy, old policy and reference are those of all tokens: "
-            "the ratios would be those of another policy than the one that sampled. Leave both None, and use "
-            "eval_top_p for evaluation"
+            f"training would sample with top_k {sampling_params.top_k} and top_p {sampling_params.top_p}, but all "
+            "log-probs are those of all tokens; leave both None, and use eval_top_p for evaluation"
         )
 
 
@@ -44,57 +41,41 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
             to one another.
 
     Raises:
-        ValueError: for a missing key, a shape other than (P * n, R) with R = max_new_tokens, a response without a
-            chosen token, or a prompt that is not left-padded, or whose width differs from `prompts`.
+        ValueError: for a missing key, a shape other than (P * n, R) with R = max_new_tokens, another dtype, a response
+            without a chosen token, or a prompt that is not left-padded.
         FloatingPointError: for log-probs under the mask that are not finite.
     """
-    _check_keys("_generate", samples, SAMPLED)
-    n = sampling_params.num_return_sequences
-    rows, width = len(prompts["rows"]) * n, prompts["queries"].size(1)
-    given = sampling_params.sample_ids
-    sample_ids = torch.arange(n).repeat(len(prompts["rows"])) if given is None else torch.tensor(given)
-    shapes = dict.fromkeys(SAMPLED, (rows, sampling_params.max_new_tokens)) | {"stopped": (rows,)}
+    n, given, count = sampling_params.num_return_sequences, sampling_params.sample_ids, len(prompts["rows"])
+    rows, tokens = count * n, (count * n, sampling_params.max_new_tokens)
+    queries = (rows, prompts["queries"].size(1))
+    shapes = {"responses": tokens, "response_mask": tokens, "rollout_logprobs": tokens, "stopped": (rows,)}
+    _check("_generate", samples, shapes, required=SAMPLED)
     complete = {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         **samples,
         # Always computed from `prompts`; values that the hook returned under these names are ignored.
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-        "sample_ids": sample_ids,
+        "sample_ids": torch.arange(n).repeat(count) if given is None else torch.tensor(given),
     }
-    shapes |= dict.fromkeys(("queries", "query_attn_masks"), (rows, width))
-    for key, value in complete.items():
-        wanted = shapes.get(key, (rows,))
-        if not isinstance(value, Tensor) or value.shape[: len(wanted)] != wanted:
-            raise ValueError(
-                f"_generate() returned {key} as {_described(value)}; it must be a tensor of shape {wanted}: "
-                f"{n} rows for each of the {len(prompts['rows'])} prompts"
-            )
-    _check_rows(complete)
-    return {key: value.cpu() for key, value in complete.items()}
-
-
-def _check_rows(samples: Mapping[str, Tensor]) -> None:
-    mask, attention = samples["response_mask"], samples["query_attn_masks"].bool()
+    _check("_generate", complete, {**shapes, "queries": queries, "query_attn_masks": queries})
+    mask, attention = complete["response_mask"], complete["query_attn_masks"].bool()
     dtypes = {"responses": torch.long, "queries": torch.long, "response_mask": torch.bool, "stopped": torch.bool}
     for key, dtype in dtypes.items():
-        if samples[key].dtype != dtype:
-            raise ValueError(f"_generate() returned {key} as {samples[key].dtype}; it must be {dtype}")
-    if bool((empty := ~mask.any(dim=1)).any()):
-        raise ValueError(
-            f"_generate() returned a response_mask without a chosen token in row {int(empty.nonzero()[0])}; every "
-            "response needs at least one"
-        )
+        if complete[key].dtype != dtype:
+            raise ValueError(f"_generate() returned {key} as {complete[key].dtype}; it must be {dtype}")
     # Padding right of a token: a True column before a False one.
-    if bool((wrong := (attention[:, :-1] & ~attention[:, 1:]).any(dim=1) | ~attention[:, -1]).any()):
-        raise ValueError(
-            f"_generate() returned query_attn_masks whose row {int(wrong.nonzero()[0])} is not left-padded; a prompt "
-            "ends in the last column"
-        )
-    if not bool(torch.isfinite(samples["rollout_logprobs"][mask]).all()):
-        raise FloatingPointError(
-            "_generate() returned rollout_logprobs that are not finite under response_mask; nothing was trained on them"
-        )
+    for what, wrong in (
+        ("a response_mask without a chosen token", ~mask.any(dim=1)),
+        ("query_attn_masks", (attention[:, :-1] & ~attention[:, 1:]).any(dim=1) | ~attention[:, -1]),
+    ):
+        if bool(wrong.any()):
+            raise ValueError(
+                f"_generate() returned {what} in row {int(wrong.nonzero()[0])}; every response needs a chosen token, "
+                "and a prompt is left-padded"
+            )
+    _check_finite("_generate", {"rollout_logprobs": complete["rollout_logprobs"]}, mask)
+    return {key: value.cpu() for key, value in complete.items()}
 
 
 def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int) -> dict[str, Tensor]:
@@ -104,23 +85,18 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
         ValueError: for a missing key, a key of the samples, or a shape other than `scores` (C,), `rewards` (C,) or
             (C, R) and `scores_by_source` (C, num_sources).
     """
-    _check_keys("_score", scores, SCORED)
+    rows, width = samples["responses"].shape
+    per_token = (
+        isinstance(scores, Mapping) and isinstance(scores.get("rewards"), Tensor) and scores["rewards"].dim() == 2
+    )
+    rewards = (rows, width) if per_token else (rows,)
+    shapes = {"scores": (rows,), "rewards": rewards, "scores_by_source": (rows, num_sources)}
+    _check("_score", scores, shapes, required=tuple(shapes))
     if taken := sorted(set(scores) & set(samples)):
         raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
-    rows, width = samples["responses"].shape
-    allowed: dict[str, list[tuple[int, ...]]] = {
-        "scores": [(rows,)],
-        "rewards": [(rows,), (rows, width)],
-        "scores_by_source": [(rows, num_sources)],
-    }
-    for key, value in scores.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if shape not in allowed.get(key, [(rows, *shape[1:])]):
-            wanted = " or ".join(str(one) for one in allowed.get(key, [(rows, "...")]))
-            raise ValueError(f"_score() returned {key} as {_described(value)}; it must be a tensor of shape {wanted}")
-    if scores["rewards"].dim() == 1:
-        return dict(scores)
-    return {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])}
+    return (
+        {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])} if per_token else dict(scores)
+    )
 
 
 def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -137,17 +113,7 @@ def check_rollouts(rollouts: Any) -> None:
     Raises:
         ValueError: if one is not; names the entry.
     """
-    if not isinstance(rollouts, dict) or not isinstance(rollouts.get("responses"), Tensor):
-        raise ValueError(
-            f"rollout() returned {_described(rollouts)}; it must return a dict of tensors, `responses` among them"
-        )
-    rows = rollouts["responses"].size(0)
-    for key, value in rollouts.items():
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != rows:
-            raise ValueError(
-                f"rollouts[{key!r}] is {_described(value)}; every entry must be a tensor with one row for each of the "
-                f"{rows} responses"
-            )
+    _check("rollout", rollouts, {}, required=("responses",))
 
 
 def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tuple[str, ...]) -> None:
@@ -163,30 +129,32 @@ def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tupl
         ValueError: for a missing key, or a tensor of another shape.
         FloatingPointError: for values under the mask that are not finite.
     """
-    _check_keys(hook, returned, required)
-    shape = rollouts["responses"].shape
-    for key, value in returned.items():
-        wanted = shape if key in required else shape[:1]
-        if not isinstance(value, Tensor) or value.shape[: len(wanted)] != wanted:
-            raise ValueError(
-                f"{hook}() returned {key} as {_described(value)}; it must be a tensor of shape {tuple(wanted)}"
-            )
-        if key in required and not bool(torch.isfinite(value[rollouts["response_mask"]]).all()):
-            raise FloatingPointError(
-                f"{hook}() returned {key} with numbers that are not finite under response_mask; nothing was trained on "
-                "them. Look at the rewards, and at the log-probs of policy and reference"
-            )
+    shape = tuple(rollouts["responses"].shape)
+    _check(hook, returned, {**dict.fromkeys(returned or (), shape[:1]), **dict.fromkeys(required, shape)}, required)
+    _check_finite(hook, {key: returned[key] for key in required}, rollouts["response_mask"])
     rollouts.update(returned)  # type: ignore[typeddict-item]
 
 
-def _check_keys(hook: str, returned: Any, required: tuple[str, ...]) -> None:
+def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], required: tuple[str, ...] = ()) -> None:
+    """Checks that `returned` has the `required` keys, and tensors that begin with `shapes`; others have as many rows."""
     is_mapping = isinstance(returned, Mapping)
     if not is_mapping or (missing := [key for key in required if key not in returned]):
-        found = f"a dict without {', '.join(missing)}" if is_mapping else _described(returned)
+        found = f"a dict without {', '.join(missing)}" if is_mapping else f"a {type(returned).__name__}"
         raise ValueError(f"{hook}() returned {found}; it must return a dict with {', '.join(required)}")
+    first = next(iter(shapes.values()), (len(returned["responses"]),) if "responses" in returned else ())
+    for key, value in returned.items():
+        wanted = shapes.get(key, first[:1])
+        exact = key in shapes and key in required
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape is None or shape[: len(wanted)] != wanted or (exact and len(shape) != len(wanted)):
+            found = f"of shape {shape}" if shape is not None else f"as a {type(value).__name__}"
+            raise ValueError(f"{hook}() returned {key} {found}; it must be a tensor of shape {wanted}")
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
-    return f"a {type(value).__name__}"
+def _check_finite(hook: str, tensors: Mapping[str, Tensor], mask: Tensor) -> None:
+    for key, value in tensors.items():
+        if not bool(torch.isfinite(value[mask]).all()):
+            raise FloatingPointError(
+                f"{hook}() returned {key} with numbers that are not finite under response_mask; nothing was trained on "
+                "them"
+            )

@@ -1,9 +1,10 @@
-"""The terms of a micro-batch's loss: policy, successes, critic, KL to the reference and entropy, as configured.
+"""The terms of a micro-batch's losses, and the policy losses that a configuration can name.
 
 The mathematics is in `functional`, the critic's loss in its head. Every term is a part of the optimizer step's loss
 (see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,15 +13,21 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import (
     Loss,
     aggregate_loss,
+    cispo_policy_loss,
+    dppo_policy_loss,
+    gmpo_policy_loss,
+    gspo_policy_loss,
     kl_penalty,
     masked_mean,
+    policy_loss,
     positive_nll_loss,
     rollout_correction_weights,
+    sapo_policy_loss,
 )
 from alpaca_ppo.models import ActorCriticOutputs, CriticHead
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.policy_losses import configured_policy_loss
 from alpaca_ppo.ppo.trained_rows import trained_mask
+from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence
 from alpaca_ppo.types import Rollouts
 
 Terms = tuple[Tensor, dict[str, Tensor]]
@@ -64,11 +71,27 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
-    policy = _checked(f"policy_loss {args.policy_loss!r}", configured_policy_loss(outputs.logprobs, batch, args))
+    policy = _checked(
+        f"policy_loss {args.policy_loss!r}",
+        POLICY_LOSSES.get(args.policy_loss)(
+            outputs.logprobs,
+            batch["logprobs"],
+            batch["advantages"],
+            mask,
+            args=args,
+            weights=weights,
+            denominator=denominator,
+        ),
+    )
     stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
     if outputs.entropies is not None:
         stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
     stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
+
+    def aggregated(losses: Tensor) -> Tensor:
+        weighted = losses if weights is None else losses * weights
+        return aggregate_loss(weighted, mask, args.loss_agg_mode, denominator=denominator)
+
     loss = policy.loss
     if args.positive_nll_coef:
         # Without importance weights: it imitates these responses, and estimates no expectation over the sampler's.
@@ -79,15 +102,11 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
         loss = loss + args.positive_nll_coef * nll.loss
     if args.kl_loss_coef:
         penalty = kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type)
-        stats["loss/kl"] = aggregate_loss(
-            _weighted(penalty, weights), mask, args.loss_agg_mode, denominator=denominator
-        )
+        stats["loss/kl"] = aggregated(penalty)
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
         assert outputs.entropies is not None
-        stats["loss/entropy"] = aggregate_loss(
-            _weighted(outputs.entropies, weights), mask, args.loss_agg_mode, denominator=denominator
-        )
+        stats["loss/entropy"] = aggregated(outputs.entropies)
         loss = loss - args.entropy_coef * stats["loss/entropy"]
     if args.old_policy in ("auto", "rollout") and "recomputed" not in batch:
         stats |= mismatch_stats(outputs.logprobs, batch["rollout_logprobs"], mask)
@@ -113,19 +132,61 @@ def critic_terms(batch: Rollouts, outputs: ActorCriticOutputs, head: CriticHead,
     return args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}
 
 
-def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """`losses` (B, R) with the importance weights of `old_policy: correct`, if there are any."""
-    return losses if weights is None else losses * weights
-
-
 def _checked(what: str, returned: Any) -> Loss:
     """What a registered loss returned, after checking that it is a `Loss` of scalars."""
-    if not isinstance(returned, Loss):
-        raise ValueError(
-            f"the {what} returned a {type(returned).__name__}; it must return functional.Loss(loss, stats)"
-        )
-    for name, value in {**returned.stats, "loss": returned.loss}.items():
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
-            raise ValueError(f"the {what} returned {name} {found}; it must be a scalar tensor")
-    return returned
+    found = {**returned.stats, "loss": returned.loss} if isinstance(returned, Loss) else {"result": returned}
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or value.dim() != 0 or not isinstance(returned, Loss):
+            raise ValueError(
+                f"the {what} returned {name} {value!r:.100}; return functional.Loss(loss, stats), all scalar tensors"
+            )
+    loss: Loss = returned
+    return loss
+
+
+_DPPO_RATIO_BOUND = 20.0
+
+
+def _ranges(args: PPOConfig) -> dict[str, Any]:
+    return {"cliprange_low": args.cliprange, "cliprange_high": args.cliprange_high or args.cliprange}
+
+
+@POLICY_LOSSES.implement("clip")
+def _clip(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
+    ratio_c = args.clip_ratio_c
+    return policy_loss(*batch, **_ranges(args), clip_ratio_c=ratio_c, loss_agg_mode=args.loss_agg_mode, **how)
+
+
+@POLICY_LOSSES.implement("gspo")
+def _gspo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
+    return gspo_policy_loss(*batch, **_ranges(args), loss_agg_mode=args.loss_agg_mode, **how)
+
+
+@POLICY_LOSSES.implement("cispo")
+def _cispo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
+    return cispo_policy_loss(*batch, **_ranges(args), loss_agg_mode=args.loss_agg_mode, **how)
+
+
+@POLICY_LOSSES.implement("sapo")
+def _sapo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
+    return sapo_policy_loss(*batch, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **how)
+
+
+@POLICY_LOSSES.implement("gmpo")
+def _gmpo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
+    return gmpo_policy_loss(*batch, **_ranges(args), **how)
+
+
+@POLICY_LOSSES.implement("dppo")
+def _dppo(*batch: Tensor, divergence: DppoDivergence = "tv", args: PPOConfig, **how: Any) -> Loss:
+    return dppo_policy_loss(
+        *batch,
+        **_ranges(args),
+        divergence=divergence,
+        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
+        loss_agg_mode=args.loss_agg_mode,
+        **how,
+    )
+
+
+POLICY_LOSSES.implement("dppo_kl")(partial(_dppo, divergence="kl"))

@@ -22,7 +22,9 @@ _MAX_SHOWN = 8
 
 def trained_rows(rollouts: Rollouts, args: PPOConfig) -> Tensor:
     """(B,) bool, True = the response gives a gradient."""
-    rows = rollouts.get("trained_rows", torch.ones_like(rollouts["stopped"]))
+    rows = rollouts.get("trained_rows")
+    if rows is None:
+        rows = torch.ones(len(rollouts["response_mask"]), dtype=torch.bool)
     return rows & rollouts["stopped"] if args.mask_truncated else rows
 
 

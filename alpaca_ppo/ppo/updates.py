@@ -31,10 +31,9 @@ from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
-from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import logs_entropies
-from alpaca_ppo.ppo.minibatches import UpdateStep, plan_micro_batches, step_counts
+from alpaca_ppo.ppo.minibatches import DeviceRows, UpdateStep, plan_micro_batches, row_tensors, step_counts, upload
 from alpaca_ppo.ppo.mismatch import in_half_precision
 from alpaca_ppo.ppo.step_stats import BatchStats, StatsAccumulator, StepStats
 from alpaca_ppo.ppo.trained_rows import trained_rows

@@ -96,6 +96,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         """Makes one step on this rank's prompts and returns its metrics."""
 
     @abstractmethod
+    def log_rollouts(self) -> None:
+        """Writes the table of the rollouts of the step that was made last."""
+
+    @abstractmethod
     def prompt_batches(self, step: int) -> list[PromptBatch]:
         """Returns this rank's prompts of `step` (from 0)."""
 
@@ -212,6 +216,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 stats = self.step(self.prompt_batches(step))
                 # An overridden `step` or `step_with_rollouts` may not have called mark_step_done.
                 self.mark_step_done(step)
+                self.log_rollouts()
                 self._end_step(stats)
                 bar.advance()
             self.poll()
@@ -263,7 +268,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend.
         """
         self.state.global_step = step + 1
-        self.state.epoch = self.schedule.epoch_at(step + 1)
 
     def poll(self) -> None:
         """Ends the run if any rank has received a stop signal; every rank must call this at the same point.
@@ -426,6 +430,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     def _end_step(self, stats: dict[str, float]) -> None:
         """Evaluates, logs and saves after the update. A run that was interrupted in here resumes here."""
+        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.progress.advance(stats=stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
         step, stats = self.state.global_step, dict(stats)

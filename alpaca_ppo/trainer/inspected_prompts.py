@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.ppo import hook_checks, metrics
-from alpaca_ppo.ppo.device_rows import row_tensors
+from alpaca_ppo.ppo.minibatches import row_tensors
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import PromptBatch, Rollouts

@@ -153,7 +153,8 @@ class PPOTrainer(RolloutTrainer):
             answered=answered,
             report=lambda text: self.run_log.message(text),
         )
-        self.kl_controller = setup.make_kl_controller(args)
+        self.kl_controller, self.penalties = setup.make_kl_controller(args), setup.make_penalties(args)
+        self._last_rollouts: Rollouts | None = None
         self.set_up_run(callbacks or [])
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
@@ -310,8 +311,13 @@ class PPOTrainer(RolloutTrainer):
         timers, self.timers = self.timers, self.new_timers()
         local = {**timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
-        if self.args.num_logged_rollouts:
-            self.run_log.write_rows("rollouts", logged_rollouts(self, rollouts, step), step)
-        if samples_are_due(step):
-            self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)
+        self._last_rollouts = rollouts
         return stats
+
+    def log_rollouts(self) -> None:
+        """Writes the table of the last step's rollouts, after its update."""
+        step, rollouts, self._last_rollouts = self.state.global_step, self._last_rollouts, None
+        if rollouts is not None and self.args.num_logged_rollouts:
+            self.run_log.write_rows("rollouts", logged_rollouts(self, rollouts, step), step)
+        if rollouts is not None and samples_are_due(step):
+            self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)

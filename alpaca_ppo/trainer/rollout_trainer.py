@@ -16,7 +16,7 @@ from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
-from alpaca_ppo.environments.episodes import Environments, Episodes, episode_rows
+from alpaca_ppo.environments.episodes import Environments, Episodes
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
@@ -27,8 +27,8 @@ from alpaca_ppo.ppo.mismatch import SamplerCheck, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
 from alpaca_ppo.ppo.trained_rows import add_baseline, leave_out_failures
 from alpaca_ppo.rewards.logged_metrics import merged
-from alpaca_ppo.rewards.scoring import score_responses
-from alpaca_ppo.trainer import measure_checks, setup
+from alpaca_ppo.rewards.scoring import Penalties, score_responses
+from alpaca_ppo.trainer import measure_checks
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.environment_setup import GivenEnvironments
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
@@ -47,6 +47,7 @@ class RolloutTrainer(BaseTrainer):
     sampler_check: SamplerCheck
     evaluator: Evaluator
     environments: Environments | None
+    penalties: Penalties
 
     def _check_measures(
         self,
@@ -204,15 +205,10 @@ class RolloutTrainer(BaseTrainer):
         measure: Measure | None,
     ) -> dict[str, Tensor]:
         """This rank's rows, on the CPU: generated, scored, evaluated."""
-        with self._episodes_of(prompts, sampling_params) as episodes:
-            rows = self._generate_and_score(prompts, sampling_params)
-            if measure is not None:
-                with self.timers.measure("score"):
-                    rows |= measure(rows, episode_rows(prompts, sampling_params, episodes))
+        rows = self._generate_and_score(prompts, sampling_params, measure)
         if passes.greedy_baseline:
             greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
-            with self._episodes_of(prompts, greedy):
-                baseline = self._generate_and_score(prompts, greedy)
+            baseline = self._generate_and_score(prompts, greedy)
             add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
         with self.timers.measure("logprobs"):
             return rows | self.collector.evaluate(
@@ -236,21 +232,25 @@ class RolloutTrainer(BaseTrainer):
             finally:
                 self._episodes = None
 
-    def _generate_and_score(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
+    def _generate_and_score(
+        self, prompts: PromptBatch, sampling_params: SamplingParams, measure: Measure | None = None
+    ) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
-        rows = episode_rows(prompts, sampling_params, self._episodes)
-        if self._episodes is not None:
-            prompts, sampling_params = self._episodes.prompts, self._episodes.sampling_params
-        with self.timers.measure("rollout"):
-            samples = self._generate(prompts, sampling_params)
-        samples = hook_checks.complete_samples(samples, prompts, sampling_params)
-        self.rollout_poll()
-        with self.timers.measure("score"):
-            scores = self._score(samples, rows)
-        scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
-        if self.environments is not None and self.environments.reward_per_token:
-            scored["rewards"] = hook_checks.per_token(scored["rewards"], samples["response_mask"])
-        return samples | scored
+        with self._episodes_of(prompts, sampling_params) as episodes:
+            if episodes is None:
+                rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
+            else:
+                rows, prompts, sampling_params = episodes.rows, episodes.prompts, episodes.sampling_params
+            with self.timers.measure("rollout"):
+                samples = self._generate(prompts, sampling_params)
+            samples = hook_checks.complete_samples(samples, prompts, sampling_params)
+            self.rollout_poll()
+            with self.timers.measure("score"):
+                scores = self._score(samples, rows)
+                scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
+                if self.environments is not None and self.environments.reward_per_token:
+                    scored["rewards"] = hook_checks.per_token(scored["rewards"], samples["response_mask"])
+                return samples | scored | ({} if measure is None else measure(samples | scored, rows))
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
@@ -283,8 +283,7 @@ class RolloutTrainer(BaseTrainer):
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
             of the token; `scores_by_source` (C, sources).
         """
-        scorer, penalties = self.collector.scorer, setup.make_penalties(self.args)
-        return score_responses(scorer, self.processing_class, samples, rows, penalties=penalties)
+        return score_responses(self.collector.scorer, self.processing_class, samples, rows, penalties=self.penalties)
 
     def evaluate(self) -> dict[str, float]:
         """Greedy (or sampled, `eval_temperature`) responses to the eval prompts: reward, length and KL to the reference

@@ -142,9 +142,9 @@ def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits(
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (REWARDS, "returned a Tensor; it must return functional.Advantages"),
-        (Advantages(REWARDS[:, 0], REWARDS), r"returned advantages of shape \(2,\); it must be .* shape \(2, 2\)"),
-        (Advantages(REWARDS, 1.0), "returned returns of type float"),
+        (REWARDS, "returned result"),
+        (Advantages(REWARDS[:, 0], REWARDS), "returned advantages"),
+        (Advantages(REWARDS, 1.0), "returned returns 1.0"),
     ],
 )
 def test_what_a_registered_estimator_returns_is_checked(returned, message):

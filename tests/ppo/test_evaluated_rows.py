@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.ppo import device_rows, rollouts
+from alpaca_ppo.ppo import minibatches, rollouts
 from alpaca_ppo.ppo.rollouts import EvaluatedRows, RolloutPasses
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
@@ -17,7 +17,7 @@ from tests.tiny_runs import tiny_trainer
 def counted(monkeypatch):
     """How often rows were copied and packed, and the tokens of each sequence that was packed."""
     counts, tokens = Counter(), []
-    upload, pack_rows = device_rows.upload, rollouts.pack_rows
+    upload, pack_rows = minibatches.upload, rollouts.pack_rows
 
     def counting_upload(*arguments):
         counts["uploads"] += 1
@@ -29,7 +29,7 @@ def counted(monkeypatch):
         tokens.append(packed.input_ids.numel())
         return packed
 
-    monkeypatch.setattr(device_rows, "upload", counting_upload)
+    monkeypatch.setattr(minibatches, "upload", counting_upload)
     monkeypatch.setattr(rollouts, "pack_rows", counting_pack)
     return counts, tokens
 

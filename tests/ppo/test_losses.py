@@ -103,9 +103,9 @@ def test_a_registered_policy_loss_gets_the_batch_and_its_stats_are_named_after_i
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (tensor(1.0), r"returned a Tensor; it must return functional.Loss\(loss, stats\)"),
-        (Loss(torch.ones(2, 2), {}), r"returned loss of shape \(2, 2\); it must be a scalar tensor"),
-        (Loss(tensor(1.0), {"ratio": 1.0}), "returned ratio as a float; it must be a scalar tensor"),  # type: ignore[dict-item]
+        (tensor(1.0), "returned result"),
+        (Loss(torch.ones(2, 2), {}), "returned loss"),
+        (Loss(tensor(1.0), {"ratio": 1.0}), "returned ratio 1.0"),  # type: ignore[dict-item]
     ],
 )
 def test_what_a_registered_loss_returns_is_checked(returned: Any, message: str, monkeypatch: pytest.MonkeyPatch):

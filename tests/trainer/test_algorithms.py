@@ -219,7 +219,7 @@ def test_a_risk_level_lowers_the_values_that_gae_reads(tmp_path):
 @pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
 def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
     trainer = tiny_trainer(tmp_path, critic=kind, value_support=[-0.1, 0.1])
-    with pytest.warns(UserWarning, match="Widen value_support"):
+    with pytest.warns(UserWarning, match="widen value_support"):
         stats = trainer.step(trainer.prompt_batches(0))
     assert stats["ppo/val/outside_support"] > 0.5 and "ppo/val/edge_mass" in stats
     with warnings.catch_warnings():

@@ -325,8 +325,8 @@ def test_an_update_after_a_refused_one_starts_without_its_gradient(tmp_path):
     class BrokenOnce(PPOTrainer):
         calls = 0
 
-        def compute_loss(self, rollouts_batch):
-            loss, stats = super().compute_loss(rollouts_batch)
+        def compute_policy_loss(self, batch, outputs):
+            loss, stats = super().compute_policy_loss(batch, outputs)
             self.calls += 1
             return loss * (math.nan if self.calls == 1 else 1.0), stats
 
