@@ -137,9 +137,6 @@ class LearningOptions(EnvironmentOptions):
         allow_inf=True,
         needs=when("old_policy", "correct"),
     )
-    rollout_correction_normalize: bool = argument(
-        False, "With old_policy correct: divide the weights by their mean.", needs=when("old_policy", "correct")
-    )
     mismatch_action: Literal["stop", "warn", "ignore"] = argument(
         "stop",
         "If the log-probabilities of sampler and trainer differ by so much that an update would be meaningless: stop "

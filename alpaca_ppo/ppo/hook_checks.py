@@ -136,7 +136,7 @@ def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tupl
 
 
 def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], required: tuple[str, ...] = ()) -> None:
-    """Checks that `returned` has the `required` keys, and tensors that begin with `shapes`; others have as many rows."""
+    """Checks that `returned` has the `required` keys, and tensors that begin with `shapes`; others have a row each."""
     is_mapping = isinstance(returned, Mapping)
     if not is_mapping or (missing := [key for key in required if key not in returned]):
         found = f"a dict without {', '.join(missing)}" if is_mapping else f"a {type(returned).__name__}"

@@ -43,7 +43,6 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
         trained_mask(rollouts, args),
         level=args.rollout_correction_level,
         threshold=args.rollout_correction_threshold,
-        normalize=args.rollout_correction_normalize,
     )
     return {"loss_weights": weights}
 

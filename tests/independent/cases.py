@@ -337,7 +337,6 @@ CASES: dict[str, Case] = {
         adv_estimator="grpo",
         **TRIPLES,
         **CORRECTED,
-        rollout_correction_normalize=True,
         loss_agg_mode="seq-mean-token-sum",
         entropy_coef=0.1,
         **WITH_KL_LOSS,
@@ -348,8 +347,8 @@ CASES: dict[str, Case] = {
     "recomputed log-probs": case(old_policy="recompute", kl_coef=0.3),
     "sampler's log-probs": case(old_policy="rollout", mismatch=0.1, kl_coef=0.3),
     "corrected tokens": case(**CORRECTED, rollout_correction_threshold=1.2, entropy_coef=0.1, **WITH_KL_LOSS),
-    "corrected tokens, normalised": case(
-        **CORRECTED, rollout_correction_normalize=True, loss_agg_mode="seq-mean-token-sum", holes=True
+    "corrected tokens, sums of sequences": case(
+        **CORRECTED, loss_agg_mode="seq-mean-token-sum", holes=True
     ),
     "corrected sequences": case(
         **CORRECTED,
@@ -358,11 +357,10 @@ CASES: dict[str, Case] = {
         loss_agg_mode="seq-mean-token-mean",
         holes=True,
     ),
-    "corrected sequences, normalised": case(
+    "corrected sequences, of pairs": case(
         **CORRECTED,
         rollout_correction_level="sequence",
         rollout_correction_threshold=1.1,
-        rollout_correction_normalize=True,
         adv_estimator="rloo",
         **PAIRS,
     ),

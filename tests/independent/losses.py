@@ -39,9 +39,6 @@ def correction_weights(old: Rows, sampled: Rows, config: Mapping[str, Any], *, t
     if of_sequences:
         log_ratios = [row.sum().reshape(1) for row in log_ratios]
     weights = [torch.exp(row).clamp(max=config["rollout_correction_threshold"]) for row in log_ratios]
-    if config["rollout_correction_normalize"]:
-        mean = torch.cat([row for row, counts in zip(weights, trained, strict=True) if counts]).mean()
-        weights = [row / mean for row in weights]
     return [row.expand(len(like)) * counts for row, like, counts in zip(weights, old, trained, strict=True)]
 
 

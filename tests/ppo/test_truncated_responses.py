@@ -53,8 +53,8 @@ def test_the_log_likelihood_of_successes_is_divided_by_their_tokens(threshold, r
     assert step_denominators(ROLLOUTS, torch.tensor(rows), args)["positive_tokens"].item() == expected
 
 
-def test_importance_weights_are_normalised_over_the_responses_that_give_a_gradient():
-    args = PPOConfig(mask_truncated=True, old_policy="correct", rollout_correction_normalize=True)
+def test_importance_weights_are_those_of_the_responses_that_give_a_gradient():
+    args = PPOConfig(mask_truncated=True, old_policy="correct")
     logprobs = torch.tensor([[0.5, 0.5, 0.5], [0.0, 0, 0], [0.0, 0, 0], [0, 0, 0]])
     given = {**ROLLOUTS, "logprobs": logprobs, "rollout_logprobs": torch.zeros(4, 3)}
     assert torch.equal(correction_weights(given, args)["loss_weights"], torch.where(trained_mask(given, args), 1.0, 0))

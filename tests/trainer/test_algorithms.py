@@ -28,7 +28,7 @@ OPTIONS = {
         "policy_loss": "dppo",
     },
     "rollout": {"old_policy": "rollout"},
-    "correct": {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_normalize": True},
+    "correct": {"old_policy": "correct", "rollout_correction_level": "sequence"},
     "warmup": {"critic_pretraining_steps": 1, "weight_decay": 0.1, "critic_learning_rate": 5e-3},
     "warmup_shared": {"critic_pretraining_steps": 1, "weight_decay": 0.1, "critic_layout": "shared"},
     "no_value_clip": {"cliprange_value": None},

@@ -230,9 +230,8 @@ def test_only_correct_weighs_the_loss(mode, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_weights_of_correct_are_truncated_and_then_divided_by_their_mean(level, normalize, tmp_path, monkeypatch):
-    settings = {"rollout_correction_level": level, "rollout_correction_normalize": normalize}
+def test_the_weights_of_correct_are_truncated(level, tmp_path, monkeypatch):
+    settings = {"rollout_correction_level": level}
     settings |= {"old_policy": "correct", "rollout_correction_threshold": 1.1}
     trainer, stats = step_of(tmp_path, monkeypatch, scale=0.1, **settings)
     batch, mask = trainer.recorded, trainer.recorded["response_mask"]
@@ -240,8 +239,6 @@ def test_the_weights_of_correct_are_truncated_and_then_divided_by_their_mean(lev
     ratio = (difference if level == "token" else difference.sum(dim=1, keepdim=True)).exp()
     assert (ratio > 1.1).any() and (ratio < 1.1).any()
     expected = ratio.clamp(max=1.1)
-    if normalize:
-        expected = expected / (expected[mask] if level == "token" else expected).mean()
     assert torch.equal(batch["loss_weights"] == 0, ~mask)
     torch.testing.assert_close(batch["loss_weights"], torch.where(mask, expected, 0.0))
     assert stats["ppo/policy/first_ratio_error_max"] < 1e-5, "old and new log-probs are both the trainer's"
@@ -262,7 +259,7 @@ def test_an_optimizer_step_follows_the_gradient_only_where_sequences_are_weighed
     actor_critic = build_actor_critic(policy, critic_layout="separate")
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=1.0)
     settings = {"rollout_batch_size": 27, "step_batch_size": 27, "step_per_device_batch_size": 6, "ppo_epochs": 1}
-    settings |= {**SEQUENCE, "old_policy": mode, "rollout_correction_normalize": True}
+    settings |= {**SEQUENCE, "old_policy": mode}
     trainer = enumerable_trainer(
         tmp_path,
         policy=actor_critic,

@@ -103,7 +103,7 @@ def test_a_sample_may_have_a_prompt_of_its_own_and_further_tensors_of_a_row(tmp_
             assert samples["turns"].shape == (len(rows),)
             return super()._score(samples, rows)
 
-    trainer = tiny_trainer(tmp_path, trainer_class=Renamed)
+    trainer = tiny_trainer(tmp_path, trainer_class=Renamed, mismatch_action="ignore")
     rollouts = trainer.rollout(trainer.prompt_batches(0))
     assert set(rollouts["queries"][rollouts["query_attn_masks"] > 0].tolist()) == {7}
     # The trainer's own pass reads the new prompts: the sampler's log-probs were of the old ones.
@@ -193,14 +193,14 @@ def right_padded(masks):
     [
         (lambda samples: [], r"_generate\(\) returned a list; it must return a dict with responses, "),
         (drop("stopped"), r"_generate\(\) returned a dict without stopped"),
-        (put("responses", lambda t: t[:, :2]), r"responses as a tensor of shape \(4, 2\).*of shape \(4, 5\): 2 rows"),
-        (put("queries", lambda t: t[:3]), r"queries as a tensor of shape \(3, 4\).*of shape \(4, 4\)"),
+        (put("responses", lambda t: t[:, :2]), r"responses of shape \(4, 2\).* \(4, 5\)"),
+        (put("queries", lambda t: t[:3]), r"queries of shape \(3, 4\).* \(4, 4\)"),
         (put("response_mask", lambda t: t.long()), "response_mask as torch.int64; it must be torch.bool"),
         (put("responses", lambda t: t.float()), "responses as torch.float32; it must be torch.int64"),
         (put("stopped", lambda t: t.long()), "stopped as torch.int64; it must be torch.bool"),
         (put("response_mask", emptied), "response_mask without a chosen token in row 2"),
-        (put("query_attn_masks", right_padded), "query_attn_masks whose row 1 is not left-padded"),
-        (put("rollout_logprobs", infinite), "rollout_logprobs that are not finite under response_mask"),
+        (put("query_attn_masks", right_padded), "query_attn_masks in row 1.*left-padded"),
+        (put("rollout_logprobs", infinite), "rollout_logprobs .*not finite"),
     ],
 )
 def test_what_generate_must_return(change, message, sampled):
@@ -213,10 +213,10 @@ def test_what_generate_must_return(change, message, sampled):
     [
         (lambda scores: None, r"_score\(\) returned a NoneType; it must return a dict with scores, "),
         (drop("rewards"), r"_score\(\) returned a dict without rewards"),
-        (put("scores", lambda t: t[:1]), r"scores as a tensor of shape \(1,\).*must be a tensor of shape \(4,\)"),
-        (put("rewards", lambda t: torch.zeros(4, 2)), r"rewards as a tensor .*of shape \(4,\) or \(4, 5\)"),
-        (put("scores_by_source", lambda t: t[:3]), r"scores_by_source as a tensor of shape \(3, 1\)"),
-        (put("scores_by_source", lambda t: t[:, 0]), r"scores_by_source as a tensor of shape \(4,\).* \(4, 1\)"),
+        (put("scores", lambda t: t[:1]), r"scores of shape \(1,\).* \(4,\)"),
+        (put("rewards", lambda t: torch.zeros(4, 2)), r"rewards of shape \(4, 2\).* \(4, 5\)"),
+        (put("scores_by_source", lambda t: t[:3]), r"scores_by_source of shape \(3, 1\)"),
+        (put("scores_by_source", lambda t: t[:, 0]), r"scores_by_source of shape \(4,\).* \(4, 1\)"),
         (lambda scores: {**scores, "responses": torch.zeros(4, 5)}, r"_score\(\) returned responses, which _generate"),
     ],
 )

@@ -66,7 +66,7 @@ class Run:
 _GROUPS = {"num_return_sequences": 2, "rollout_batch_size": 5, "total_episodes": 15}
 _GSPO = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.01}
 _CUT_WEIGHTS = {"old_policy": "correct", "bf16": True, "rollout_correction_threshold": 1.0}
-_SEQUENCE_WEIGHTS = {"rollout_correction_level": "sequence", "rollout_correction_normalize": True}
+_SEQUENCE_WEIGHTS = {"rollout_correction_level": "sequence"}
 _EVALUATED = {"eval_steps": 1, "eval_temperature": 1.0, "eval_top_k": 20, "eval_top_p": 0.9}
 _SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.1}
 _RESUMED = {**_SCHEDULE, "save_steps": 1, "kl_controller": "proportional", "target_kl": 0.1}
