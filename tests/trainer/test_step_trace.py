@@ -1,14 +1,30 @@
 """How much code a step runs through: what a reader of one step has before him."""
 
+import ast
+import io
 import sys
+import tokenize
 from pathlib import Path
 
 import alpaca_ppo
-from tests.test_layout import code_lines
 from tests.tiny_runs import tiny_trainer
 
 PACKAGE = Path(alpaca_ppo.__file__).parent
-MOST_MODULES, MOST_LINES = 45, 6000
+MOST_MODULES, MOST_LINES = 58, 7300
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def lines_of_code(text):
+    """Without blank lines, comments and docstrings."""
+    docstrings, lines = set(), set()
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
 
 
 def test_a_default_step_executes_few_modules_of_few_lines(tmp_path):
@@ -23,5 +39,5 @@ def test_a_default_step_executes_few_modules_of_few_lines(tmp_path):
     finally:
         sys.setprofile(before)
     modules = sorted(Path(name) for name in files if Path(name).is_relative_to(PACKAGE))
-    lines = {str(path.relative_to(PACKAGE)): code_lines(path.read_text()) for path in modules}
-    assert len(modules) <= MOST_MODULES and sum(lines.values()) <= MOST_LINES, lines
+    lines = {str(path.relative_to(PACKAGE)): lines_of_code(path.read_text()) for path in modules}
+    assert 20 < len(modules) <= MOST_MODULES and 2000 < sum(lines.values()) <= MOST_LINES, lines
