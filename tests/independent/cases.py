@@ -5,8 +5,6 @@ from typing import Any
 
 from tests.tiny_runs import acting
 
-from tests.tiny_runs import acting
-
 
 def even(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Three quarters for each even token, less one."""
@@ -347,9 +345,7 @@ CASES: dict[str, Case] = {
     "recomputed log-probs": case(old_policy="recompute", kl_coef=0.3),
     "sampler's log-probs": case(old_policy="rollout", mismatch=0.1, kl_coef=0.3),
     "corrected tokens": case(**CORRECTED, rollout_correction_threshold=1.2, entropy_coef=0.1, **WITH_KL_LOSS),
-    "corrected tokens, sums of sequences": case(
-        **CORRECTED, loss_agg_mode="seq-mean-token-sum", holes=True
-    ),
+    "corrected tokens, sums of sequences": case(**CORRECTED, loss_agg_mode="seq-mean-token-sum", holes=True),
     "corrected sequences": case(
         **CORRECTED,
         rollout_correction_level="sequence",
