@@ -6,7 +6,7 @@ module switches between them and keeps `requires_grad` as it is, which PEFT's ow
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,11 +21,10 @@ from alpaca_ppo.adapters.checks import (
     belongs_to,
     check_active_adapter,
     check_head,
-    check_names_are_free,
     check_no_adapters,
+    free_names,
     inject_adapter,
     mark_as_owned,
-    owned_adapters,
     raise_precision,
     remove_adapter,
 )
@@ -105,8 +104,7 @@ class AdapterSet:
         if any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions):
             raise ValueError(
                 "the base uses reentrant gradient checkpointing, which cannot activate the adapter "
-                f"{name!r} again; call model.gradient_checkpointing_enable({{'use_reentrant': False}}), or set "
-                "gradient_checkpointing: true and leave it to the trainer"
+                f"{name!r} again; call model.gradient_checkpointing_enable({{'use_reentrant': False}})"
             )
 
         def contexts() -> tuple[Any, Any]:
@@ -128,7 +126,7 @@ class AdapterSet:
         Raises:
             ValueError: when the model has an adapter of this name that was not added by a run.
         """
-        _remove_owned((name,), self.peft)
+        free_names((name,), self.peft)
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
         mark_as_owned(name, self.peft)
@@ -167,20 +165,17 @@ class AdapterSet:
         try:
             # Checked as PEFT resolved it on this base: PEFT may resolve older layer names to expert parameters.
             lora_config(config, f"{field} {folder}")
-            self._fill(name, folder, {key: value for key, value in tensors.items() if not is_head(key)})
+            given = {key: value for key, value in tensors.items() if not is_head(key)}
+            if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(given)):
+                raise ValueError(
+                    f"the adapter in {folder} does not fit {type(self.model).__name__}: missing or unexpected weights: "
+                    f"{', '.join(different[:3])}; use an adapter of this base"
+                )
+            set_peft_model_state_dict(self.peft, given, adapter_name=name)
         except ValueError:
             self.peft.delete_adapter(name)
             raise
         return {key: value for key, value in tensors.items() if is_head(key)}
-
-    def _fill(self, name: str, folder: str, given: dict[str, Tensor]) -> None:
-        expected = set(get_peft_model_state_dict(self.peft, adapter_name=name))
-        if different := sorted(expected ^ set(given)):
-            raise ValueError(
-                f"the adapter in {folder} does not fit {type(self.model).__name__}: missing or unexpected weights: "
-                f"{', '.join(different[:3])}; use an adapter that was trained on this base model"
-            )
-        set_peft_model_state_dict(self.peft, given, adapter_name=name)
 
     def describe(self, adapter: str) -> str:
         """The settings of `adapter` that affect its output, as text."""
@@ -213,8 +208,8 @@ def warn_of_other_base(folder: str, config: LoraConfig, model: PreTrainedModel) 
     trained_on, here = config.base_model_name_or_path, model.config.name_or_path
     if trained_on and here and trained_on != here:
         warnings.warn(
-            f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; on other weights "
-            "its outputs are meaningless, so make sure that both names refer to the same weights",
+            f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; make sure that both "
+            "are the same weights",
             stacklevel=3,
         )
 
@@ -273,8 +268,7 @@ def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_train
     # PEFT only warns of these, and starts them at random.
     if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(weight_shapes(field, folder))):
         raise ValueError(
-            f"{field} lacks weights that its adapter_config.json asks for: {', '.join(missing[:3])}; save or download "
-            "the adapter again"
+            f"{field} lacks weights that its adapter_config.json asks for: {', '.join(missing[:3])}; save it again"
         )
     return peft
 
@@ -293,22 +287,15 @@ def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
     if POLICY not in peft.peft_config:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
     config = lora_config(peft.peft_config[POLICY], field)
-    check_names_are_free((VALUE, REWARD, REFERENCE), peft)
     adapters = AdapterSet(peft)
     check_head(adapters.model, config)
     check_active_adapter(POLICY, peft)
     raise_precision(peft)
     # Adapters of an earlier trainer on the same model are removed; this run starts from the policy it left.
-    _remove_owned((VALUE, REWARD, REFERENCE), peft)
+    free_names((VALUE, REWARD, REFERENCE), peft)
     # With the policy's adapter switched off, the raw base would remain, which is not what training starts from.
     adapters.copy(POLICY, REFERENCE)
     return adapters
-
-
-def _remove_owned(names: Iterable[str], peft: PeftModel) -> None:
-    check_names_are_free(names, peft)
-    for name in sorted(set(names) & owned_adapters(peft)):
-        peft.delete_adapter(name)
 
 
 def _start_magnitudes(peft: PeftModel, name: str) -> None:

@@ -29,21 +29,32 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
             parameters of experts. `model` is restored then, unless PEFT itself failed.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    remedy = f"use names of its layers (the linear ones are {_linear(model)}), or leave it out for every linear layer"
+    targets, whole, kind = config.target_modules, sorted(config.modules_to_save or ()), type(model).__name__
+    wanted = [] if isinstance(targets, str | None) else sorted(targets)
+    problem = f"target_modules (--lora_target_modules) is {wanted or targets}"
+    remedy = f"name linear layers ({_linear(model)}), or leave it out for every linear layer"
     try:
         # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
         peft = make(model, copy.deepcopy(config))
     except ValueError as error:
-        raise ValueError(
-            f"target_modules (--lora_target_modules) is {_listed(config.target_modules)}, which matches no layers of "
-            f"{type(model).__name__} that PEFT can adapt: {error} {remedy}"
-        ) from error
-    try:
-        _check_parameters(peft, model, config)
-        _check_names(peft, model, config, remedy)
-    except ValueError:
+        raise ValueError(f"{problem}, which PEFT cannot adapt on {kind} ({error}); {remedy}") from error
+    adapted, saved = (
+        [name for name, module in peft.named_modules() if isinstance(module, found)]
+        for found in (BaseTunerLayer, ModulesToSaveWrapper)
+    )
+    fault = None
+    # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
+    if reached := sorted(peft.peft_config["default"].target_parameters or ()):
+        fault = (
+            f"{problem}, which adapts the parameters {reached} of experts of {kind} or of their router; {remedy}"
+        )
+    elif lost := [name for name in wanted if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
+        fault = f"{problem}, but {kind} has no layers {lost} that PEFT can adapt; {remedy}"
+    elif lost := [name for name in whole if not any(key.endswith(name) for key in saved)]:
+        fault = f"modules_to_save is {whole}, but {kind} has no layers {lost}; correct the names, or leave them out"
+    if fault is not None:
         remove_adapter(peft, flags)
-        raise
+        raise ValueError(fault)
     return peft
 
 
@@ -57,66 +68,11 @@ def remove_adapter(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> Non
         parameter.requires_grad_(required)
 
 
-def _check_parameters(peft: Any, model: PreTrainedModel, config: LoraConfig) -> None:
-    # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
-    resolved = peft.peft_config["default"]
-    if reached := sorted(resolved.target_parameters or ()):
-        wanted = config.target_modules
-        excluded = set() if isinstance(wanted, str) or wanted is None else set(wanted) - set(resolved.target_modules)
-        linear = [name for name in _linear(peft.get_base_model()) if name not in excluded]
-        names = sorted(resolved.target_modules) or linear
-        raise ValueError(
-            f"target_modules (--lora_target_modules) is {_listed(wanted)}, which on {type(model).__name__} adapts the "
-            f"parameters {reached} of its experts or their router; such adapters cannot be switched off, merged or "
-            f"exported here: name only linear layers, such as {names}"
-        )
-
-
-def _check_names(peft: Any, model: PreTrainedModel, config: LoraConfig, remedy: str) -> None:
-    targets, whole = config.target_modules, sorted(config.modules_to_save or ())
-    adapted = _names(peft, BaseTunerLayer)
-    wanted = [] if isinstance(targets, str) or targets is None else sorted(targets)
-    if lost := [name for name in wanted if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
-        raise ValueError(
-            f"target_modules (--lora_target_modules) is {wanted}, but {type(model).__name__} has no layers {lost} that "
-            f"PEFT can adapt; {remedy}"
-        )
-    saved = _names(peft, ModulesToSaveWrapper)
-    if lost := [name for name in whole if not any(key.endswith(name) for key in saved)]:
-        raise ValueError(
-            f"modules_to_save is {whole}, but {type(model).__name__} has no layers {lost}; "
-            "correct the names, or leave them out"
-        )
-
-
 def _linear(model: PreTrainedModel) -> list[str]:
     """Last name components of the layers that PEFT can adapt, without the output head."""
     head = model.get_output_embeddings()
     layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
     return sorted({name.rpartition(".")[2] for name, part in layers if part is not head})
-
-
-def _names(model: nn.Module, kind: type) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, kind)]
-
-
-def _listed(names: Any) -> Any:
-    return names if isinstance(names, str) or names is None else sorted(names)
-
-
-def check_names_are_free(names: Iterable[str], peft: PeftModel) -> None:
-    """Checks that none of the reserved `names` is taken by an adapter of the user's.
-
-    Adapters that an earlier run added (`mark_as_owned`) do not count.
-
-    Raises:
-        ValueError: naming the adapter.
-    """
-    if taken := sorted(set(names) & set(peft.peft_config) - owned_adapters(peft)):
-        raise ValueError(
-            f"the model already has an adapter named {taken[0]!r} (its adapters are {sorted(peft.peft_config)}), which "
-            f"is reserved for the run; delete it (model.delete_adapter({taken[0]!r})), or load it under another name"
-        )
 
 
 def mark_as_owned(name: str, peft: PeftModel) -> None:
@@ -125,9 +81,22 @@ def mark_as_owned(name: str, peft: PeftModel) -> None:
     vars(peft).setdefault(_OWNED, {})[name] = peft.peft_config[name]
 
 
-def owned_adapters(peft: PeftModel) -> set[str]:
-    """Names of the adapters of `peft` that a run added."""
-    return {name for name, config in vars(peft).get(_OWNED, {}).items() if peft.peft_config.get(name) is config}
+def free_names(names: Iterable[str], peft: PeftModel) -> None:
+    """Deletes those adapters of the reserved `names` that an earlier run added to `peft`.
+
+    Raises:
+        ValueError: when one of them is the user's.
+    """
+    owned = vars(peft).get(_OWNED, {})
+    there = sorted(set(names) & set(peft.peft_config))
+    for name in there:
+        if owned.get(name) is not peft.peft_config[name]:
+            raise ValueError(
+                f"the model already has an adapter named {name!r}, which is reserved for the run; delete it "
+                f"(model.delete_adapter({name!r})), or load it under another name"
+            )
+    for name in there:
+        peft.delete_adapter(name)
 
 
 def check_no_adapters(model: PreTrainedModel) -> None:
@@ -140,10 +109,8 @@ def check_no_adapters(model: PreTrainedModel) -> None:
         # PEFT keeps its table of adapters on the base model as well.
         names = sorted(vars(model).get("peft_config", ()))
         raise ValueError(
-            f"{type(model).__name__} already has adapters {names} in its layers, from a PeftModel or an earlier "
-            "trainer (its actor_critic.policy.adapters.peft), which a new adapter would overwrite. To train them "
-            "further, pass that PeftModel without peft_config; otherwise remove them (base = peft.unload()) or load "
-            "the model again"
+            f"{type(model).__name__} already has adapters {names} in its layers; pass their PeftModel without "
+            "peft_config to train them further, or remove them (base = peft.unload())"
         )
 
 
@@ -176,8 +143,7 @@ def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     if not isinstance(head, nn.Linear) or any(True for _ in head.named_children()):
         raise ValueError(
             f"the adapter adapts the language-model head (target_modules {config.target_modules}, modules_to_save "
-            f"{config.modules_to_save}), but logits are computed in chunks from the head's base weight, which ignores "
-            "an adapter; leave the head out"
+            f"{config.modules_to_save}), whose logits are computed without one; leave the head out"
         )
 
 
@@ -191,8 +157,7 @@ def raise_precision(peft: PeftModel) -> None:
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             if "lora_" not in name:
                 raise ValueError(
-                    f"{name} would train in {parameter.dtype}, where small updates are rounded away; leave it out of "
-                    "modules_to_save, or load the base with dtype: float32"
+                    f"{name} would train in {parameter.dtype}; leave it out of modules_to_save, or set dtype: float32"
                 )
             parameter.data = parameter.data.float()
 

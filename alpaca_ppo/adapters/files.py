@@ -31,24 +31,15 @@ _PLAIN_FIELDS = set(
 
 All other fields select variants of LoRA, of which some rewrite the base and some depend on the tokens.
 """
-_KINDS: dict[str, tuple[Any, str]] = {
-    "base_model_name_or_path": (str, "text"),
-    "task_type": (str, "text"),
-    "modules_to_save": (list | set, "a list of names"),
-    "target_parameters": (list | set, "a list of names"),
-    "target_modules": (list | set | str, "a list of names, or one pattern"),
-    "exclude_modules": (list | set | str, "a list of names, or one pattern"),
-    "r": (int, "an integer"),
-    "lora_alpha": (int | float, "a number"),
-    "lora_dropout": (int | float, "a number"),
-    "rank_pattern": (dict, "a dictionary"),
-    "alpha_pattern": (dict, "a dictionary"),
+_NAMES = list | set
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("base_model_name_or_path", "task_type"), str),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), _NAMES),
+    **dict.fromkeys(("target_modules", "exclude_modules"), _NAMES | str),
+    **dict.fromkeys(("r", "lora_alpha", "lora_dropout"), int | float),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
 }
-"""What an entry of an adapter's configuration must be, where PEFT does not check it, in Python and in words."""
-_LAYERS_INSTEAD = (
-    "name linear layers (of the attention, in a mixture of experts) in target_modules (--lora_target_modules) instead; "
-    "to start from an adapter trained that way, merge it into its base first"
-)
+"""What an entry of an adapter's configuration must be, where PEFT does not check it."""
 
 
 def is_adapter(name: str) -> bool:
@@ -74,9 +65,8 @@ def check_whole_model(field: str, name: str) -> None:
     """
     if is_adapter(name):
         raise ValueError(
-            f"{field} {name!r} is an adapter, which this script cannot start from: merge it first "
-            "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and its "
-            "tokenizer), and use that folder"
+            f"{field} {name!r} is an adapter, which this script cannot start from; merge it into its base first "
+            "(merge_and_unload) and use that folder"
         )
 
 
@@ -89,13 +79,13 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     # AdaLoRA's configuration is a subclass of LoraConfig.
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(
-            f"{field} is a {type(config).__name__}, but only LoRA (with DoRA and rsLoRA) can be switched off and share "
-            "the base with other adapters; use a peft.LoraConfig"
+            f"{field} is a {type(config).__name__}, but only LoRA (with DoRA and rsLoRA) can share the base with other "
+            "adapters; use a peft.LoraConfig"
         )
     if config.init_lora_weights not in (True, "gaussian"):
         raise ValueError(
             f"{field} has init_lora_weights {config.init_lora_weights!r}, with which training would not start from "
-            "the unchanged base, so the base could not serve as the reference; set it to True or 'gaussian'"
+            "the base, the reference; set it to True or 'gaussian'"
         )
     plain = LoraConfig()
     for name in sorted({entry.name for entry in dataclasses.fields(config)} - _PLAIN_FIELDS):
@@ -104,17 +94,14 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
         # PEFT itself writes an empty set of parameters.
         if value is None or value == default or not (value or default):
             continue
-        shown, remedy = value, f"leave it out, at its default {default!r}"
-        if name == "target_parameters":
-            shown, remedy = sorted(value), _LAYERS_INSTEAD
+        shown = sorted(value) if isinstance(value, set) else value
+        remedy = "name linear layers in target_modules instead" if name == "target_parameters" else "leave it out"
         raise ValueError(
-            f"{field} has {name} {shown!r}, but an adapter with that setting cannot be switched off, merged and "
-            f"exported here; {remedy}"
+            f"{field} has {name} {shown!r}, with which an adapter cannot be switched off, merged and exported; {remedy}"
         )
     if config.bias != "none":
         raise ValueError(
-            f"{field} has bias {config.bias!r}; trained biases stay in place when the adapter is switched off, so the "
-            "base could not serve as the reference: set bias='none'"
+            f"{field} has bias {config.bias!r}, but trained biases stay where the adapter is off; set bias='none'"
         )
     return config
 
@@ -128,14 +115,12 @@ def read_adapter(field: str, name: str) -> PeftConfig:
     with loading(f"{field}: no adapter can be loaded from {name!r}", name, "save or download the adapter again"):
         config = PeftConfig.from_pretrained(name)
     entries = vars(config)
-    for entry, (kinds, wanted) in _KINDS.items():
+    for entry, kinds in _KINDS.items():
         value = entries.get(entry)
         members = value if isinstance(value, list | set) else ()
         if value is None or (isinstance(value, kinds) and all(isinstance(member, str) for member in members)):
             continue
-        raise ValueError(
-            f"{field} has {entry} {value!r} in its {CONFIG}, which must be {wanted}; save the adapter again"
-        )
+        raise ValueError(f"{field} has {entry} {value!r} in its {CONFIG}, which must be {kinds}; save it again")
     return config
 
 
@@ -148,8 +133,7 @@ def adapter_base(field: str, config: PeftConfig) -> str:
     base = config.base_model_name_or_path
     if not base:
         raise ValueError(
-            f"{field} is an adapter that does not name its base (base_model_name_or_path in its {CONFIG}); write the "
-            "base's folder or hub id there"
+            f"{field} is an adapter that does not name its base; write it into base_model_name_or_path of its {CONFIG}"
         )
     return base
 
@@ -165,8 +149,7 @@ def read_policy_adapter(name: str) -> LoraConfig:
     if config.task_type == "SEQ_CLS" or _HEADS & set(config.modules_to_save or ()):
         raise ValueError(
             f"{field} is an adapter of a sequence classifier (task_type {config.task_type}, modules_to_save "
-            f"{config.modules_to_save}), not of a language model; pass it as reward_adapter, and start from an adapter "
-            "that was trained with task_type CAUSAL_LM"
+            f"{config.modules_to_save}), not of a language model; pass it as reward_adapter"
         )
     adapter_base(field, config)
     return config
@@ -180,15 +163,14 @@ def read_reward_adapter(name: str) -> LoraConfig:
     """
     if not is_adapter(name):
         raise ValueError(
-            f"reward_adapter is {name!r}, which is not an adapter's folder or hub id; use one written by "
-            "alpaca-ppo reward --use_peft, or pass a whole reward model in reward_funcs"
+            f"reward_adapter is {name!r}, which is not an adapter's folder or hub id; pass a whole reward model in "
+            "reward_funcs"
         )
     config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
     if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
         raise ValueError(
             f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
-            "of the shared base; train it without them, or merge it and pass the whole model in "
-            "reward_funcs"
+            "of the shared base; train it without them"
         )
     config.modules_to_save, config.task_type, config.inference_mode = None, None, True
     config.lora_dropout = 0.0
@@ -285,14 +267,14 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
         elif part and place not in layers:
             raise ValueError(
                 f"{field} {name} has weights for {place}, which {type(model).__name__} does not have; use an adapter "
-                "that was trained on this base model"
+                "of this base"
             )
         else:
             continue
         if not fits:
             raise ValueError(
                 f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer needs "
-                f"{here}; use an adapter that was trained on this base model"
+                f"{here}; use an adapter of this base"
             )
 
 

@@ -355,7 +355,7 @@ def in_memory_adapter():
         (
             {"model": "somewhere"},
             {"load_in_4bit": True, "critic_layout": "adapter"},
-            "load_in_4bit is True but a CUDA device",
+            "load_in_4bit is True, but needs a CUDA device",
         ),
         ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout is 'separate'"),
         ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', which is not an adapter's folder"),

@@ -194,23 +194,17 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lora(bias="all"), "bias 'all'; trained biases stay in place when the adapter is switched off"),
+        (lora(bias="all"), "bias 'all'"),
         (IA3Config(), "peft_config is a IA3Config, but only LoRA"),
         (lora(target_modules=["lm_head"]), "adapts the language-model head .* leave the head out"),
         (lora(modules_to_save=["lm_head"]), "adapts the language-model head"),
-        (
-            lora(init_lora_weights="pissa"),
-            "init_lora_weights 'pissa', with which training would not start from the unch",
-        ),
+        (lora(init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
         (lora(init_lora_weights=False), "init_lora_weights False"),
-        (lora(lora_bias=True), "lora_bias True, but an adapter with that setting cannot be switched off"),
+        (lora(lora_bias=True), "lora_bias True"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices"),
         (lora(layer_replication=[(0, 2)]), "layer_replication"),
-        (lora(kasa_config=KasaConfig()), r"kasa_config KasaConfig\(.*leave it out, at its default None"),
-        (
-            lora(alora_invocation_tokens=[5, 6]),
-            r"alora_invocation_tokens \[5, 6\], but an adapter with that setting cannot",
-        ),
+        (lora(kasa_config=KasaConfig()), r"kasa_config KasaConfig\(.*leave it out"),
+        (lora(alora_invocation_tokens=[5, 6]), r"alora_invocation_tokens \[5, 6\]"),
         (lora(monteclora_config=MontecloraConfig()), "monteclora_config"),
         (lora(velora_config=VeloraConfig()), "velora_config"),
         (lora(arrow_config=ArrowConfig()), "arrow_config"),
@@ -239,9 +233,9 @@ def test_every_plain_field_of_a_lora_configuration_is_taken():
     [
         (
             {"target_modules": ["nosuch"]},
-            r"target_modules \(--lora_target_modules\) is \['nosuch'\], which matches no .*'q_p",
+            r"target_modules \(--lora_target_modules\) is \['nosuch'\], which PEFT .*'q_p",
         ),
-        ({"target_modules": "nosuch"}, "is nosuch, which matches no layers .* or leave it out for every linear layer"),
+        ({"target_modules": "nosuch"}, "is nosuch, which PEFT cannot adapt .* or leave it out for every linear layer"),
         ({"target_modules": ["input_layernorm"]}, "LlamaRMSNorm.* is not supported.* or leave it out for every linear"),
         (
             {"target_modules": ["q_proj", "v_prj"]},
@@ -249,7 +243,7 @@ def test_every_plain_field_of_a_lora_configuration_is_taken():
         ),
         (
             {"modules_to_save": ["embed_tokens", "nrom"]},
-            r"modules_to_save .* is \['embed_tokens', 'nrom'\], but LlamaForCausalLM has no layers \['nrom'\]; ",
+            r"modules_to_save is \['embed_tokens', 'nrom'\], but LlamaForCausalLM has no layers \['nrom'\]; ",
         ),
     ],
 )
@@ -275,19 +269,17 @@ def test_an_adapter_s_name_is_not_that_of_a_layer():
 def test_an_adapter_may_not_have_the_name_of_a_run_s_own(name):
     peft = get_peft_model(tiny_causal_lm("llama"), lora())
     peft.add_adapter(name, lora())
-    with pytest.raises(ValueError, match=rf"already has an adapter named '{name}' .*delete_adapter\('{name}'\)"):
+    with pytest.raises(ValueError, match=rf"already has an adapter named '{name}', .*delete_adapter\('{name}'\)"):
         from_peft_model(peft)
     peft.delete_adapter(name)
     assert from_peft_model(peft).starting_point == REFERENCE
 
 
-@pytest.mark.parametrize(
-    ("there", "are"), [(None, "a CUDA device and the package bitsandbytes are"), ("here", "a CUDA device is")]
-)
-def test_what_4_bits_need_and_is_not_there_is_named(there, are, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(loading, "find_spec", lambda name: there)
-    with pytest.raises(ValueError, match=f"load_in_4bit is True but .*{are} missing; use dtype: bfloat16"):
+@pytest.mark.parametrize(("device", "package"), [(False, "here"), (True, None)])
+def test_4_bits_need_a_device_and_a_package(device, package, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    monkeypatch.setattr(loading, "find_spec", lambda name: package)
+    with pytest.raises(ValueError, match="load_in_4bit is True, but needs a CUDA device and the package bitsandbytes"):
         load_causal_lm("somewhere", load_in_4bit=True)
 
 
@@ -327,7 +319,7 @@ def test_a_frozen_or_foreign_adapter_is_refused(tmp_path):
         from_peft_model(peft)
     with pytest.raises(ValueError, match=r"adapters are \['mine'\]; the policy's must be named 'default'"):
         from_peft_model(PeftModel(tiny_causal_lm("llama"), lora(), adapter_name="mine"))
-    with pytest.raises(ValueError, match="critic_layout is 'adapter' but the policy has no adapters"):
+    with pytest.raises(ValueError, match="critic_layout is 'adapter', but the policy has no adapters"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout="adapter")
     get_peft_model(tiny_sequence_classifier("llama"), lora(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
     adapters = add_policy_adapter(tiny_causal_lm("llama"), lora())

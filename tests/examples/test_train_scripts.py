@@ -287,7 +287,7 @@ def test_training_does_not_start_from_an_adapter(train, flags, model_folder, tmp
     [
         (
             ["--lora_target_modules", "nosuch"],
-            r"--lora_target_modules\) is \['nosuch'\], which matches no layers of Llama",
+            r"--lora_target_modules\) is \['nosuch'\], which PEFT cannot adapt on Llama",
         ),
     ],
 )
