@@ -45,9 +45,7 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
     fault = None
     # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
     if reached := sorted(peft.peft_config["default"].target_parameters or ()):
-        fault = (
-            f"{problem}, which adapts the parameters {reached} of experts of {kind} or of their router; {remedy}"
-        )
+        fault = f"{problem}, which adapts the parameters {reached} of experts of {kind} or of their router; {remedy}"
     elif lost := [name for name in wanted if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
         fault = f"{problem}, but {kind} has no layers {lost} that PEFT can adapt; {remedy}"
     elif lost := [name for name in whole if not any(key.endswith(name) for key in saved)]:

@@ -8,8 +8,8 @@ lengths.
 import inspect
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
-from typing import Any, NamedTuple, Self
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +66,7 @@ class PackedSequences:
         # Neighbours that attend alike: they are computed in one batch.
         self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._masks: dict[int | None, Tensor] = {}
-        self._kernel_arguments: tuple[Any, ...] | None = None
-
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int]) -> Self:
-        """Rows of these numbers of tokens, one after the other."""
-        return cls([Span(end - length, length) for end, length in zip(accumulate(lengths), lengths, strict=True)])
+        self._kernel_rows: tuple[Any, ...] | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -113,14 +108,38 @@ class PackedSequences:
     def _by_kernel(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
-        if self._kernel_arguments is None:
-            self._kernel_arguments = self._prepare_kernel(query.device)
-        key_columns, query_ends, key_ends, longest_query = self._kernel_arguments
+        """Causal attention by torch's kernel for CUDA, (T, heads, width); the last query of a row sees its last key.
+
+        Args:
+            query: (T, heads, d) in half precision.
+            key: (T, kv_heads, d).
+            value: (T, kv_heads, width <= d).
+            scaling: of the scores; None = 1 / sqrt(d).
+            window: keys that a query sees, itself included; None = all up to it.
+        """
+        if self._kernel_rows is None:
+            self._kernel_rows = self._prepare_kernel(query.device)
+        key_columns, query_ends, key_ends, longest_query = self._kernel_rows
         if key_columns is not None:
             key, value = key[key_columns], value[key_columns]
-        return variable_length_attention(
-            query, key, value, query_ends, key_ends, longest_query, self.longest, scaling=scaling, window=window
+        # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
+        width = value.size(-1)
+        if width < query.size(-1):
+            value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+        out = varlen.varlen_attn(
+            query,
+            key,
+            value,
+            query_ends,
+            key_ends,
+            longest_query,
+            self.longest,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.size(1) != key.size(1),
         )
+        assert isinstance(out, Tensor)
+        return out[..., :width]
 
     def _prepare_kernel(self, device: torch.device) -> tuple[Any, ...]:
         """Columns of the keys (None = each once, in order), cumulative lengths of queries and keys, longest query."""
@@ -149,55 +168,8 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
     return ends.to(device)
 
 
-def variable_length_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Causal attention of rows laid end to end, by torch's kernel for CUDA; (T, heads, width of the values).
-
-    The last query of a row sees its last key.
-
-    Args:
-        query: (T, heads, d) in half precision.
-        key: (S, kv_heads, d).
-        value: (S, kv_heads, width <= d).
-        query_ends: (rows + 1,) int32, 0 and the cumulative numbers of queries.
-        key_ends: the same of keys.
-        longest_query: the largest number of queries in a row.
-        longest_key: the same of keys.
-        scaling: of the scores; None = 1 / sqrt(d).
-        window: keys that a query sees, itself included; None = all up to it.
-    """
-    width = value.size(-1)
-    # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
-    if width < query.size(-1):
-        value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
-    out = varlen.varlen_attn(
-        query,
-        key,
-        value,
-        query_ends,
-        key_ends,
-        longest_query,
-        longest_key,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.size(1) != key.size(1),
-    )
-    assert isinstance(out, Tensor)
-    return out[..., :width]
-
-
 def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> torch.dtype | None:
-    """The dtype in which `variable_length_attention` computes these heads (1, heads, N, d); None if it cannot."""
+    """The dtype in which torch's kernel computes these heads (1, heads, N, d); None if it cannot."""
     if not query.is_cuda:
         return None
     # The kernel is no operator that autocast knows.
@@ -210,7 +182,7 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | No
 def kernel_works(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, width: int, *, windowed: bool
 ) -> bool:
-    """Whether `variable_length_attention` gives the right numbers and gradients here, found by trying it once.
+    """Whether torch's kernel gives the right numbers and gradients here, found by trying it once.
 
     It depends on the version of torch, the GPU, the dtype and the sizes.
     """

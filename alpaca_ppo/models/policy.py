@@ -176,10 +176,8 @@ class Policy(nn.Module):
         if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
                 f"the logits of {type(self.model).__name__} (model_type {self.model.config.model_type!r}) cannot be "
-                f"reproduced from its head with scaling and soft-capping: they differ by "
-                f"{float((logits - expected).abs().max()):.3g} on a test input; override outputs_from_states(self, "
-                "states, packed, responses, *, temperature, chunk_size, with_entropies) in a subclass of "
-                "Policy and pass an ActorCritic with it as the model, or use another model"
+                f"reproduced from its head (difference {float((logits - expected).abs().max()):.3g}); override "
+                "outputs_from_states in a subclass of Policy, or use another model"
             )
 
 
@@ -192,14 +190,12 @@ def check_architecture(model: PreTrainedModel, role: str) -> None:
     name = f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be a {role}"
     if model.base_model is model:
         raise ValueError(
-            f"{name}: it has no backbone under its base_model_prefix ({model.base_model_prefix!r}) that would return "
-            "hidden states; use a causal language model whose base_model is its backbone, such as a Llama 3"
+            f"{name}: it has no backbone under its base_model_prefix ({model.base_model_prefix!r}); use another model"
         )
     if fields := {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys():
         raise ValueError(
-            f"{name}: it is the decoder of an encoder-decoder (its configuration has {', '.join(fields)}), whose "
-            "positions count the padding before a prompt and whose cache is sized for the encoder; use a decoder-only "
-            "model"
+            f"{name}: it is the decoder of an encoder-decoder (its configuration has {', '.join(fields)}); use a "
+            "decoder-only model"
         )
 
 

@@ -38,13 +38,8 @@ def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "mode
     # Models without learned positions, such as BLOOM, have no such limit.
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and sum(lengths.values()) > limit:
-        raise ValueError(
-            f"{_sum_of(lengths)} is more than the {owner}'s max_position_embeddings ({limit}); lower one of them"
-        )
-
-
-def _sum_of(lengths: Mapping[str, int]) -> str:
-    return " + ".join(f"{name} ({length})" for name, length in lengths.items())
+        parts = " + ".join(f"{name} ({length})" for name, length in lengths.items())
+        raise ValueError(f"{parts} is more than the {owner}'s max_position_embeddings ({limit}); lower one of them")
 
 
 def _check_rotations(config: Any, lengths: Mapping[str, int], owner: str) -> None:
@@ -65,10 +60,8 @@ def _check_rotations(config: Any, lengths: Mapping[str, int], owner: str) -> Non
         switch = _switch_length(rope, text)
         if switch is not None and longest > switch:
             raise ValueError(
-                f"{_sum_of(lengths)} lets rows grow beyond {switch} tokens, where the rotary frequencies of the "
-                f"{owner} ({config.model_type}) change: keys in the sampler's cache keep the old ones, and a short row "
-                "gets the new ones next to a long row, so sampler and trainer would disagree; lower "
-                f"{' + '.join(lengths)} to {switch + 1}{_long_rows_only(rope)}"
+                f"rows of {sum(lengths.values())} tokens cross {switch}, where the rotary frequencies of the {owner} "
+                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}{_long_rows_only(rope)}"
             )
 
 
@@ -88,37 +81,20 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
 def _long_rows_only(rope: Mapping[str, Any]) -> str:
     if "long_factor" not in rope:
         return ""
-    names = "long_factor over short_factor" + (", and long_mscale over short_mscale," if "long_mscale" in rope else "")
-    return (
-        f"; or, to use the frequencies of long rows for all rows, copy {names} in the rope parameters of the model's "
-        "config.json"
-    )
+    names = "long_factor over short_factor" + (" and long_mscale over short_mscale" if "long_mscale" in rope else "")
+    return f", or copy {names} in the model's config.json"
 
 
-def check_token_ids(policy: PreTrainedModel, processing_class: Any) -> None:
-    """Checks that the policy has an embedding for every token that the tokenizer can produce from text.
+def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
+    """Checks that `model` has an embedding for every token that the tokenizer (of `owner`) can produce from text.
 
     Raises:
         ValueError: with both numbers, and the first token without an embedding.
     """
-    if missing := _first_without_embedding(policy, processing_class):
+    if missing := _first_without_embedding(model, tokenizer):
         raise ValueError(
-            f"the tokenizer has {len(processing_class)} tokens but the model has {_num_embeddings(policy)} embeddings, "
-            f"none for {missing}; use the model's own tokenizer, or call model.resize_token_embeddings first"
-        )
-
-
-def check_reward_token_ids(base: PreTrainedModel, tokenizer: Any, reward_adapter: str) -> None:
-    """Checks that `base` has an embedding for every token that the reward adapter's tokenizer can produce from text.
-
-    Raises:
-        ValueError: with the adapter's name, both numbers, and the first token without an embedding.
-    """
-    if missing := _first_without_embedding(base, tokenizer):
-        raise ValueError(
-            f"reward_adapter {reward_adapter}: its tokenizer has {len(tokenizer)} tokens but the base has "
-            f"{_num_embeddings(base)} embeddings, none for {missing}; train it with the base's own tokenizer, or give "
-            "a full reward model in reward_funcs (reward_model_name_or_path)"
+            f"{owner} has {len(tokenizer)} tokens but the model has {_num_embeddings(model)} embeddings, none for "
+            f"{missing}; use the model's own tokenizer, or call model.resize_token_embeddings first"
         )
 
 
@@ -161,8 +137,6 @@ def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remot
     if different:
         number, token = min(different)
         raise ValueError(
-            f"the critic is to start from {value_model!r}, which has another tokenizer than the policy: "
-            f"{len(different)} ids stand for other tokens, {number} for {tokens[number]!r} instead of {token!r}; start "
-            "it from a model with the policy's tokenizer, or from the policy (init_value_with_reward: false, no "
-            "value_model)"
+            f"value_model {value_model!r} has another tokenizer than the policy: {len(different)} ids stand for other "
+            f"tokens, {number} for {tokens[number]!r} instead of {token!r}; start the critic from another model"
         )

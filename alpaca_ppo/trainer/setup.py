@@ -30,7 +30,6 @@ from alpaca_ppo.models.modules import use_torch_activations
 from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.models.token_checks import (
     check_positions,
-    check_reward_token_ids,
     check_same_tokenizer,
     check_token_ids,
 )
@@ -284,7 +283,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     adapters = actor_critic.policy.adapters
     assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
-    check_reward_token_ids(adapters.model, tokenizer, args.reward_adapter)
+    check_token_ids(adapters.model, tokenizer, f"the tokenizer of reward_adapter {args.reward_adapter}")
     # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
     padding_free = bool(args.padding_free) and supports_packing(adapters.model)
     model: Any = AdapterClassifier(

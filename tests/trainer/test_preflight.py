@@ -97,8 +97,8 @@ def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_
     tokenizer.save_pretrained(tmp_path / "reward")
     given = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), "reward_funcs": []}
     message = (
-        r"reward_adapter .*reward: its tokenizer has 65 tokens but the base has 64 embeddings, none for 'w64' "
-        r"\(id 64\); train it with the base's own tokenizer, or give"
+        r"the tokenizer of reward_adapter .*reward has 65 tokens but the model has 64 embeddings, none for 'w64' "
+        r"\(id 64\); use the model's own tokenizer"
     )
     refused(tmp_path / "run", message, arguments=given, reward_adapter=str(tmp_path / "reward"))
 
