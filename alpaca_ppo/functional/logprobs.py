@@ -149,12 +149,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept: dict[int, Tensor] = {}
         with torch.autocast(hidden.device.type, enabled=False):
             head = _head(weight, bias, settings)
-            room = settings.kept_bytes // (weight.size(0) * head[0].element_size())
+            room = settings.kept_bytes // (weight.size(0) * head.weight.element_size())
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
                 if chunk.stop <= room:
-                    kept[chunk.start] = _raw_logits(hidden[chunk], *head, settings)
+                    kept[chunk.start] = head.raw_logits(hidden[chunk])
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = _forward_chunk(
-                    hidden[chunk], *head, labels[chunk], settings, kept.get(chunk.start)
+                    hidden[chunk], head, labels[chunk], settings, kept.get(chunk.start)
                 )
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, entropies)
         # Not among the saved tensors, which could not be freed one by one.
@@ -181,27 +181,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
                 states = hidden[chunk].to(settings.matmul_dtype)
                 part = _Saved(*(tensor[chunk] for tensor in saved))
-                grad_logits = _grad_logits(
-                    states,
-                    *head,
-                    part,
-                    grad_logprobs[chunk],
-                    grad_entropies[chunk],
-                    settings,
-                    ctx.kept.pop(chunk.start, None),
-                )
-                _add_chunk(grads, chunk, grad_logits, states, head[0])
+                upper = grad_logprobs[chunk], grad_entropies[chunk]
+                grad_logits = _grad_logits(states, head, part, *upper, settings, ctx.kept.pop(chunk.start, None))
+                _add_chunk(grads, chunk, grad_logits, states, head.weight)
                 # Otherwise it would stay in memory beside the tensors of the next chunk.
                 del grad_logits
         cast = [None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True)]
         return (*cast, None, None)
 
 
+class _Head(NamedTuple):
+    """The language-model head in the dtype of the matrix product."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def raw_logits(self, states: Tensor) -> Tensor:
+        """The logits (chunk, V) of a chunk, in the dtype of the matrix product."""
+        return F.linear(states.to(self.weight.dtype), *self)
+
+
 def _forward_chunk(
-    states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings, kept: Tensor | None
+    states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Log-probs, normalizers and entropies of a chunk, each (chunk,); `kept`: its raw logits (chunk, V), if kept."""
-    scaled = at_least_float32(_raw_logits(states, weight, bias, settings) if kept is None else kept)
+    scaled = at_least_float32(head.raw_logits(states) if kept is None else kept)
     if settings.logit_transform is not None:
         scaled = settings.logit_transform(scaled)
     scaled = scaled.div_(settings.temperature) if kept is None else scaled / settings.temperature
@@ -215,8 +219,7 @@ def _forward_chunk(
 
 def _grad_logits(
     states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: _Head,
     saved: _Saved,
     grad_logprobs: Tensor,
     grad_entropies: Tensor,
@@ -228,7 +231,7 @@ def _grad_logits(
     With p = softmax(z), H its entropy and y the label: d log p_y / dz_j = [j = y] - p_j and
     dH / dz_j = -p_j (log p_j + H).
     """
-    raw = at_least_float32(_raw_logits(states, weight, bias, settings) if kept is None else kept)
+    raw = at_least_float32(head.raw_logits(states) if kept is None else kept)
     if settings.logit_transform is None:
         scaled = raw.div_(settings.temperature)
     else:
@@ -251,13 +254,8 @@ def _grad_logits(
     return grad_raw
 
 
-def _raw_logits(states: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
-    """The logits (chunk, V) of a chunk, in the dtype of the matrix product."""
-    return F.linear(states.to(settings.matmul_dtype), weight, bias)
-
-
-def _head(weight: Tensor, bias: Tensor | None, settings: _Settings) -> tuple[Tensor, Tensor | None]:
-    return weight.to(settings.matmul_dtype), None if bias is None else bias.to(settings.matmul_dtype)
+def _head(weight: Tensor, bias: Tensor | None, settings: _Settings) -> _Head:
+    return _Head(weight.to(settings.matmul_dtype), None if bias is None else bias.to(settings.matmul_dtype))
 
 
 def _add_chunk(grads: list[Tensor | None], chunk: slice, grad_logits: Tensor, states: Tensor, weight: Tensor) -> None:

@@ -5,7 +5,7 @@ probabilities differ slightly.
 """
 
 from collections.abc import Callable
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -104,17 +104,8 @@ def policy_loss(
         bound = -advantages * clip_ratio_c
         bounded = (advantages < 0) & (losses > bound)
         losses = torch.where(bounded, bound, losses)
-    return _aggregated(
-        losses,
-        response_mask,
-        log_ratio=log_ratio,
-        ratio=ratio,
-        clipped=clipped > unclipped,
-        bounded=bounded,
-        weights=weights,
-        loss_agg_mode=loss_agg_mode,
-        denominator=denominator,
-    )
+    tokens = _Tokens(losses, log_ratio, ratio, clipped > unclipped, bounded)
+    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
 
 
 def gspo_policy_loss(
@@ -168,16 +159,9 @@ def gspo_policy_loss(
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
-    return _aggregated(
-        torch.maximum(unclipped, clipped),
-        response_mask,
-        log_ratio=token_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
-        ratio=ratio,
-        clipped=clipped > unclipped,
-        weights=weights,
-        loss_agg_mode=loss_agg_mode,
-        denominator=denominator,
-    )
+    token_log_ratio = token_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    tokens = _Tokens(torch.maximum(unclipped, clipped), token_log_ratio, ratio, clipped > unclipped)
+    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
 
 
 def cispo_policy_loss(
@@ -224,16 +208,9 @@ def cispo_policy_loss(
     log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask).detach()
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
-    return _aggregated(
-        -clipped * advantages * zero_outside(logprobs, response_mask),
-        response_mask,
-        log_ratio=log_ratio,
-        ratio=ratio,
-        clipped=clipped != ratio,
-        weights=weights,
-        loss_agg_mode=loss_agg_mode,
-        denominator=denominator,
-    )
+    losses = -clipped * advantages * zero_outside(logprobs, response_mask)
+    tokens = _Tokens(losses, log_ratio, ratio, clipped != ratio)
+    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
 
 
 def sapo_policy_loss(
@@ -283,16 +260,9 @@ def sapo_policy_loss(
     ratio = log_ratio.exp()
     # Tensors, because torch.where makes float32 of two Python numbers.
     tau_of_token = torch.where(advantages > 0, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
-    return _aggregated(
-        -advantages * torch.sigmoid(tau_of_token * (ratio - 1)) * (4 / tau_of_token),
-        response_mask,
-        log_ratio=log_ratio,
-        ratio=ratio,
-        clipped=torch.zeros_like(response_mask),
-        weights=weights,
-        loss_agg_mode=loss_agg_mode,
-        denominator=denominator,
-    )
+    losses = -advantages * torch.sigmoid(tau_of_token * (ratio - 1)) * (4 / tau_of_token)
+    tokens = _Tokens(losses, log_ratio, ratio, torch.zeros_like(response_mask))
+    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
 
 
 def gmpo_policy_loss(
@@ -345,16 +315,8 @@ def gmpo_policy_loss(
     losses = -masked_mean(advantages, response_mask, dim=1) * log_ratio_of_row.exp()
     if weights is not None:
         losses = losses * masked_mean(weights.detach().log(), response_mask, dim=1).exp()
-    return _aggregated(
-        losses.unsqueeze(1).expand(response_mask.shape),
-        response_mask,
-        log_ratio=log_ratio,
-        ratio=log_ratio.exp(),
-        clipped=clipped < free,
-        weights=None,
-        loss_agg_mode="seq-mean-token-mean",
-        denominator=denominator,
-    )
+    tokens = _Tokens(losses.unsqueeze(1).expand(response_mask.shape), log_ratio, log_ratio.exp(), clipped < free)
+    return _aggregated(tokens, response_mask, None, "seq-mean-token-mean", denominator)
 
 
 def dppo_policy_loss(
@@ -424,17 +386,9 @@ def dppo_policy_loss(
     else:
         kl = q * (old - new.detach()) + (1 - q) * torch.log((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON))
         in_range = torch.where(advantages > 0, (kl <= cliprange_high) | (p <= q), (kl <= cliprange_low) | (p >= q))
-    return _aggregated(
-        torch.where(in_range, -advantages * ratio.clamp_max(clip_ratio_c) * new, 0.0),
-        response_mask,
-        log_ratio=log_ratio,
-        ratio=ratio,
-        clipped=~in_range,
-        bounded=in_range & (ratio > clip_ratio_c),
-        weights=weights,
-        loss_agg_mode=loss_agg_mode,
-        denominator=denominator,
-    )
+    losses = torch.where(in_range, -advantages * ratio.clamp_max(clip_ratio_c) * new, 0.0)
+    tokens = _Tokens(losses, log_ratio, ratio, ~in_range, in_range & (ratio > clip_ratio_c))
+    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
 
 
 def positive_nll_loss(
@@ -520,26 +474,34 @@ def _token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tens
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+class _Tokens(NamedTuple):
+    """What a loss finds for each token, (B, R) each."""
+
+    losses: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    """bool; its mean is `clipfrac`."""
+    bounded: Tensor | None = None
+    """bool; its mean is `clipfrac_lower`."""
+
+
 def _aggregated(
-    losses: Tensor,
+    tokens: _Tokens,
     response_mask: Tensor,
-    *,
-    log_ratio: Tensor,
-    ratio: Tensor,
-    clipped: Tensor,
-    bounded: Tensor | None = None,
     weights: Tensor | None,
     loss_agg_mode: str,
     denominator: Tensor | float | None,
 ) -> Loss:
-    """The loss of per-token losses (B, R), and the stats; `clipped` and `bounded` (B, R) are bool."""
+    """The loss and the stats of `policy_loss`."""
+    losses, ratio = tokens.losses, tokens.ratio
     if weights is not None:
         losses = losses * zero_outside(weights, response_mask).detach()
-    lower = torch.zeros_like(response_mask) if bounded is None else bounded
+    lower = torch.zeros_like(response_mask) if tokens.bounded is None else tokens.bounded
     stats = {
-        "clipfrac": masked_mean(clipped.to(ratio.dtype), response_mask),
+        "clipfrac": masked_mean(tokens.clipped.to(ratio.dtype), response_mask),
         "clipfrac_lower": masked_mean(lower.to(ratio.dtype), response_mask),
-        **_ratio_stats(log_ratio.detach(), ratio.detach(), response_mask),
+        **_ratio_stats(tokens.log_ratio.detach(), ratio.detach(), response_mask),
     }
     return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
