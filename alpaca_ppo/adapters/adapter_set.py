@@ -7,8 +7,7 @@ module switches between them and keeps `requires_grad` as it is, which PEFT's ow
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -86,37 +85,6 @@ class AdapterSet:
         finally:
             self.peft.set_adapter(before)
             _restore(flags)
-
-    @contextmanager
-    def recompute_with_active_adapter(self) -> Iterator[None]:
-        """Makes gradient checkpointing recompute the forward passes of this block with the adapter that is active now.
-
-        Otherwise it would recompute them with the adapter that is active during the backward pass.
-
-        Raises:
-            ValueError: for reentrant checkpointing, which accepts no context for the recomputation.
-        """
-        name = self.peft.active_adapter
-        layers: list[Any] = [
-            module for module in self.model.modules() if vars(module).get("gradient_checkpointing", False)
-        ]
-        functions: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
-        if any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions):
-            raise ValueError(
-                "the base uses reentrant gradient checkpointing, which cannot activate the adapter "
-                f"{name!r} again; call model.gradient_checkpointing_enable({{'use_reentrant': False}})"
-            )
-
-        def contexts() -> tuple[Any, Any]:
-            return nullcontext(), self.active(name)
-
-        try:
-            for layer, function in zip(layers, functions, strict=True):
-                layer._gradient_checkpointing_func = partial(function, context_fn=contexts)
-            yield
-        finally:
-            for layer, function in zip(layers, functions, strict=True):
-                layer._gradient_checkpointing_func = function
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
         """Adds an adapter `name`, initialized by PEFT (to a product of zero). PEFT may modify `config`.

@@ -94,7 +94,7 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
         # PEFT itself writes an empty set of parameters.
         if value is None or value == default or not (value or default):
             continue
-        shown = sorted(value) if isinstance(value, set) else value
+        shown = sorted(value) if name == "target_parameters" else value
         remedy = "name linear layers in target_modules instead" if name == "target_parameters" else "leave it out"
         raise ValueError(
             f"{field} has {name} {shown!r}, with which an adapter cannot be switched off, merged and exported; {remedy}"

@@ -208,12 +208,13 @@ class ActorCritic(nn.Module):
         assert self.critic is not None
         if self.critic.backbone is not None:
             return response_states(self.critic.backbone, packed)
-        adapters = self.policy.adapters
+        adapters, model = self.policy.adapters, self.policy.model
         assert adapters is not None
-        # The caller may have made the adapter active for the backward pass too (`critic_active`).
-        needs_recompute_context = torch.is_grad_enabled() and adapters.peft.active_adapter != VALUE
+        recomputes = torch.is_grad_enabled() and model.training and model.is_gradient_checkpointing
+        if recomputes and adapters.peft.active_adapter != VALUE:
+            raise ValueError(
+                "gradient checkpointing would recompute the critic's activations with the policy's adapter; run the "
+                "critic's forward and backward pass inside critic_active()"
+            )
         with self.critic_active():
-            if not needs_recompute_context:
-                return self.policy.states(packed)
-            with adapters.recompute_with_active_adapter():
-                return self.policy.states(packed)
+            return self.policy.states(packed)

@@ -9,7 +9,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
@@ -101,29 +100,16 @@ def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, t
             assert_close(other[name], tensor, rtol=0, atol=1e-9)
 
 
-class OneBackwardPass(PPOTrainer):
-    """Policy and critic share one backward pass."""
-
-    separate_critic_backward = False
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("trainer_class", [PPOTrainer, OneBackwardPass])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_recomputes_its_activations_already_trains_as_another(layout, trainer_class, reentrant, tmp_path):
+def test_a_model_that_recomputes_its_activations_already_trains_as_another(layout, reentrant, tmp_path):
     """Checkpointing was turned on by an earlier trainer; this run's own flag is off."""
-    settings, outcomes = {"critic_layout": layout, "trainer_class": trainer_class}, []
+    outcomes = []
     for checkpointing in (False, True):
         model = tiny_causal_lm("llama", dtype=torch.float64)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        trainer = lora_trainer(tmp_path / str(checkpointing), model=model, **settings)
-        if checkpointing and reentrant and layout == "adapter" and trainer_class is OneBackwardPass:
-            with pytest.raises(
-                ValueError, match=r"call model.gradient_checkpointing_enable\({'use_reentrant': False}\)"
-            ):
-                trainer.step(trainer.prompt_batches(0))
-            return
+        trainer = lora_trainer(tmp_path / str(checkpointing), model=model, critic_layout=layout)
         for step in range(2):
             trainer.step(trainer.prompt_batches(step))
         outcomes.append(weights(trainer))
