@@ -101,9 +101,9 @@ def parse_options(
     check_run_files(contents, given=given, needed=of_runs[0].needed_objects() if of_runs else MODELS)
     _override(values, given)
     if "import_modules" in values:
-        early = SimpleNamespace(**values)
-        options["import_modules"].check(early.import_modules)
-        import_modules(early.import_modules or [])
+        early_args = SimpleNamespace(**values)
+        options["import_modules"].check(early_args.import_modules)
+        import_modules(early_args.import_modules or [])
     if asked := [name for name, _ in found if name in HELP]:
         print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
         sys.exit(0)

@@ -99,7 +99,7 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
         monkeypatch.setattr(from_arguments, name, load)
     (tmp_path / "run/final").mkdir(parents=True)
     for flags, message in (
-        ([], "holds a finished run .*; to start a new run, choose another output_dir"),
+        ([], "holds a finished run .* choose another output_dir"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint-<step> folder"),
         (["--resume_from_checkpoint", "checkpoint-7"], "_checkpoint is 'checkpoint-7', which is not a folder"),
         (["--output_dir", str(config)], "run.yaml is a file; choose a folder"),
