@@ -4,6 +4,7 @@ How weights and optimizer state are read out of the shards, for checkpoints, is 
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_clipping import DeepSpeedClipping
 from alpaca_ppo.distributed.deepspeed_config import resolve_auto
 from alpaca_ppo.distributed.deepspeed_state import DeepSpeedState
@@ -30,33 +32,28 @@ class DeepSpeedEngine(Engine):
         accelerator: of the run, with a DeepSpeed plugin.
         actor_critic: the models to train.
         optimizer: torch's, over their parameters; each group holds parameters of the policy or of the critic.
-        max_grad_norm: the policy's gradient is clipped to this norm.
-        critic_max_grad_norm: the critic's gradient is clipped to this norm.
-        micro_batches: per optimizer step and rank, for DeepSpeed's configuration; the number of a step may differ.
-        step_per_device_batch_size: responses in a micro-batch, for DeepSpeed's configuration; as above.
+        args: of the run.
+
+    Raises:
+        ValueError: for a group with parameters of both, and for a configuration that contradicts the run.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        actor_critic: ActorCritic,
-        optimizer: torch.optim.Optimizer,
-        *,
-        max_grad_norm: float,
-        critic_max_grad_norm: float,
-        micro_batches: int,
-        step_per_device_batch_size: int,
+        self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
     ) -> None:
-        plugin = accelerator.deepspeed_plugin
+        _check_groups(optimizer, actor_critic)
+        plugin, rows = accelerator.deepspeed_plugin, args.step_per_device_batch_size
         assert plugin is not None
+        # For DeepSpeed's configuration; the number of a step may differ.
+        micro_batches = math.ceil(args.step_batch_size / (rows * accelerator.num_processes))
         plugin.deepspeed_config.update(
             resolve_auto(
                 plugin.deepspeed_config,
                 hidden_size=actor_critic.policy.model.config.get_text_config().hidden_size,
                 bf16=accelerator.mixed_precision == "bf16",
-                max_grad_norm=max_grad_norm,
+                max_grad_norm=args.max_grad_norm,
                 micro_batches=micro_batches,
-                step_per_device_batch_size=step_per_device_batch_size,
+                step_per_device_batch_size=rows,
                 world=accelerator.num_processes,
             )
         )
@@ -69,13 +66,7 @@ class DeepSpeedEngine(Engine):
         self._samplers: dict[int, PreTrainedModel] = {}
         if self.stage == 3:
             self._add_sampler(actor_critic.policy, accelerator.device)
-        super().__init__(
-            accelerator,
-            actor_critic,
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            critic_max_grad_norm=critic_max_grad_norm,
-        )
+        super().__init__(accelerator, actor_critic, optimizer, args)
 
     def _wrap(self) -> Any:
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
@@ -98,7 +89,7 @@ class DeepSpeedEngine(Engine):
         self._clipping = DeepSpeedClipping(
             self._zero,
             ["critic" if id(group[0]) in critic else "policy" for group in self._groups],
-            {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm},
+            self.args.max_grad_norm,
             stage=self.stage,
         )
         if self.synced_forwards:
@@ -145,7 +136,6 @@ class DeepSpeedEngine(Engine):
         self._frozen_groups = {i for i, group in enumerate(self._groups) if ids.intersection(map(id, group))}
         with self._clipping.of_one_step() as norms:
             self.model.step()
-        self.weights_version += 1
         return GradNorms(norms["policy"], norms["critic"] if self.actor_critic.critic is not None else None)
 
     def _step_group(self, number: int) -> None:
@@ -216,7 +206,6 @@ class DeepSpeedEngine(Engine):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         self._state.load_weights(weights)
-        self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Any]:
         return self._state.optimizer_state()
@@ -242,3 +231,14 @@ def _register_head_use(module: nn.Module, policy: Policy) -> None:
 
     for parameter in policy.head.parameters():
         deepspeed.zero.register_external_parameter(module, parameter)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+    """DeepSpeed flattens a group into one tensor, so it clips whole groups, and leaves whole groups out of a step."""
+    policy = {id(parameter) for parameter in actor_critic.policy_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        if len({id(parameter) in policy for parameter in group["params"]}) > 1:
+            raise ValueError(
+                f"group {number} of the optimizer has parameters of policy and critic, which DeepSpeed cannot clip or "
+                "freeze apart; make one group of policy_parameters() and one of critic_parameters()"
+            )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, Policy
 
 
@@ -54,9 +55,6 @@ class TrainState:
         optimizer: over its parameters.
     """
 
-    weights_version = 0
-    """How often the weights have changed."""
-
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
 
@@ -76,7 +74,6 @@ class TrainState:
         with torch.no_grad():
             for name, tensor in weights.items():
                 targets[name].copy_(tensor)
-        self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state dictionary over unsharded parameters, on every rank."""
@@ -96,8 +93,7 @@ class Engine(TrainState):
         accelerator: of the run.
         actor_critic: the models to train; `model` is their wrapped form.
         optimizer: over its parameters, in any groups.
-        max_grad_norm: the policy's gradient is clipped to this norm.
-        critic_max_grad_norm: the critic's gradient is clipped to this norm.
+        args: of the run; `max_grad_norm` clips the gradients of policy and critic, each on its own.
     """
 
     synced_forwards = False
@@ -108,13 +104,10 @@ class Engine(TrainState):
         accelerator: Accelerator,
         actor_critic: ActorCritic,
         optimizer: torch.optim.Optimizer,
-        *,
-        max_grad_norm: float,
-        critic_max_grad_norm: float,
+        args: PPOConfig,
     ) -> None:
         super().__init__(actor_critic, optimizer)
-        self.accelerator, self.actor_critic = accelerator, actor_critic
-        self.max_grad_norm, self.critic_max_grad_norm = max_grad_norm, critic_max_grad_norm
+        self.accelerator, self.actor_critic, self.args = accelerator, actor_critic, args
         # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.model: Any = self._wrap()
@@ -181,13 +174,12 @@ class Engine(TrainState):
         for parameter in frozen:
             # None, not zero: with a zero gradient AdamW would still decay the weights and count a step.
             parameter.grad = None
-        policy = self._clip(self.actor_critic.policy_parameters(), self.max_grad_norm)
+        policy = self._clip(self.actor_critic.policy_parameters(), self.args.max_grad_norm)
         has_critic = self.actor_critic.critic is not None
-        critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
+        critic = self._clip(self.actor_critic.critic_parameters(), self.args.max_grad_norm) if has_critic else None
         norms = GradNorms(policy, critic)
         if norms.non_finite is None:
             self._stepping.step()
-            self.weights_version += 1
         self._stepping.zero_grad()
         return norms
 

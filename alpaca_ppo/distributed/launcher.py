@@ -97,22 +97,14 @@ def _command(pid: int) -> list[str]:
 
 
 def _is_launcher(command: Sequence[str]) -> bool:
-    """Whether `command` is `python -m <launcher> ...` or `python .../torchrun ...`, after any options of Python."""
-    words = iter(command[1:])
-    for word in words:
-        if not word.startswith("-"):
-            return Path(word).name in _SCRIPTS or any(word.endswith(f"{m.replace('.', '/')}.py") for m in _MODULES)
-        if word == "--check-hash-based-pycs":
-            next(words, None)
-        elif not word.startswith("--"):
-            # Several letters may be joined, as in -um; the first that takes a value has the rest or the next word.
-            place = next((i for i, letter in enumerate(word) if letter in "cmWX"), None)
-            if place is not None:
-                value = word[place + 1 :] or next(words, "")
-                if word[place] in "cm":
-                    return word[place] == "m" and value in _MODULES
-            elif word == "-":
-                return False
+    """Whether `command` is `python -m <launcher> ...` or `python .../torchrun ...`, after options of Python."""
+    files, before = tuple(f"{module.replace('.', '/')}.py" for module in _MODULES), ""
+    for word in command[1:]:
+        if before.startswith("-") and before.endswith("m"):
+            return word in _MODULES
+        if not word.startswith("-") and before not in ("-X", "-W"):
+            return Path(word).name in _SCRIPTS or word.endswith(files)
+        before = word
     return False
 
 

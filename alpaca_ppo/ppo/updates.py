@@ -20,13 +20,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.engine import Engine, LearningRates
-from alpaca_ppo.distributed.optimizer import (
-    check_covers_trainable,
-    check_no_critic_settings,
-    drop_frozen_parameters,
-    make_engine,
-    make_optimizer,
-)
+from alpaca_ppo.distributed.optimizer import make_engine, prepared_optimizer
 from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.functional.rng import seeded_generator
@@ -306,16 +300,11 @@ def make_updater(
         ValueError: when `optimizer` is given together with AdamW settings of the critic, or does not hold every
             trainable parameter; or for a learning-rate schedule that does not fit.
     """
-    if optimizer is not None:
-        check_no_critic_settings(args)
-    optimizer = optimizer or make_optimizer(actor_critic, args, accelerator.device)
-    drop_frozen_parameters(optimizer)
-    check_covers_trainable(optimizer, actor_critic)
+    optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
     totals = planned_steps(schedule, args, pretraining_steps=args.critic_pretraining_steps)
     schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
-    micro_batches = math.ceil(args.step_batch_size / (args.step_per_device_batch_size * accelerator.num_processes))
     actor_critic.train()
-    return Updater(make_engine(accelerator, actor_critic, optimizer, args, micro_batches), schedules, args)
+    return Updater(make_engine(accelerator, actor_critic, optimizer, args), schedules, args)
 
 
 def planned_steps(schedule: PromptSchedule, args: PPOConfig, *, pretraining_steps: int) -> StepCounts:

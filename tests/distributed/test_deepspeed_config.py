@@ -12,7 +12,7 @@ from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.distributed import deepspeed_config
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit, deepspeed_plugin, resolve_auto, wants_deepspeed
-from alpaca_ppo.distributed.optimizer import _check_groups
+from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_config, tiny_trainer
@@ -187,9 +187,8 @@ def test_a_file_beside_an_accelerator_of_one_s_own_is_refused(tmp_path):
 def test_a_group_of_both_cannot_be_clipped_in_part(tmp_path):
     trainer = tiny_trainer(tmp_path)
     both = torch.optim.AdamW(trainer.actor_critic.parameters())
-    with pytest.raises(ValueError, match="group 0 of the optimizer has parameters of policy and critic: under DeepSp"):
-        _check_groups(both, trainer.actor_critic)
-    _check_groups(trainer.updater.optimizer, trainer.actor_critic)
+    with pytest.raises(ValueError, match="group 0 of the optimizer has parameters of policy and critic, which DeepSp"):
+        DeepSpeedEngine(trainer.accelerator, trainer.actor_critic, both, trainer.args)
 
 
 def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
