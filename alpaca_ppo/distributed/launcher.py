@@ -100,8 +100,8 @@ def _is_launcher(command: Sequence[str]) -> bool:
     """Whether `command` is `python -m <launcher> ...` or `python .../torchrun ...`, after options of Python."""
     files, before = tuple(f"{module.replace('.', '/')}.py" for module in _MODULES), ""
     for word in command[1:]:
-        if before.startswith("-") and before.endswith("m"):
-            return word in _MODULES
+        if before.startswith("-") and before.endswith(("m", "c")):
+            return before.endswith("m") and word in _MODULES
         if not word.startswith("-") and before not in ("-X", "-W"):
             return Path(word).name in _SCRIPTS or word.endswith(files)
         before = word

@@ -18,25 +18,21 @@ _FUSED_DEVICES = ("cpu", "cuda")
 def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
-    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, and
-    the policy's value of one that is None. On CPU and CUDA one kernel updates weight and moments in a single pass,
-    which computes in float32 (float64 weights: float64) and rounds once at its end. Each group's `fused` is part of
-    the optimizer's state: a resumed run goes on with its checkpoint's.
+    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, or `learning_rate` where that
+    is None. On CPU and CUDA one kernel updates weight and moments in a single pass, which computes in float32 (float64
+    weights: float64) and rounds once at its end.
     """
-    betas = (args.adam_beta1, args.adam_beta2)
+    critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+    common = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups: list[dict[str, Any]] = []
-    for parameters, rate, epsilon in (
-        (model.policy_parameters(), args.learning_rate, args.adam_epsilon),
-        (
-            model.critic_parameters(),
-            _first_given(args.critic_learning_rate, args.learning_rate),
-            args.adam_epsilon,
-        ),
+    for parameters, rate in (
+        (model.policy_parameters(), args.learning_rate),
+        (model.critic_parameters(), critic_rate),
     ):
         matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
         for own, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
             if own:
-                groups.append({"params": own, "weight_decay": decay, "lr": rate, "betas": betas, "eps": epsilon})
+                groups.append({"params": own, "weight_decay": decay, "lr": rate, **common})
     # None, not False: torch then chooses between its loop and its foreach implementation.
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True if device.type in _FUSED_DEVICES else None)
 
@@ -51,12 +47,11 @@ def prepared_optimizer(
     """
     if given is None:
         return make_optimizer(model, args, device)
-    for name in ("critic_learning_rate", "critic_adam_epsilon"):
-        if (value := getattr(args, name)) is not None:
-            raise ValueError(
-                f"{name} is {value}, but the optimizer in `optimizers` has its own settings; give the critic's "
-                f"parameters a group with theirs, and set {name}: null"
-            )
+    if args.critic_learning_rate is not None:
+        raise ValueError(
+            f"critic_learning_rate is {args.critic_learning_rate}, but the optimizer in `optimizers` has rates of its "
+            "own; give the critic's parameters a group with theirs, and set critic_learning_rate: null"
+        )
     covered = {id(p) for group in given.param_groups for p in group["params"]}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
     if missing:
@@ -81,7 +76,3 @@ def make_engine(
     """
     engines = {DistributedType.DEEPSPEED: DeepSpeedEngine}
     return engines.get(accelerator.distributed_type, Engine)(accelerator, actor_critic, optimizer, args)
-
-
-def _first_given(own: float | None, default: float) -> float:
-    return default if own is None else own
