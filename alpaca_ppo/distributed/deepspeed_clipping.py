@@ -4,14 +4,13 @@ so that a large value loss would shrink the policy's step.
 The code follows DeepSpeed 0.19.8.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
 
 Role = Literal["policy", "critic"]
-ROLES: tuple[Role, Role] = ("policy", "critic")
 
 
 class DeepSpeedClipping:
@@ -25,12 +24,12 @@ class DeepSpeedClipping:
     Args:
         zero: DeepSpeed's ZeRO optimizer; its methods are replaced on the instance.
         roles: of each group of the torch optimizer inside, all of whose parameters have that role.
-        limit: the largest norm of each.
+        limits: the largest norm of each role.
         stage: of ZeRO, 1 to 3.
     """
 
-    def __init__(self, zero: Any, roles: Sequence[Role], limit: float, *, stage: int) -> None:
-        self._zero, zero.clip_grad = zero, limit
+    def __init__(self, zero: Any, roles: Sequence[Role], limits: Mapping[Role, float], *, stage: int) -> None:
+        self._zero, self._limits = zero, limits
         # Stage 3 divides an optimizer group into sub-groups.
         self._roles = (
             [roles[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))] if stage == 3 else roles
@@ -58,7 +57,7 @@ class DeepSpeedClipping:
         self._group_norms, self._clipped = [], 0
         yield norms
         assert len(self._group_norms) == len(self._roles)
-        for role in ROLES:
+        for role in self._limits:
             of_role = self._norms_of(role)
             norms[role] = float(combine_grad_norm_groups(of_role)) / self._zero.loss_scale if of_role else 0.0
         assert self._clipped == (0 if self._zero.overflow else len(self._roles))
@@ -79,4 +78,5 @@ class DeepSpeedClipping:
 
         role = self._roles[self._clipped]
         self._clipped += 1
+        self._zero.clip_grad = self._limits[role]
         self._clip(gradients, combine_grad_norm_groups(self._norms_of(role)))

@@ -89,7 +89,7 @@ class DeepSpeedEngine(Engine):
         self._clipping = DeepSpeedClipping(
             self._zero,
             ["critic" if id(group[0]) in critic else "policy" for group in self._groups],
-            self.args.max_grad_norm,
+            {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm},
             stage=self.stage,
         )
         if self.synced_forwards:

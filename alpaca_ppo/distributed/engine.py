@@ -93,7 +93,7 @@ class Engine(TrainState):
         accelerator: of the run.
         actor_critic: the models to train; `model` is their wrapped form.
         optimizer: over its parameters, in any groups.
-        args: of the run; `max_grad_norm` clips the gradients of policy and critic, each on its own.
+        args: of the run; the gradients of policy and critic are clipped each on its own.
     """
 
     synced_forwards = False
@@ -107,7 +107,9 @@ class Engine(TrainState):
         args: PPOConfig,
     ) -> None:
         super().__init__(actor_critic, optimizer)
-        self.accelerator, self.actor_critic, self.args = accelerator, actor_critic, args
+        self.accelerator, self.actor_critic, self.max_grad_norm = accelerator, actor_critic, args.max_grad_norm
+        own = args.critic_max_grad_norm
+        self.critic_max_grad_norm = args.max_grad_norm if own is None else own
         # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.model: Any = self._wrap()
@@ -174,9 +176,9 @@ class Engine(TrainState):
         for parameter in frozen:
             # None, not zero: with a zero gradient AdamW would still decay the weights and count a step.
             parameter.grad = None
-        policy = self._clip(self.actor_critic.policy_parameters(), self.args.max_grad_norm)
+        policy = self._clip(self.actor_critic.policy_parameters(), self.max_grad_norm)
         has_critic = self.actor_critic.critic is not None
-        critic = self._clip(self.actor_critic.critic_parameters(), self.args.max_grad_norm) if has_critic else None
+        critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
         norms = GradNorms(policy, critic)
         if norms.non_finite is None:
             self._stepping.step()

@@ -61,7 +61,9 @@ def test_what_the_critic_leaves_out_is_the_policys(model):
 
 
 def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model):
-    args, warm = (tiny_config("unused", lr_scheduler_type="linear", **own) for own in ({}, {"critic_lr_warmup_steps": 0}))
+    args, warm = (
+        tiny_config("unused", lr_scheduler_type="linear", **own) for own in ({}, {"critic_lr_warmup_steps": 0})
+    )
     mixed = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(ValueError, match="critic_lr_warmup_steps is 0, but group 0 of the optimizer has"):
         Schedules(mixed, model, warm, TOTALS)
