@@ -31,20 +31,8 @@ def collate_prompts(
     Returns:
         queries (B, Q) int64, query_attn_masks (B, Q) int64 (1 = a token of the prompt), prompt_ids (B,) int64, rows (B
         dictionaries).
-
-    Raises:
-        ValueError: if `items` and `indices` differ in length, or a prompt has more than `query_len` tokens.
     """
-    if len(items) != len(indices):
-        raise ValueError(
-            f"items ({len(items)}) and indices ({len(indices)}) differ in length; give one index per prompt"
-        )
-    for item, index in zip(items, indices, strict=True):
-        if len(item["input_ids"]) > query_len:
-            raise ValueError(
-                f"prompt {index} has {len(item['input_ids'])} tokens, more than query_len ({query_len}); "
-                "use the query_len that the prompts were prepared with"
-            )
+    assert len(items) == len(indices) and all(len(item["input_ids"]) <= query_len for item in items)
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
     return PromptBatch(
         queries=queries,

@@ -21,17 +21,17 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
     if script_args.eval_datasets:
         found: dict[str, Dataset] = {}
         for entry in script_args.eval_datasets:
-            name, equals, rest = entry.partition("=")
-            if not equals or not name or not rest or name in found:
-                problem = "a set that is named already" if name in found else "which is not of the form set=dataset"
+            name, _, rest = entry.partition("=")
+            if not name or not rest or name in found:
                 raise ValueError(
-                    f"eval_datasets has {entry!r}, {problem}; write gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or "
-                    "gsm8k=openai/gsm8k:main@test"
+                    f"eval_datasets has {entry!r}, which is not of the form set=dataset with a new name; write "
+                    "gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or gsm8k=openai/gsm8k:main@test"
                 )
-            dataset, split, config = rest, None, None
+            dataset, split, config = rest, "", ""
             if not os.path.exists(rest):
                 dataset, _, split = rest.partition("@")
-                dataset, _, config = (dataset, "", "") if os.path.exists(dataset) else dataset.partition(":")
+                if not os.path.exists(dataset):
+                    dataset, _, config = dataset.partition(":")
             found[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
         return found
     name, split = script_args.dataset_name, script_args.dataset_test_split

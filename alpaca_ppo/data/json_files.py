@@ -6,6 +6,7 @@ line `null` ends the process (datasets 5.2 with pyarrow 26). The rows are in mem
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,69 +52,52 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
-    try:
-        whole = _parse(text)
-    except (ValueError, RecursionError) as error:
-        if text.lstrip().startswith("["):
-            raise ValueError(f"{path} is not valid JSON: {_reason(error)}") from error
-    else:
-        if isinstance(whole, list):
-            return [_checked_row(row, f"{path} entry {i}") for i, row in enumerate(whole)]
-        return [_checked_row(whole, f"{path} line 1")]
-    rows = []
+    if text.lstrip().startswith("["):
+        return [_checked_row(row, f"{path} entry {i}") for i, row in enumerate(_parse(text, str(path)))]
+    with suppress(ValueError):
+        return [_checked_row(_parse(text, str(path)), f"{path} line 1")]
     # Not splitlines, which also splits at characters that may stand within JSON text, such as U+2028.
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = _parse(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} line {number} is not valid JSON: {_reason(error)}") from error
-        rows.append(_checked_row(row, f"{path} line {number}"))
-    return rows
+    lines = enumerate(text.replace("\r\n", "\n").split("\n"), 1)
+    places = [(line, f"{path} line {number}") for number, line in lines if line.strip()]
+    return [_checked_row(_parse(line, place), place) for line, place in places]
 
 
-def _parse(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique_keys)
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{place} is not valid JSON: {reason}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
-
-
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    names = [name for name, _ in pairs]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return dict(pairs)
 
 
 def _checked_row(row: Any, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(
-            f'{place} is a {type(row).__name__}; every row must be a JSON object such as {{"prompt": ...}}'
-        )
+        raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
     return row
 
 
 def _arrow(name: str, values: list[Any]) -> pa.Array:
-    """`values` as an Arrow column, of JSON text if a column of one type cannot hold them unchanged."""
-    try:
-        array = pa.array(values)
+    """`values` as an Arrow column, of JSON text if a column of one type cannot hold them unchanged: Arrow fills keys
+    that some of the entries lack, makes True a 1.0 among numbers, and cannot store a type nested much deeper than 50.
+    """
     # Of values that differ in type, or that Arrow cannot hold at all.
-    except (pa.ArrowException, OverflowError, TypeError, UnicodeEncodeError):
-        array = None
-    if array is None or not _holds(array, values):
-        for row, value in enumerate(values):
-            _check_value(name, value, row)
-        texts = [None if value is None else json.dumps(value) for value in values]
-        array = pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
-    return array
+    with suppress(pa.ArrowException, OverflowError, TypeError, UnicodeEncodeError):
+        array = pa.array(values)
+        if _depth(array.type) <= 50 and all(map(_same, array.to_pylist(), values)):
+            return array
+    texts = [None if value is None else _checked_json(name, value, row) for row, value in enumerate(values)]
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
 
 
-def _check_value(name: str, value: Any, row: int) -> None:
-    """Checks that `value` has neither integers beyond 64 bits nor lone surrogates, which no dataset can hold."""
+def _checked_json(name: str, value: Any, row: int) -> str:
+    """`value` as JSON without integers beyond 64 bits and lone surrogates, which no dataset can hold."""
     for number in _integers(value):
         if not -(2**63) <= number < 2**63:
             raise ValueError(
@@ -123,15 +107,7 @@ def _check_value(name: str, value: Any, row: int) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"column {name!r} holds {shown(value)} in row {row}, which is not text ({error})") from error
-
-
-def _holds(array: pa.Array, values: list[Any]) -> bool:
-    """Whether `array` has the `values` that it was made of: Arrow fills keys that some of the entries lack, makes True
-    a 1.0 among numbers, and cannot store a type that is nested much deeper than 50.
-    """
-    if pa.types.is_nested(array.type):
-        return _depth(array.type) <= 50 and all(map(_same, array.to_pylist(), values))
-    return not pa.types.is_floating(array.type) or not any(isinstance(value, bool) for value in values)
+    return json.dumps(value)
 
 
 def _depth(kind: pa.DataType) -> int:

@@ -5,8 +5,7 @@ Streaming is not supported, because the schedule needs the number of prompts.
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +31,39 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
         ValueError: if no dataset has this name, a file is damaged or malformed, the split does not exist, or `split`
             is None and there are several.
     """
-    path = Path(dataset_name)
-    # os.path returns False for a name that no file can have, where Path would raise an OSError.
-    is_dir = os.path.isdir(dataset_name)
-    if os.path.isfile(dataset_name):
-        if path.suffix not in _BUILDERS:
-            raise ValueError(f"dataset_name {dataset_name!r} has an unknown suffix; use one of {', '.join(_BUILDERS)}")
-        with _named(dataset_name):
-            splits = _checked(DatasetDict({"train": _read_files([path])}))
-        return _select_split(splits, split, dataset_name)
-    if not is_dir and (path.suffix in _BUILDERS or path.is_absolute() or dataset_name.startswith((".", "~"))):
-        raise ValueError(
-            f"dataset_name {dataset_name!r} is neither a file nor a folder in {Path.cwd()}; check the path"
-        )
     try:
-        with _named(dataset_name):
-            if is_dir:
-                splits = _checked(_load_folder(path, config_name))
-            else:
-                splits = datasets.load_dataset(dataset_name, config_name)
+        splits = _load(dataset_name, config_name)
     # Raised for a folder without data files, an id that is not on the hub, and without a connection.
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(
             f"dataset_name {dataset_name!r} is not a folder with data files, and was not found on the hub ({error}); "
             "check the name, or the connection"
         ) from error
+    # Whatever the files provoke in `datasets`, pandas or pyarrow; `datasets` wraps the reason once or twice.
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ValueError):
+            cause = cause.__cause__
+        reason = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
+        raise ValueError(f"dataset_name {dataset_name!r} cannot be read: {reason}") from error
     return _select_split(splits, split, dataset_name)
 
 
-def _checked(splits: DatasetDict) -> DatasetDict:
-    """Reads every value once: pyarrow would find text that is not UTF-8 only when the row is used."""
+def _load(name: str, config_name: str | None) -> DatasetDict:
+    path = Path(name)
+    # os.path returns False for a name that no file can have, where Path would raise an OSError.
+    if os.path.isfile(name):
+        if path.suffix not in _BUILDERS:
+            raise ValueError(f"it has an unknown suffix; use one of {', '.join(_BUILDERS)}")
+        splits = DatasetDict({"train": _read_files([path])})
+    elif os.path.isdir(name):
+        splits = _load_folder(path, config_name)
+    elif path.suffix in _BUILDERS or path.is_absolute() or name.startswith((".", "~")):
+        raise ValueError(f"it is neither a file nor a folder in {Path.cwd()}; check the path")
+    else:
+        return datasets.load_dataset(name, config_name)
     for rows in splits.values():
+        # Reads every value once: pyarrow would find text that is not UTF-8 only when the row is used.
         rows.data.validate(full=True)
     return splits
 
@@ -103,22 +104,6 @@ def _check_cells(path: Path, separator: str) -> None:
         for cells in rows:
             if cells and len(cells) != len(columns):
                 raise ValueError(f"line {rows.line_num} has {len(cells)} cells, but there are {len(columns)} columns")
-
-
-@contextmanager
-def _named(dataset_name: str) -> Iterator[None]:
-    """Names the dataset in whatever error its files provoke in `datasets`, pandas or pyarrow."""
-    try:
-        yield
-    except (FileNotFoundError, ConnectionError):
-        raise
-    except Exception as error:
-        # `datasets` wraps the reason once or twice.
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ValueError):
-            cause = cause.__cause__
-        reason = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
-        raise ValueError(f"dataset_name {dataset_name!r} cannot be read: {reason}") from error
 
 
 def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> Dataset:

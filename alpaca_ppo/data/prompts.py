@@ -7,7 +7,9 @@ out images, tools and the continuation of an assistant message.
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -27,38 +29,26 @@ _NOT_TEXT = ("image", "images", "pixel_values", "video", "videos")
 """Columns that trainers of models with vision read, beside the prompt."""
 
 
+@dataclass(eq=False)
 class PromptDataset(Sequence[dict[str, Any]]):
     """The prompts that are not overlong, in the dataset's order.
 
     The index of a prompt is stable; it is the `prompt_id` that keys the prompt's random numbers. `ds[i]` is
     `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text or messages
     before tokenization (with a template, the rendered text, which replaces a column of that name).
-
-    Attributes:
-        num_dropped: prompts that were longer than `query_len`.
-        num_cut: prompts that were too long, and whose beginning was cut off.
-        from_template: whether the prompts are rendered by a prompt template, rather than those of a column.
-        fingerprint: a hash of the token ids and of all columns, independent of where the rows were loaded from.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        input_ids: "Sequence[array[int]]",
-        prompt_of: Callable[[Mapping[str, Any]], Any],
-        *,
-        num_dropped: int,
-        fingerprint: str,
-        num_cut: int = 0,
-        from_template: bool = False,
-    ) -> None:
-        assert len(dataset) == len(input_ids), (len(dataset), len(input_ids))
-        self._dataset = dataset
-        self._input_ids = input_ids
-        self._prompt_of = prompt_of
-        self.num_dropped, self.num_cut = num_dropped, num_cut
-        self.from_template = from_template
-        self.fingerprint = fingerprint
+    _dataset: Dataset
+    _input_ids: "Sequence[array[int]]"
+    _prompt_of: Callable[[Mapping[str, Any]], Any]
+    fingerprint: str
+    """A hash of the token ids and of all columns, independent of where the rows were loaded from."""
+    num_dropped: int
+    """Prompts that were longer than `query_len`."""
+    num_cut: int
+    """Prompts that were too long, and whose beginning was cut off."""
+    from_template: bool
+    """Whether the prompts are rendered by a prompt template, rather than those of a column."""
 
     def __len__(self) -> int:
         return len(self._input_ids)
@@ -124,7 +114,7 @@ def prepare_prompts(
         ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
             or if no prompt is left.
     """
-    _check_arguments(dataset, query_len, overlong)
+    assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     template = _template_of(dataset, prompt_column, prompt_template)
     prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
     digest = hashlib.sha256()
@@ -136,9 +126,16 @@ def prepare_prompts(
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
-        prompts = [_checked_prompt(prompt_of, row, start + i, bool(tools_of)) for i, row in enumerate(rows)]
-        kind = kind or type(prompts[0])
-        _check_kind(prompts, kind, start)
+        prompts = []
+        for number, row in enumerate(rows, start):
+            prompt = _checked_prompt(prompt_of, row, number, bool(tools_of))
+            kind = kind or type(prompt)
+            if type(prompt) is not kind:
+                raise ValueError(
+                    f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
+                    f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
+                )
+            prompts.append(prompt)
         tokenized = _tokenize(prompts, rows, tokenizer, chat_template_kwargs, tools_of, start=start)
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
@@ -158,15 +155,9 @@ def prepare_prompts(
             digest.update(input_ids[-1])
     if not kept:
         raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
-    return PromptDataset(
-        dataset.select(kept),
-        input_ids,
-        prompt_of,
-        num_dropped=len(dataset) - len(kept),
-        fingerprint=digest.hexdigest()[:16],
-        num_cut=num_cut,
-        from_template=template is not None,
-    )
+    dropped, of_template = len(dataset) - len(kept), template is not None
+    prompts_kept, fingerprint = dataset.select(kept), digest.hexdigest()[:16]
+    return PromptDataset(prompts_kept, input_ids, prompt_of, fingerprint, dropped, num_cut, of_template)
 
 
 def _json_value(value: Any) -> Any:
@@ -178,42 +169,26 @@ def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else type(value).__name__
 
 
-def _check_arguments(dataset: Dataset, query_len: int, overlong: str) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "the prompt dataset is an IterableDataset, which is read as a stream, but the order of prompts and a "
-            "resumed run need to know how many there are; take as many as the run needs: "
-            "Dataset.from_list(list(dataset.take(10000)), features=dataset.features)"
-        )
-    if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"the prompt dataset is a {type(dataset).__name__}; pass one split as a datasets.Dataset "
-            "(Dataset.from_list(rows) converts a list, dataset_dict['train'] selects a split)"
-        )
-    if len(dataset) == 0:
-        raise ValueError("the prompt dataset has no rows; it must have at least one")
-    check_text_only(dataset.column_names)
-    if query_len < 1:
-        raise ValueError(f"query_len is {query_len}; it must be at least 1")
-    if overlong not in ("drop", "truncate", "error"):
-        raise ValueError(f"overlong_prompts is {overlong!r}; it must be 'drop', 'truncate' or 'error'")
-
-
-def check_text_only(columns: Sequence[str]) -> None:
-    """Checks that no column is one in which other trainers take images or videos.
+def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | None) -> PromptTemplate | None:
+    """The template of the prompts; None if they are a column.
 
     Raises:
-        ValueError: naming it.
+        ValueError: for what is no dataset of text prompts, or has neither the column nor one of Alpaca's.
     """
+    if not isinstance(dataset, Dataset) or len(dataset) == 0:
+        stream = isinstance(dataset, IterableDataset)
+        remedy = "list(dataset.take(10000)), features=dataset.features" if stream else "rows"
+        found = "empty" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, such as "
+            f"Dataset.from_list({remedy})"
+        )
+    columns = dataset.column_names
     if found := [name for name in columns if name in _NOT_TEXT]:
         raise ValueError(
-            f"the dataset has the column {found[0]!r}, but the policy reads text only and would answer without it; "
-            f"remove it (dataset.remove_columns({found})), or rename it if a reward function needs it"
+            f"the dataset has the column {found[0]!r}, but the policy reads text only; remove it "
+            f"(dataset.remove_columns({found})), or rename it if a reward function needs it"
         )
-
-
-def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | None) -> PromptTemplate | None:
-    columns = dataset.column_names
     if prompt_template is not None:
         return resolve_template(prompt_template, columns)
     if prompt_column in columns:
@@ -244,41 +219,34 @@ def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:
 def _checked_prompt(
     prompt_of: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], number: int, may_be_blank: bool
 ) -> Any:
-    try:
+    with _naming(number):
         prompt = prompt_of(row)
-    except ValueError as error:
-        raise ValueError(f"row {number}: {error}") from error
     if isinstance(prompt, str):
         if not prompt.strip() and not may_be_blank:
             raise ValueError(f"the prompt in row {number} is empty; drop such rows")
-    elif isinstance(prompt, list) and prompt:
-        _check_messages(prompt, number)
-    else:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
         raise ValueError(
             f"the prompt in row {number} is {shown(prompt)}; "
             "it must be text, or a list of messages with 'role' and 'content'"
         )
-    return prompt
-
-
-def _check_kind(prompts: list[Any], kind: type, start: int) -> None:
-    """Checks that all prompts, of which the first is in row `start`, are text, or all messages, as in row 0."""
-    for number, prompt in enumerate(prompts, start):
-        if type(prompt) is not kind:
-            raise ValueError(
-                f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
-                f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
-            )
-
-
-def _check_messages(messages: list[Any], number: int) -> None:
-    for message in messages:
+    for message in prompt:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise ValueError(f"row {number} has the message {shown(message)}; it needs 'role' and 'content', both text")
-    if messages[-1]["role"] == "assistant":
+    if prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
         )
+    return prompt
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """Names the row in an error of the user's template or environment."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from error
 
 
 def _tokenize(
@@ -295,15 +263,10 @@ def _tokenize(
         return tokenize_prompts(prompts, tokenizer, keywords, start=start)
     of_prompts = []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), start):
-        try:
+        with _naming(number):
             tools = tools_of(row)
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
-        shown_tools = {"tools": list(tools)} if tools and isinstance(prompt, list) else {}
-        blank = not prompt
-        of_prompts += (
-            [[]] if blank else tokenize_prompts([prompt], tokenizer, {**(keywords or {}), **shown_tools}, start=number)
-        )
+        given = {**(keywords or {}), **({"tools": list(tools)} if tools and isinstance(prompt, list) else {})}
+        of_prompts += tokenize_prompts([prompt], tokenizer, given, start=number) if prompt else [[]]
     return of_prompts
 
 
@@ -319,11 +282,26 @@ def tokenize_prompts(
     Raises:
         ValueError: for messages without a chat template or that it refuses, and for a prompt without tokens.
     """
-    of_prompts = (
-        _tokenize_texts(prompts, tokenizer)
-        if isinstance(prompts[0], str)
-        else _tokenize_messages(prompts, tokenizer, chat_template_kwargs or {}, start=start)
-    )
+    if isinstance(prompts[0], str):
+        of_prompts = _tokenize_texts(prompts, tokenizer)
+    elif tokenizer.chat_template is None:
+        raise ValueError(
+            "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
+            "model, set tokenizer.chat_template, or use text prompts"
+        )
+    else:
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(chat_template_kwargs or {})}
+        of_prompts = []
+        for number, messages in enumerate(prompts, start):
+            # A template refuses roles and keys that it does not know with an error of its own choice.
+            try:
+                encoded: Any = tokenizer.apply_chat_template(messages, **how)
+            except Exception as error:
+                raise ValueError(
+                    f"the chat template refuses the messages in row {number}, {shown(messages)}: "
+                    f"{type(error).__name__}: {error}; change the row, or the tokenizer"
+                ) from error
+            of_prompts.append(list(encoded["input_ids"]))
     for number, ids in enumerate(of_prompts, start):
         if not ids:
             raise ValueError(
@@ -331,42 +309,6 @@ def tokenize_prompts(
                 "drop such rows"
             )
     return of_prompts
-
-
-def _tokenize_messages(
-    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any], *, start: int
-) -> list[list[int]]:
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
-            "model, set tokenizer.chat_template, or use text prompts"
-        )
-    try:
-        return _apply_chat_template(prompts, tokenizer, keywords)
-    # A template refuses roles and keys that it does not know with an error of its own choice.
-    except Exception as error:
-        number = next((i for i, messages in enumerate(prompts) if not _fits_template(messages, tokenizer, keywords)), 0)
-        raise ValueError(
-            f"the chat template refuses the messages in row {start + number}, {shown(prompts[number])}: "
-            f"{type(error).__name__}: {error}; change the row, or the tokenizer"
-        ) from error
-
-
-def _apply_chat_template(
-    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any]
-) -> list[list[int]]:
-    encoded: Any = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **keywords
-    )
-    return [list(ids) for ids in encoded["input_ids"]]
-
-
-def _fits_template(messages: Any, tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any]) -> bool:
-    try:
-        _apply_chat_template([messages], tokenizer, keywords)
-    except Exception:
-        return False
-    return True
 
 
 def _tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

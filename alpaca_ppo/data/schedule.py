@@ -26,9 +26,6 @@ class PromptSchedule:
         total_epochs: passes over the dataset. Give either this, `total_episodes` or `num_steps`.
         total_episodes: prompts in total.
         num_steps: steps in total (`max_steps`).
-
-    Raises:
-        ValueError: if the dataset is empty, or not exactly one of the totals is given.
     """
 
     def __init__(
@@ -41,15 +38,7 @@ class PromptSchedule:
         total_episodes: int | None = None,
         num_steps: int | None = None,
     ) -> None:
-        if num_prompts < 1:
-            raise ValueError(
-                "train_dataset has no prompt left to train on (0 rows); check query_len and the dataset's columns"
-            )
-        if [total_epochs, total_episodes, num_steps].count(None) != 2:
-            raise ValueError(
-                f"set exactly one of total_epochs ({total_epochs}), total_episodes ({total_episodes}) and max_steps "
-                f"({num_steps}), and the others to null"
-            )
+        assert num_prompts >= 1 and [total_epochs, total_episodes, num_steps].count(None) == 2
         self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, rollout_batch_size, seed
         self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
         self._steps_per_epoch = -(-num_prompts // rollout_batch_size)
@@ -66,34 +55,20 @@ class PromptSchedule:
         return min(done, self.num_episodes) / self.num_prompts
 
     def indices(self, step: int) -> list[int]:
-        """Returns the dataset indices of `step` (from 0): `rollout_batch_size`, or fewer in the last step of an epoch.
-
-        Raises:
-            ValueError: if `step` is outside the schedule.
-        """
+        """Returns the dataset indices of `step` (from 0); the last step of an epoch may have fewer."""
         return self.prompts_of(step).indices
 
     def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
         """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
 
-        Args:
-            step: from 0.
-            extra_prompts: drawn or passed over.
-
         Raises:
             ValueError: if `step` is outside the schedule.
         """
         if not 0 <= step < self.num_steps:
-            raise ValueError(
-                f"step {step} is outside the schedule of {self.num_steps} steps; raise total_epochs, total_episodes or "
-                "max_steps"
-            )
-        return StepPrompts(self, self.start(step) + extra_prompts, self.num_prompts_at(step))
-
-    def start(self, step: int) -> int:
-        """Returns the place in the sequence at which `step` begins, if no step before it has drawn extra prompts."""
+            raise ValueError(f"step {step} is outside the schedule of {self.num_steps} steps; raise max_steps")
         epoch, within = divmod(step, self._steps_per_epoch)
-        return epoch * self.num_prompts + within * self.rollout_batch_size
+        start = epoch * self.num_prompts + within * self.rollout_batch_size
+        return StepPrompts(self, start + extra_prompts, self.num_prompts_at(step))
 
     def draw(self, place: int, count: int, *, without: Collection[int] = ()) -> tuple[list[int], int]:
         """Returns the next `count` different dataset indices of the sequence, and the place after the last of them;

@@ -87,25 +87,21 @@ def resolve_template(template: str, columns: Sequence[str]) -> PromptTemplate:
 
 def _field_names(text: str) -> list[str]:
     try:
-        parts = list(string.Formatter().parse(text))
+        parts = [part for part in string.Formatter().parse(text) if part[1] is not None]
     except ValueError as error:
         raise ValueError(
             f"prompt_template {text!r} is not a valid format string ({error}); double each literal brace"
         ) from error
-    names: dict[str, None] = {}
     for _, name, spec, conversion in parts:
-        if name is None:
-            continue
         # Attribute access, indexing and conversions would let a template read an object's internals.
-        if not name.isidentifier() or spec or conversion:
+        if not str(name).isidentifier() or spec or conversion:
             raise ValueError(
                 f"prompt_template {text!r} has the field {name!r}; "
                 "a field must be a plain column name, such as {question}"
             )
-        names[name] = None
-    if not names:
+    if not parts:
         raise ValueError(
             f"prompt_template {text!r} has no column in braces, so every prompt would be the same; add one, such as "
             "{question}"
         )
-    return list(names)
+    return list(dict.fromkeys(str(name) for _, name, _, _ in parts))

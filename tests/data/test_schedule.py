@@ -49,11 +49,9 @@ def test_a_step_after_extra_prompts_begins_later_in_the_sequence_of_all_epochs()
     assert first == schedule.prompts_of(0, 0).indices
 
 
-def test_a_schedule_without_prompts_or_with_two_totals_is_refused():
-    with pytest.raises(ValueError, match="no prompt left"):
-        PromptSchedule(0, 4, seed=0, total_epochs=1)
-    with pytest.raises(ValueError, match="exactly one of total_epochs"):
-        PromptSchedule(10, 4, seed=0, total_epochs=1, total_episodes=5)
+def test_a_step_after_the_last_is_refused():
+    with pytest.raises(ValueError, match="step 3 is outside the schedule of 3 steps"):
+        PromptSchedule(10, 4, seed=0, total_epochs=1).indices(3)
 
 
 def test_a_run_may_be_given_as_a_number_of_steps():
