@@ -175,17 +175,8 @@ class HLGaussHead(_CategoricalCritic):
 
     kind = "hl_gauss"
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_atoms: int = 51,
-        v_min: float = -10.0,
-        v_max: float = 10.0,
-        sigma: float = 0.75,
-        risk_level: str | float = "neutral",
-    ) -> None:
-        super().__init__(hidden_size, num_atoms=num_atoms, v_min=v_min, v_max=v_max, risk_level=risk_level)
+    def __init__(self, hidden_size: int, *, sigma: float = 0.75, **others: Any) -> None:
+        super().__init__(hidden_size, **others)
         self.sigma = sigma
 
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -199,9 +190,16 @@ class HLGaussHead(_CategoricalCritic):
 class _QuantileCritic(CriticHead):
     """What the quantile and the iqn head share: the quantile Huber loss of `num_quantiles` predictions."""
 
-    def __init__(self, hidden_size: int, *, num_quantiles: int, kappa: float, risk_level: str | float) -> None:
+    def __init__(
+        self, hidden_size: int, *, num_quantiles: int = 32, kappa: float = 1.0, risk_level: str | float = "neutral"
+    ) -> None:
         super().__init__(hidden_size, risk_level=risk_level)
         self.num_quantiles, self.kappa = num_quantiles, kappa
+
+    @classmethod
+    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
+        """With `num_atoms` quantiles."""
+        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def configure(self, args: PPOConfig) -> None:
         """Takes the risk level and `quantile_huber_kappa`."""
@@ -239,16 +237,9 @@ class QuantileHead(_QuantileCritic):
 
     kind = "quantile"
 
-    def __init__(
-        self, hidden_size: int, *, num_quantiles: int = 32, kappa: float = 1.0, risk_level: str | float = "neutral"
-    ) -> None:
-        super().__init__(hidden_size, num_quantiles=num_quantiles, kappa=kappa, risk_level=risk_level)
-        self.linear = _zero_linear(hidden_size, num_quantiles)
-
-    @classmethod
-    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_atoms` quantiles."""
-        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
+    def __init__(self, hidden_size: int, **options: Any) -> None:
+        super().__init__(hidden_size, **options)
+        self.linear = _zero_linear(hidden_size, self.num_quantiles)
 
     def settings(self) -> dict[str, Any]:
         """The number of quantiles."""
@@ -280,25 +271,12 @@ class IQNHead(_QuantileCritic):
 
     kind = "iqn"
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_quantiles: int = 32,
-        embedding_dim: int = 64,
-        kappa: float = 1.0,
-        risk_level: str | float = "neutral",
-    ) -> None:
-        super().__init__(hidden_size, num_quantiles=num_quantiles, kappa=kappa, risk_level=risk_level)
+    def __init__(self, hidden_size: int, *, embedding_dim: int = 64, **options: Any) -> None:
+        super().__init__(hidden_size, **options)
         self.embedding_dim = embedding_dim
         self.embedding = HeadLinear(embedding_dim, hidden_size)
         self.bias = _zero_linear(embedding_dim, 1)
         self.weight = nn.Parameter(torch.zeros(hidden_size))
-
-    @classmethod
-    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_atoms` quantiles."""
-        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def settings(self) -> dict[str, Any]:
         """The number of levels and of cosines."""
