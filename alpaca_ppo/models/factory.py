@@ -222,8 +222,7 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
             f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config (--use_peft)"
         )
     shapes = skeleton(base, args) if isinstance(base, str) else base
-    if shapes is not None:
-        check_adapter_shapes("reward_adapter", args.reward_adapter, shapes)
+    check_adapter_shapes("reward_adapter", args.reward_adapter, shapes)
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:

@@ -26,7 +26,7 @@ from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.models.modules import disable_dropout
 from alpaca_ppo.remote_code import remote_code
 
-_REMEDY = (
+LOADING_REMEDY = (
     "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
     "weights, or a hub id that can be downloaded"
 )
@@ -79,7 +79,10 @@ def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = Fals
     """
     if not isinstance(model, str):
         return "score" not in dict(model.named_children()) and model.get_output_embeddings() is not None
-    with remote_code(model, trust=trust_remote_code), loading(f"no model can be loaded from {model!r}", model, _REMEDY):
+    with (
+        remote_code(model, trust=trust_remote_code),
+        loading(f"no model can be loaded from {model!r}", model, LOADING_REMEDY),
+    ):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     return names_causal_lm(config)
 
@@ -134,7 +137,7 @@ def load_complete(
         ValueError: if it does not exist, its folder is damaged, or weights are missing, which transformers would
             initialize at random.
     """
-    problem, remedy = f"no model can be loaded from {name!r}", _REMEDY
+    problem, remedy = f"no model can be loaded from {name!r}", LOADING_REMEDY
     if own := sorted(arguments.keys() - {"quantization_config"}):
         remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(own)})"
     bars = transformers_bars(shown=has_screen())

@@ -113,7 +113,7 @@ def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_
     shutil.copytree(final / "value", tmp_path / "empty")
     (tmp_path / "empty" / "adapter_model.safetensors").unlink()
     empty = sum(p.numel() for p in trained_parameters(str(folder / "base"), str(tmp_path / "empty"), other, args))
-    assert whole == empty == counted - sum(p.numel() for p in again.policy.adapters.parameters_of("value"))
+    assert whole == counted - sum(p.numel() for p in again.policy.adapters.parameters_of("value")) and empty == 0
 
 
 def _identity(built, args):
@@ -167,5 +167,5 @@ def test_an_adapter_of_another_base_is_warned_of(saved, tmp_path):
     folder, save = saved
     value = str(save("adapter", True, "scalar")[0] / "value")
     shutil.copytree(folder / "base", tmp_path / "base")
-    with pytest.warns(UserWarning, match="was trained on .*, but the base here is .*; on other weights its outputs"):
+    with pytest.warns(UserWarning, match="was trained on .*, but the base here is .*"):
         make(folder, "adapter", adapters=True, peft_config=lora(), model=str(tmp_path / "base"), value_model=value)

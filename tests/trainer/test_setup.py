@@ -29,7 +29,7 @@ def test_a_model_without_a_name_needs_a_tokenizer(tmp_path):
 
 def test_the_critic_has_one_starting_point(tmp_path):
     classifier = tiny_sequence_classifier("llama")
-    refused(tmp_path, "choose one start", arguments={"value_model": classifier}, init_value_with_reward=True)
+    refused(tmp_path, "leave one of them out", arguments={"value_model": classifier}, init_value_with_reward=True)
     refused(tmp_path, "no reward source is a model", init_value_with_reward=True)
     refused(
         tmp_path,
