@@ -33,7 +33,7 @@ def test_the_critic_has_one_starting_point(tmp_path):
     refused(tmp_path, "no reward source is a model", init_value_with_reward=True)
     refused(
         tmp_path,
-        "critic_layout: shared.*leave value_model out",
+        "critic_layout 'shared' .*leave value_model out",
         arguments={"value_model": classifier},
         critic_layout="shared",
     )
