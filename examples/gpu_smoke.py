@@ -189,6 +189,7 @@ def train(
         processing_class=words,
         callbacks=[logs],
     )
+    trainer.check_sampler()
     for step in range(steps):
         logs.steps.append(trainer.step(trainer.prompt_batches(step)))
     return trainer, logs.steps

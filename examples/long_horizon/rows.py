@@ -28,7 +28,9 @@ _VAPO: Settings = {
 }
 """The preset `vapo` at the size of this task. A grade above 2 has more than 70 % of the steps right. The paper has no
 optimizer steps of the critic's own. Its value loss without clipping is in the YAML, for all rows with a critic."""
-_GRPO: Settings = {"adv_estimator": "grpo", "num_return_sequences": 8}
+_NO_CRITIC: Settings = {"vf_coef": 0.1}
+"""The default in place of the YAML's, which weighs a loss that there is not."""
+_GRPO: Settings = _NO_CRITIC | {"adv_estimator": "grpo", "num_return_sequences": 8}
 _PASS: Settings = _GRPO | {
     # The grade is only watched.
     "reward_funcs": [GRADES, "examples.long_horizon.other_rewards:passes"],
@@ -54,9 +56,9 @@ def _without(*names: str, **others: Any) -> Settings:
 MAIN: Mapping[str, Settings] = {
     PPO: {"learning_rate": 1.0e-3},
     "PPO, lam 1": {"lam": 1.0},
-    "GRPO, 4 samples": {"adv_estimator": "grpo", "num_return_sequences": 4},
+    "GRPO, 4 samples": _NO_CRITIC | {"adv_estimator": "grpo", "num_return_sequences": 4},
     GRPO: _GRPO,
-    "RLOO, 4 samples": {"adv_estimator": "rloo", "num_return_sequences": 4},
+    "RLOO, 4 samples": _NO_CRITIC | {"adv_estimator": "rloo", "num_return_sequences": 4},
     VAPO: _VAPO,
 }
 ABLATIONS: Mapping[str, Settings] = {

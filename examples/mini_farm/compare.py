@@ -21,7 +21,12 @@ from examples.mini_farm.results import WINDOW, ResultsArguments
 GROUP = 4
 """Answers to a prompt for the group estimators."""
 BASELINE = "scalar critic (GAE)"
-WITHOUT_CRITIC: dict[str, Any] = {"init_value_with_reward": False, "critic_learning_rate": None, "lam_critic": None}
+WITHOUT_CRITIC: dict[str, Any] = {
+    "init_value_with_reward": False,
+    "critic_learning_rate": None,
+    "lam_critic": None,
+    "vf_coef": 0.1,
+}
 """The defaults of the preset's options that an estimator without a critic refuses."""
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},

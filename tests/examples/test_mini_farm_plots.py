@@ -192,7 +192,7 @@ def test_every_line_of_the_tables_is_a_configuration_with_its_critic():
     critics = ["scalar", "c51", "hl_gauss", "quantile", "iqn", "scalar"]
     assert [line.critic for line in lines.values() if line.uses_critic] == critics
     assert [name for name, line in lines.items() if not line.uses_critic] == ["GRPO", "RLOO"]
-    assert all(line.value_support == (-4.0, 4.0) for line in (lines["c51 critic"], lines["hl_gauss critic"]))
+    assert all(list(line.value_support) == [-4.0, 4.0] for line in (lines["c51 critic"], lines["hl_gauss critic"]))
     short = [with_changes(compare.settings_of(name, preset)) for name in compare.SHORT_VARIANTS]
     assert [line.response_len for line in short] == [20] * 4
     assert [line.mask_truncated for line in short] == [False, False, True, False]
