@@ -61,7 +61,8 @@ class _Loop:
         return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 
 
-_current: _Loop | None = None
+_loops: list[_Loop] = []
+"""The process's event loop, once there is one."""
 
 
 async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
@@ -72,24 +73,18 @@ async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None
         return None, error
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
+def _event_loop() -> _Loop:
     """The process's event loop; a new one if a function holds it."""
-    global _current
-    if _current is not None and (holder := _current.holder()):
+    if _loops and (holder := _loops[0].holder()):
         warnings.warn(
             f"{holder} is async, but works without await, so that no other async function can go on; later ones run in "
             "a new event loop. Await what takes long there, or make it a sync function",
             stacklevel=2,
         )
-        _current = None
-    if _current is None:
-        _current = _Loop()
-    return _current.loop
-
-
-def _probe() -> None:
-    if _current is not None:
-        _current.probe()
+        _loops.clear()
+    if not _loops:
+        _loops.append(_Loop())
+    return _loops[0]
 
 
 def _daemon(target: Callable[[], Any]) -> threading.Thread:
@@ -123,12 +118,13 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
         return await asyncio.gather(*map(limited, awaitables))
 
-    future = asyncio.run_coroutine_threadsafe(gathered(), _event_loop())
+    event_loop = _event_loop()
+    future = asyncio.run_coroutine_threadsafe(gathered(), event_loop.loop)
     try:
         outcomes = future.result()
     except BaseException:
         future.cancel()
-        _probe()
+        event_loop.probe()
         raise
     for _, error in outcomes:
         if isinstance(error, SystemExit | KeyboardInterrupt):
@@ -231,7 +227,7 @@ class RowCalls:
         while self._waiting and len(self._running) < MOST_CALLS:
             row, call = self._waiting.popleft()
             running = self._running[row] = _Running(call)
-            report, loop = partial(self._report, row, running), _event_loop()
+            report, loop = partial(self._report, row, running), _event_loop().loop
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_await_call(call, report), loop)
             else:
@@ -260,7 +256,7 @@ class RowCalls:
         now = time.monotonic()
         late = [row for row, running in self._running.items() if running.deadline and running.deadline <= now]
         if late:
-            _probe()
+            _loops[0].probe()
         ended = []
         for row in late:
             running = self._leave(row)

@@ -184,11 +184,6 @@ class ModelReward:
         return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
 
     @property
-    def _language_model(self) -> Any:
-        """The model whose backbone reads the rows."""
-        return self.model.adapters.model if isinstance(self.model, AdapterClassifier) else self.model
-
-    @property
     def _head(self) -> Any:
         """What scores each hidden state; transformers calls it `score` in models that read the score at one token.
         None if there is no such module.
@@ -212,8 +207,10 @@ class ModelReward:
         pad = _padding_id(self._config, sequences)
         device = next(self.model.parameters()).device
         packed = _end_to_end(sequences, [_scored_column(ids, pad) for ids in sequences], device)
-        keywords = sequence_keywords(self._language_model.base_model, packed)
-        if isinstance(self.model, AdapterClassifier):
+        is_adapter = isinstance(self.model, AdapterClassifier)
+        language_model: Any = self.model.adapters.model if is_adapter else self.model
+        keywords = sequence_keywords(language_model.base_model, packed)
+        if is_adapter:
             scores: Tensor = self.model(packed.input_ids, columns=packed.states, **keywords).logits
             return scores.squeeze(-1).cpu()
         logits: list[Tensor] = []

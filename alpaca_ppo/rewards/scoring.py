@@ -64,14 +64,16 @@ def score_responses(
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
     if penalties.missing_stop is not None:
-        rewards = _penalize(rewards, mask, ~samples["stopped"], penalties.missing_stop)
+        penalized = _on_responses(torch.full_like(scores, penalties.missing_stop), rewards, mask)
+        stopped = samples["stopped"] if rewards.dim() == 1 else samples["stopped"].unsqueeze(1)
+        rewards = torch.where(stopped, rewards, penalized)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
     if (buffer_len := penalties.overlong_buffer_len) is not None:
         scored["overlong_penalties"] = overlong_penalty(
             mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
         )
-        scored["rewards"] = _add_to_sequence(rewards, scored["overlong_penalties"], mask)
+        scored["rewards"] = rewards + _on_responses(scored["overlong_penalties"], rewards, mask)
     if scorer.policy.mask:
         scored["trained_rows"] = torch.tensor([row not in result.failures for row in range(len(rows))])
     return scored
@@ -100,16 +102,9 @@ def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
     return rewards
 
 
-def _add_to_sequence(rewards: Tensor, added: Tensor, mask: Tensor) -> Tensor:
-    """`rewards` with `added` (B,) on each response; on its last chosen token, if they are per token."""
+def _on_responses(values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    """`values` (B,) in the shape of `rewards`: on the last chosen token of each response, if these are per token."""
     if rewards.dim() == 1:
-        return rewards + added
-    return rewards.scatter_add(1, last_token_index(mask).unsqueeze(1), added.unsqueeze(1))
-
-
-def _penalize(rewards: Tensor, mask: Tensor, truncated: Tensor, penalty: float) -> Tensor:
-    """`rewards` with `penalty` as the whole reward of each row that is `truncated` (B,)."""
-    if rewards.dim() == 1:
-        return torch.where(truncated, penalty, rewards)
+        return values
     is_last = torch.arange(mask.size(1)) == last_token_index(mask).unsqueeze(1)
-    return torch.where(truncated.unsqueeze(1), torch.where(is_last, penalty, torch.zeros_like(rewards)), rewards)
+    return torch.where(is_last, values.unsqueeze(1), torch.zeros_like(rewards))
