@@ -135,8 +135,8 @@ def test_a_slow_tool_is_answered_with_a_message_and_its_environment_is_not_used_
             return "late"
 
     kinds = make_kinds([add], Hangs)
-    played = Played(kinds, tool_timeout=1.0)
-    assert json.loads(result(played.say(call("wait"))))["error"] == "wait was not done after 1 seconds"
+    played = Played(kinds, tool_timeout=0.2)
+    assert json.loads(result(played.say(call("wait"))))["error"] == "wait was not done after 0.2 seconds"
     # The call may still be at work in the environment, which therefore takes no other one; tools beside it are free.
     problem = "wait is still at work, and nothing else can be called until it is done"
     for other in (call("increment", step=1), call("wait")):
@@ -270,8 +270,8 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
 
     body = {method: hang} if method != "reply" else {"reply": lambda self, completion: release.wait(5)}
     kinds = make_kinds(None, type("Hangs", (Talks,), body))
-    with pytest.raises(EnvironmentFailure, match=rf"{method} was not done after 1 seconds; .* tool_timeout"):
-        played = Played(kinds, tool_timeout=1.0)
+    with pytest.raises(EnvironmentFailure, match=rf"{method} was not done after 0.2 seconds; .* tool_timeout"):
+        played = Played(kinds, tool_timeout=0.2)
         played.say("bye<|im_end|>")
         played.end()
     release.set()
@@ -281,7 +281,7 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
     ("made", "problem"),
     [
         (lambda release: 1 / 0, "environment_factory raised ZeroDivisionError: division by zero"),
-        (lambda release: release.wait(5), r"environment_factory was not done after 0.5 seconds; .* tool_timeout"),
+        (lambda release: release.wait(5), r"environment_factory was not done after 0.2 seconds; .* tool_timeout"),
         (lambda release: FIRST, "environment_factory returned the same object twice"),
         (lambda release: Counter(), "environment_factory returned a Counter after a Talks; name a factory for each"),
     ],
@@ -292,7 +292,7 @@ def test_an_environment_that_cannot_be_made_in_the_run_stops_it_by_name(made, pr
     kinds = make_kinds(None, lambda: next(makes)(release))
     assert kinds[None].acquire() is FIRST
     with pytest.raises(EnvironmentFailure, match=f"environment 'Talks', prompt 5, before the first turn: {problem}"):
-        Played(kinds, tool_timeout=0.5)
+        Played(kinds, tool_timeout=0.2)
     release.set()
 
 
@@ -428,10 +428,10 @@ def test_writing_out_a_result_is_part_of_the_call():
             raise Silence
         return Written(ways[way])
 
-    played = Played(make_kinds([get], Counter), tool_timeout=1.0)
+    played = Played(make_kinds([get], Counter), tool_timeout=0.2)
     assert result(played.say(call("get", way="whole"))) == "text"
     for way, problem in (
-        ("slow", "get was not done after 1 seconds"),
+        ("slow", "get was not done after 0.2 seconds"),
         ("leaves", "RuntimeError: the call raised SystemExit: 0"),
         ("raises", "Silence"),
     ):

@@ -13,7 +13,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.environments.episode import EnvironmentFailure
 from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import count_even, loss_of, metric_lines, prompts, tiny_trainer
+from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
 
 GAME = {"response_len": 20, "query_len": 6, "max_turn_tokens": 3}
 
@@ -111,8 +111,8 @@ def test_a_conversation_does_not_depend_on_slots_or_on_the_speed_of_environments
         assert_close(runs[0]["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_an_environment_that_says_nothing_changes_no_bit(tmp_path, samples):
+def test_an_environment_that_says_nothing_changes_no_bit(tmp_path):
+    samples = 2
     # In the last of four steps the sampler's log-probs serve.
     settings = {"num_return_sequences": samples, "total_episodes": 40}
     plain = tiny_trainer(tmp_path / "plain", **settings)
@@ -278,28 +278,6 @@ def test_an_opponent_that_answers_once_is_refused(tmp_path):
 def test_without_environments_their_options_are_refused(tmp_path):
     with pytest.raises(ValueError, match="max_turns is set, but there are neither tools nor environments"):
         tiny_trainer(tmp_path, max_turns=3)
-
-
-def test_words_of_the_environment_only_move_the_context(tmp_path):
-    trainer = play(tmp_path, total_episodes=10)
-    trainer.train()
-    rollouts = dict(trainer.last)
-    holes = ~rollouts["response_mask"]
-    for name in ("logprobs", "ref_logprobs", "values", "kl", "shaped_rewards", "advantages", "returns", "rewards"):
-        assert not rollouts[name][holes].any(), name
-    # NaN in whatever an environment's token could be multiplied with changes no gradient.
-    batch = {**rollouts, "denominator": rollouts["response_mask"].sum().float()}
-    gradients = []
-    for poison in (False, True):
-        given = dict(batch)
-        if poison:
-            for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rollout_logprobs"):
-                given[name] = torch.where(holes, torch.nan, given[name])
-        trainer.actor_critic.zero_grad()
-        loss_of(trainer, given).backward()
-        gradients.append({n: p.grad.clone() for n, p in trainer.actor_critic.named_parameters() if p.grad is not None})
-    for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name]), name
 
 
 def test_count_even_still_scores_beside_an_environment(tmp_path):

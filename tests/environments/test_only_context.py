@@ -86,10 +86,10 @@ def trained(folder, trainer_class, **overrides):
 VARIANTS = {
     "gae": {},
     "grpo": {**WITHOUT_CRITIC, "adv_estimator": "grpo", "num_return_sequences": 2},
-    "reinforce++": {**WITHOUT_CRITIC, "adv_estimator": "reinforce_plus_plus"},
-    "iqn": {"critic": "iqn", "num_atoms": 4},
-    "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
-    "correct": {"old_policy": "correct", "loss_agg_mode": "seq-mean-token-sum"},
+    "iqn, gspo, correct": {
+        **{"critic": "iqn", "num_atoms": 4, "policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+        **{"old_policy": "correct"},
+    },
 }
 
 

@@ -1,16 +1,13 @@
 """Tables of rollouts and evaluations tell the results of tools from what a conversation partner says."""
 
 import json
-import os
-import signal
 
 import pytest
 from datasets import Dataset
 
-from alpaca_ppo.distributed.preemption import Interrupted
 from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import before_update, tiny_trainer
+from tests.tiny_runs import tiny_trainer
 
 
 class Clerk:
@@ -90,12 +87,3 @@ def test_turns_of_tools_and_of_a_partner_have_roles_of_their_own(whole):
                 assert answer["role"] == ("tool" if calls else "environment"), said
                 found.add(answer["role"])
         assert found == {"tool", "environment"}, name
-
-
-def test_roles_are_kept_by_a_step_that_goes_on_after_a_signal(tmp_path, whole):
-    trainer = run(tmp_path, eval_steps=1)
-    before_update(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Interrupted):
-        trainer.train()
-    run(tmp_path, eval_steps=1).train(resume_from_checkpoint=True)
-    assert tables(tmp_path) == whole

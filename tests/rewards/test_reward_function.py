@@ -1,10 +1,9 @@
 import asyncio
 import functools
-import sys
 
 import pytest
 
-from alpaca_ppo.rewards import FunctionReward, RewardError, build_reward
+from alpaca_ppo.rewards import RewardError, build_reward
 from alpaca_ppo.rewards.logged_metrics import LoggedMetrics, merged
 
 PROMPTS = ["Count.", "Sing.", "Où ?"]
@@ -81,17 +80,6 @@ def test_async_functions_run_concurrently():
     assert list(result.by_source) == ["judge", "judge_2", "lambda"]
 
 
-def test_async_functions_work_inside_a_running_loop():
-    async def judge(completions, **columns):
-        await asyncio.sleep(0)
-        return [1.0] * len(completions)
-
-    async def notebook_cell():
-        return score(judge).rewards.tolist()
-
-    assert asyncio.run(notebook_cell()) == [1.0] * 3
-
-
 def test_a_synchronous_function_may_run_a_loop_of_its_own():
     async def ask():
         return 2.0
@@ -157,14 +145,6 @@ def test_async_functions_are_awaited_even_if_another_function_fails(recwarn):
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
-def test_keyboard_interrupt_is_not_taken_for_a_failing_function():
-    def judge(completions, **columns):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score(judge)
-
-
 def test_a_long_text_is_shortened_at_both_ends_of_the_message():
     prompt = "start" + "x" * 5000 + "finish"
     with pytest.raises(RewardError) as caught:
@@ -172,46 +152,9 @@ def test_a_long_text_is_shortened_at_both_ends_of_the_message():
     assert "'startxxx" in str(caught.value) and "xxxfinish'" in str(caught.value) and len(str(caught.value)) < 600
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A user's working directory with a package and a file of reward functions."""
-    (tmp_path / "judging_package").mkdir()
-    (tmp_path / "judging_package" / "judge.py").write_text(
-        "def best(completions):\n    return [1.0] * len(completions)\n"
-    )
-    (tmp_path / "loose").mkdir()
-    (tmp_path / "loose" / "sibling_of_judge.py").write_text("BONUS = 2.0\n")
-    (tmp_path / "loose" / "json.py").write_text(
-        "from sibling_of_judge import BONUS\nSTATE = []\nnumber = 3\n"
-        "def good(completions):\n    STATE.append(1)\n    return [BONUS] * len(completions)\n"
-        "def calls(completions):\n    return [float(len(STATE))] * len(completions)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    before = dict(sys.modules), list(sys.path)
-    yield tmp_path
-    sys.modules.clear()
-    sys.modules.update(before[0])
-    assert sys.path == before[1]
-
-
-def test_a_function_is_found_by_module_in_the_working_directory(project):
-    assert score("judging_package.judge:best").by_source["best"].tolist() == [1.0] * 3
-
-
-def test_a_function_is_found_by_file_and_the_file_is_loaded_once(project):
-    import json
-
-    # The file may have the same name as an imported module, and may import other modules of its folder.
-    result = score("loose/json.py:good", str(project / "loose" / "json.py") + ":calls")
-    assert {name: values.tolist() for name, values in result.by_source.items()} == {
-        "good": [2.0] * 3,
-        "calls": [1.0] * 3,
-    }
-    assert sys.modules["json"] is json
-
-
-def test_a_function_reward_can_be_renamed():
-    assert FunctionReward(lambda completions: [], name="length").name == "length"
+def test_a_function_is_found_by_file(tmp_path):
+    (tmp_path / "judge.py").write_text("def good(completions):\n    return [2.0] * len(completions)\n")
+    assert score(f"{tmp_path}/judge.py:good").by_source["good"].tolist() == [2.0] * 3
 
 
 def test_a_function_that_names_them_gets_log_metric_and_the_trainer_s_state():
