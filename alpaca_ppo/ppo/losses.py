@@ -153,17 +153,17 @@ def _ranges(args: PPOConfig) -> dict[str, Any]:
 @POLICY_LOSSES.implement("clip")
 def _clip(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
     ratio_c = args.clip_ratio_c
-    return policy_loss(*batch, **_ranges(args), clip_ratio_c=ratio_c, loss_agg_mode=args.loss_agg_mode, **how)
+    return policy_loss(*batch, clip_ratio_c=ratio_c, loss_agg_mode=args.loss_agg_mode, **_ranges(args) | how)
 
 
 @POLICY_LOSSES.implement("gspo")
 def _gspo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return gspo_policy_loss(*batch, **_ranges(args), loss_agg_mode=args.loss_agg_mode, **how)
+    return gspo_policy_loss(*batch, loss_agg_mode=args.loss_agg_mode, **_ranges(args) | how)
 
 
 @POLICY_LOSSES.implement("cispo")
 def _cispo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return cispo_policy_loss(*batch, **_ranges(args), loss_agg_mode=args.loss_agg_mode, **how)
+    return cispo_policy_loss(*batch, loss_agg_mode=args.loss_agg_mode, **_ranges(args) | how)
 
 
 @POLICY_LOSSES.implement("sapo")
@@ -173,18 +173,17 @@ def _sapo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
 
 @POLICY_LOSSES.implement("gmpo")
 def _gmpo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return gmpo_policy_loss(*batch, **_ranges(args), **how)
+    return gmpo_policy_loss(*batch, **_ranges(args) | how)
 
 
 @POLICY_LOSSES.implement("dppo")
 def _dppo(*batch: Tensor, divergence: DppoDivergence = "tv", args: PPOConfig, **how: Any) -> Loss:
     return dppo_policy_loss(
         *batch,
-        **_ranges(args),
         divergence=divergence,
         clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
         loss_agg_mode=args.loss_agg_mode,
-        **how,
+        **_ranges(args) | how,
     )
 
 

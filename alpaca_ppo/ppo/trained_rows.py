@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
-from alpaca_ppo.functional.shaping import last_token_index
+from alpaca_ppo.ppo import hook_checks
 from alpaca_ppo.rewards.batch import RowFailure
 from alpaca_ppo.types import Rollouts
 
@@ -68,9 +68,7 @@ def shape_as_on_others(rows: dict[str, Tensor] | None, accelerator: Accelerator)
     others_per_token = any_rank(per_token, accelerator)
     if not rows or per_token or not others_per_token or bool(rows["trained_rows"].any()):
         return rows
-    mask, rewards = rows["response_mask"], rows["rewards"]
-    last = last_token_index(mask).unsqueeze(1)
-    return {**rows, "rewards": rewards.new_zeros(mask.shape).scatter(1, last, rewards.unsqueeze(1))}
+    return {**rows, "rewards": hook_checks.per_token(rows["rewards"], rows["response_mask"])}
 
 
 def leave_out_failures(

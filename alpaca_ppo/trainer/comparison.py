@@ -6,7 +6,7 @@ Judges, stored answers and win-rates are in `evaluation`; the trainer calls this
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.data import PromptDataset
@@ -22,6 +22,9 @@ from alpaca_ppo.rewards.scoring import response_texts
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.types import Rollouts
 
+if TYPE_CHECKING:
+    from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
+
 
 class Contest:
     """Compares the policy of a trainer with its `eval_opponent`.
@@ -35,7 +38,7 @@ class Contest:
         ValueError: if the function that `eval_judge` names cannot be loaded.
     """
 
-    def __init__(self, trainer: Any, metric_scorer: RewardScorer, settings: EvaluationSettings) -> None:
+    def __init__(self, trainer: "RolloutTrainer", metric_scorer: RewardScorer, settings: EvaluationSettings) -> None:
         self.trainer, self.metric_scorer = trainer, metric_scorer
         self._score = settings.judged_by
         self._judge: Judge | None = None

@@ -5,7 +5,7 @@ The statistics are in `evaluation`, the rollout itself is the trainer's.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from alpaca_ppo.trainer.comparison import Contest
 from alpaca_ppo.trainer.inspected_prompts import add_tokens
 from alpaca_ppo.types import Rollouts
 
+if TYPE_CHECKING:
+    from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
+
 Measure = Callable[[Mapping[str, Tensor], list[dict[str, Any]]], dict[str, Tensor]]
 """From this rank's samples and the dataset row of each to further tensors with one entry per row."""
 
@@ -43,7 +46,7 @@ class Evaluator:
         ValueError: for options that name a value which there is not, or an answer function that cannot be loaded.
     """
 
-    def __init__(self, trainer: Any, metric_scorer: RewardScorer) -> None:
+    def __init__(self, trainer: "RolloutTrainer", metric_scorer: RewardScorer) -> None:
         self.trainer, self.metric_scorer = trainer, metric_scorer
         sources = trainer.collector.scorer.names
         self.settings = make_settings(trainer.args, sources=sources, metrics=metric_scorer.names)

@@ -6,7 +6,7 @@ makes the same passes over the same few rows, so that sharded models can take pa
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
@@ -18,11 +18,14 @@ from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import PromptBatch, Rollouts
 
+if TYPE_CHECKING:
+    from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
+
 LOOKS = 10
 """Steps of a run at which prompts of the training data are answered, besides its start."""
 
 
-def logged_rollouts(trainer: Any, rollouts: Rollouts, step: int) -> list[dict[str, Any]]:
+def logged_rollouts(trainer: "PPOTrainer", rollouts: Rollouts, step: int) -> list[dict[str, Any]]:
     """Returns the rows of the table of rollouts of `step` (from 1), after its update.
 
     In steps that log entropies they have the ratio of the updated policy to the old one, for which the policy makes a
@@ -40,7 +43,7 @@ def logged_rollouts(trainer: Any, rollouts: Rollouts, step: int) -> list[dict[st
     return rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)
 
 
-def add_tokens(trainer: Any, rollouts: Rollouts, rows: Sequence[dict[str, Any]]) -> None:
+def add_tokens(trainer: "PPOTrainer", rollouts: Rollouts, rows: Sequence[dict[str, Any]]) -> None:
     """Adds `tokens` to those of an evaluation's `rows` that answer its first `num_inspected_prompts` prompts.
 
     Values and entropies take a pass of the models over these rows.
@@ -72,7 +75,7 @@ class TrainingPromptInspector(TrainerCallback):
         trainer: the trainer, once its parts are built.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: "PPOTrainer") -> None:
         self.trainer = trainer
         count = min(trainer.args.num_inspected_prompts, len(trainer.train_prompts))
         unused = trainer.eval_prompts or trainer.environments is not None
@@ -103,7 +106,7 @@ class TrainingPromptInspector(TrainerCallback):
         trainer.run_log.write_rows("inspected", rows, step)
 
 
-def _sampled(trainer: Any, prompts: PromptBatch) -> Rollouts | None:
+def _sampled(trainer: "PPOTrainer", prompts: PromptBatch) -> Rollouts | None:
     """Greedy answers to `prompts` with the numbers of their tokens; None if a signal stopped this rank's sampling."""
     params = replace(trainer.sampling_params, do_sample=False, num_return_sequences=1)
     trainer.rollout_poll = trainer.preemption.for_rollout(
@@ -119,7 +122,9 @@ def _sampled(trainer: Any, prompts: PromptBatch) -> Rollouts | None:
     return rollouts
 
 
-def _evaluated(trainer: Any, samples: Any, *, with_critic: bool, poll: Callable[[], Any]) -> dict[str, torch.Tensor]:
+def _evaluated(
+    trainer: "PPOTrainer", samples: Any, *, with_critic: bool, poll: Callable[[], Any]
+) -> dict[str, torch.Tensor]:
     """Log-probs, entropies, KL and values of `samples` under the policy as it is now, its reference and the critic."""
     rows = row_tensors(samples) | {"rollout_logprobs": samples["rollout_logprobs"]}
     passes = RolloutPasses(with_policy=True, with_critic=with_critic, with_entropies=True)
