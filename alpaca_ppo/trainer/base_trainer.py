@@ -44,7 +44,6 @@ from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.tracking.weights_step import WeightsStep
-from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
 from alpaca_ppo.trainer.preflight import DiskCheck, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.trainer.run_doctor import RunDoctor
@@ -135,8 +134,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         callbacks.append(RunDoctor(args, self.accelerator, log))
         if args.max_kl_to_ref is not None:
             callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
-        if args.num_inspected_prompts:
-            callbacks.append(TrainingPromptInspector(self))
         if args.report:
             token_mb = args.report_token_mb
             callbacks.append(ReportRefresher(args.output_dir, token_mb=token_mb, is_main=log.is_main, say=log.message))

@@ -90,7 +90,7 @@ class Contest:
 
     def _opponent_answers(self, prompts: PromptDataset) -> list[tuple[list[int], str]]:
         """The tokens and the text of each answer; the tokens that the policy's tokenizer makes of a stored one."""
-        opponent = self.trainer.args.eval_opponent
+        opponent = str(self.trainer.args.eval_opponent)
         if opponent == REFERENCE:
             return self._reference_answers(prompts)
         texts = stored_answers(opponent, [prompts[i]["row"] for i in range(len(prompts))])
@@ -107,6 +107,7 @@ class Contest:
         local = collector.local_prompts(engine, batches, trainer.dummy_prompts)
         answers: list[tuple[list[int], str]] = []
         if local is not None:
+            assert collector.reference is not None
             with (
                 collector.reference.on_device(trainer.accelerator.device) as policy,
                 engine.autocast(),

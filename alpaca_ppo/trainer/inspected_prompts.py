@@ -19,13 +19,13 @@ from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 if TYPE_CHECKING:
-    from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
+    from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 
 LOOKS = 10
 """Steps of a run at which prompts of the training data are answered, besides its start."""
 
 
-def logged_rollouts(trainer: "PPOTrainer", rollouts: Rollouts, step: int) -> list[dict[str, Any]]:
+def logged_rollouts(trainer: "RolloutTrainer", rollouts: Rollouts, step: int) -> list[dict[str, Any]]:
     """Returns the rows of the table of rollouts of `step` (from 1), after its update.
 
     In steps that log entropies they have the ratio of the updated policy to the old one, for which the policy makes a
@@ -43,7 +43,7 @@ def logged_rollouts(trainer: "PPOTrainer", rollouts: Rollouts, step: int) -> lis
     return rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)
 
 
-def add_tokens(trainer: "PPOTrainer", rollouts: Rollouts, rows: Sequence[dict[str, Any]]) -> None:
+def add_tokens(trainer: "RolloutTrainer", rollouts: Rollouts, rows: Sequence[dict[str, Any]]) -> None:
     """Adds `tokens` to those of an evaluation's `rows` that answer its first `num_inspected_prompts` prompts.
 
     Values and entropies take a pass of the models over these rows.
@@ -59,7 +59,7 @@ def add_tokens(trainer: "PPOTrainer", rollouts: Rollouts, rows: Sequence[dict[st
     if not len(chosen):
         return
     few: Any = {name: value[chosen] for name, value in rollouts.items()}  # type: ignore[index]
-    with_critic = trainer.critic_head is not None
+    with_critic = trainer.actor_critic.critic is not None
     few |= _evaluated(trainer, few, with_critic=with_critic, poll=lambda: None)
     for place, i in enumerate(chosen.tolist()):
         rows[i]["tokens"] = rollout_tables.token_entries(few, trainer.processing_class, place)
@@ -75,7 +75,7 @@ class TrainingPromptInspector(TrainerCallback):
         trainer: the trainer, once its parts are built.
     """
 
-    def __init__(self, trainer: "PPOTrainer") -> None:
+    def __init__(self, trainer: "RolloutTrainer") -> None:
         self.trainer = trainer
         count = min(trainer.args.num_inspected_prompts, len(trainer.train_prompts))
         unused = trainer.eval_prompts or trainer.environments is not None
@@ -106,7 +106,7 @@ class TrainingPromptInspector(TrainerCallback):
         trainer.run_log.write_rows("inspected", rows, step)
 
 
-def _sampled(trainer: "PPOTrainer", prompts: PromptBatch) -> Rollouts | None:
+def _sampled(trainer: "RolloutTrainer", prompts: PromptBatch) -> Rollouts | None:
     """Greedy answers to `prompts` with the numbers of their tokens; None if a signal stopped this rank's sampling."""
     params = replace(trainer.sampling_params, do_sample=False, num_return_sequences=1)
     trainer.rollout_poll = trainer.preemption.for_rollout(
@@ -116,14 +116,14 @@ def _sampled(trainer: "PPOTrainer", prompts: PromptBatch) -> Rollouts | None:
     rollouts: Any = None
     with trainer.rollout_poll.rollout():
         samples = hook_checks.complete_samples(trainer._generate(prompts, params), prompts, params)
-        with_critic = trainer.critic_head is not None
+        with_critic = trainer.actor_critic.critic is not None
         rollouts = samples | _evaluated(trainer, samples, with_critic=with_critic, poll=trainer.rollout_poll)
         rollouts["scores"] = torch.full((len(prompts["rows"]),), torch.nan)
     return rollouts
 
 
 def _evaluated(
-    trainer: "PPOTrainer", samples: Any, *, with_critic: bool, poll: Callable[[], Any]
+    trainer: "RolloutTrainer", samples: Any, *, with_critic: bool, poll: Callable[[], Any]
 ) -> dict[str, torch.Tensor]:
     """Log-probs, entropies, KL and values of `samples` under the policy as it is now, its reference and the critic."""
     rows = row_tensors(samples) | {"rollout_logprobs": samples["rollout_logprobs"]}

@@ -10,6 +10,7 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor
+from transformers import TrainerCallback
 
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import StepPrompts
@@ -32,6 +33,7 @@ from alpaca_ppo.trainer import measure_checks
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.environment_setup import GivenEnvironments
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
 from alpaca_ppo.trainer.text_generation import Prompt, generate_texts, with_changes
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -75,6 +77,11 @@ class RolloutTrainer(BaseTrainer):
         self._logs_metrics = scorer.logs_metrics or self.collector.metric_scorer.logs_metrics
         self.collector.scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
         self.collector.scorer.on_source = self._show_source
+
+    def built_in_callbacks(self) -> list[TrainerCallback]:
+        """Also those that answer training prompts for the report's inspector."""
+        inspectors: list[TrainerCallback] = [TrainingPromptInspector(self)] if self.args.num_inspected_prompts else []
+        return [*inspectors, *super().built_in_callbacks()]
 
     def new_timers(self) -> metrics.Timers:
         """Timers at 0, whose phases the progress bar shows."""
