@@ -303,7 +303,7 @@ def finished(folder, action, *, stop_after=None):
     random.seed(0)
     torch.manual_seed(0)
     arguments = {"reward_funcs": luck}
-    settings = {"generation_backend": "counting", "save_steps": 1, "mismatch_action": action}
+    settings = {"generation_backend": "counting", "save_steps": 1, "mismatch_action": action, "old_policy": "recompute"}
     trainer = tiny_trainer(folder, trainer_arguments=arguments, **settings)
     if stop_after is not None:
         plain = trainer._end_step
