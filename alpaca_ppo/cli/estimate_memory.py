@@ -15,8 +15,7 @@ def main(argv: Sequence[str]) -> int:
         [EstimateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo estimate-memory"
     )
     # They import torch, for which `--help` need not wait.
-    from alpaca_ppo.estimate_memory.estimator import estimate
-    from alpaca_ppo.estimate_memory.table import table
+    from alpaca_ppo.estimate_memory.estimator import estimate, table
 
     result = estimate(script, lora, args)
     print(json.dumps(result, indent=2) if script.json else table(result))

@@ -1,10 +1,10 @@
 """Estimates the memory of a run: the peak of each phase of a PPO step by cause, and whether a device has enough.
 
-Reads only the models' configurations and runs the trainer's passes over tensors without memory (`measure`). The command
-is `alpaca_ppo/cli/estimate_memory.py`.
+Reads only the models' configurations and runs the trainer's passes over tensors without memory (`passes`); what is held
+beside them is arithmetic (`engines`). It counts tensors, not what a device and its kernels need for themselves.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alpaca_ppo.adapters import read_reward_adapter, read_value_adapter
@@ -12,92 +12,61 @@ from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.estimate_arguments import RESERVE_GIB, EstimateArguments
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments
-from alpaca_ppo.estimate_memory.fake_models import Measurements, Models
-from alpaca_ppo.estimate_memory.measure import measure
+from alpaca_ppo.estimate_memory.engines import Sharding, held
+from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.model_configs import check_run, read_config, read_policy, read_reference, sharding_of
-from alpaca_ppo.estimate_memory.phases import PhaseMemory, peak_by_phase, sizes_of
-from alpaca_ppo.estimate_memory.recommend import Settings, all_changes, single_changes
-from alpaca_ppo.estimate_memory.sharding import DeviceMemory
+from alpaca_ppo.estimate_memory.passes import Measured, measure, sizes_of
 
 GIB = 2**30
+CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache")
+PHASES = ("prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
 
 
-class MemoryEstimator:
-    """Estimates the memory of one run's models under various settings.
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What is in memory at the peak of a phase, in bytes by cause."""
 
-    Raises:
-        ValueError: when a configuration cannot be read, or adapters cannot be combined.
-    """
-
-    def __init__(self, script: EstimateArguments, args: PPOConfig, *, lora: bool) -> None:
-        trust = args.trust_remote_code
-        policy, self._starting_adapter = read_policy(script.model_name_or_path, trust)
-        if args.reward_adapter is not None and not (lora or self.starts_from_adapter):
-            raise ValueError(
-                f"reward_adapter is {args.reward_adapter!r} but the policy has no adapters; set use_peft, or use a "
-                "whole reward model in reward_model_name_or_path"
-            )
-        if lora and self._starting_adapter:
-            raise ValueError(
-                f"model_name_or_path {script.model_name_or_path!r} is an adapter, but use_peft asks for another one; "
-                "merge the first into its base, or leave use_peft out"
-            )
-        reference, reference_adapter = None, None
-        if args.reference not in REFERENCES:
-            reference, reference_adapter = read_reference(args.reference, trust)
-        rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
-        value, value_lora = script.value_model_name_or_path, None
-        if value is not None and args.critic_layout != "separate":
-            # A critic without a backbone takes from it a head, and an adapter.
-            value_lora, value = read_value_adapter(value) if args.critic_layout == "adapter" else None, None
-        self._models = Models(
-            policy,
-            value=None if value is None else read_config("value_model_name_or_path", value, trust),
-            value_lora=value_lora,
-            reference=reference,
-            reference_adapter=reference_adapter,
-            rewards=tuple(rewards),
-            reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
-        )
-        self._replies = bool(script.environments or script.tools)
-        self.sharding = sharding_of(script.num_processes, script.zero_stage, args, policy)
-        self._measured: dict[str, Measurements] = {}
+    phase: str
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float = 0.0
+    kv_cache: float = 0.0
 
     @property
-    def starts_from_adapter(self) -> bool:
-        """Whether the policy is an adapter that is trained further."""
-        return self._starting_adapter is not None
+    def total(self) -> float:
+        """Sum over the causes, in bytes."""
+        return float(sum(getattr(self, cause) for cause in CAUSES))
 
-    def measurements(self, settings: Settings) -> Measurements:
-        """What `measure` returns for the run, cached.
 
-        Raises:
-            ValueError: for settings that the run would refuse; and whatever `measure` raises.
-        """
-        models = self._models
-        check_run(settings.args, settings.sharding.stage, models.policy, models.critic(settings.args))
-        args = settings.args
-        zero = settings.sharding.stage > 0
-        # The ZeRO stages shard different things but make the same passes. Without bf16, DDP makes them too.
-        key = repr((args, settings.lora, settings.sharding.processes, zero and args.bf16))
-        if key not in self._measured:
-            lora = self._starting_adapter or settings.lora.peft_config("CAUSAL_LM")
-            sizes = sizes_of(args, settings.sharding.processes, replies=self._replies)
-            models = replace(self._models, lora=lora, starts_from_adapter=self.starts_from_adapter)
-            self._measured[key] = measure(models, args, sizes, zero=zero)
-        return self._measured[key]
+def predict(models: Models, args: PPOConfig, sharding: Sharding, *, replies: bool = False) -> list[PhaseMemory]:
+    """The peak of each phase on one device, in the order of PHASES.
 
-    def phases(self, settings: Settings) -> list[PhaseMemory]:
-        """The peak of each phase."""
-        return peak_by_phase(self.measurements(settings), settings.args, settings.sharding)
+    Raises:
+        ValueError: whatever `measure` raises.
+    """
+    sizes = sizes_of(args, sharding.processes, replies=replies)
+    return phases(measure(models, args, sizes, zero=sharding.stage > 0), args, sharding)
 
-    def peak(self, settings: Settings) -> float:
-        """The peak over all phases, in bytes."""
-        return max(phase.total for phase in self.phases(settings))
 
-    def offloaded(self, settings: Settings) -> float:
-        """Bytes that DeepSpeed keeps in host memory for each process."""
-        return DeviceMemory(self.measurements(settings), settings.args, settings.sharding).offloaded
+def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> list[PhaseMemory]:
+    """The peak of each phase, from what `measure` returned."""
+    own = held(measured, args, sharding)
+    still = PhaseMemory("", own.weights, own.gradients, own.optimizer)
+    sampling = replace(still, weights=own.weights + own.gathered_to_sample, kv_cache=measured.kv_cache)
+    passing = replace(still, weights=own.weights + own.gathered)
+    at_once = 0.0 if args.use_cpu or args.generation_backend == "generate" else measured.kv_cache
+    # The gradients that exist at the peak are measured with the pass, and counted as the engine holds them.
+    activations = max(0.0, measured.backward - measured.gradients)
+    gradients = min(own.gradients_backward, measured.backward) if sharding.processes == 1 else own.gradients_backward
+    return [
+        replace(sampling, phase="prefill", activations=measured.prefill, kv_cache=at_once),
+        replace(sampling, phase="sampling", activations=measured.sampling),
+        replace(passing, phase="score", activations=measured.score),
+        replace(passing, phase="log-probs", weights=passing.weights + own.reference, activations=measured.logprobs),
+        replace(passing, phase="backward", gradients=gradients, activations=activations),
+        replace(still, phase="optimizer step", gradients=own.gradients_step),
+    ]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -105,35 +74,138 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
 
     Returns:
         `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
-        `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`, the peak after
-        each single change; if none of them fits, also `all_changes`, the peak after all of them.
+        `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
+        each of the three changes that save most, and after all of them.
 
     Raises:
         ValueError: for models that cannot be read or contradict the settings.
     """
-    estimator = MemoryEstimator(script, args, lora=lora.use_peft)
-    sharding = estimator.sharding
-    settings = Settings(args, lora, sharding, estimator.starts_from_adapter)
-    phases = estimator.phases(settings)
-    peak = max(phases, key=lambda phase: phase.total)
+    run = _Run(script, lora, args)
+    own = run.phases(args, lora, run.sharding)
+    peak = max(own, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
         "processes": script.num_processes,
-        "zero_stage": sharding.stage,
-        "phases": [{**asdict(phase), "total": phase.total} for phase in phases],
+        "zero_stage": run.sharding.stage,
+        "phases": [{**asdict(phase), "total": phase.total} for phase in own],
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
     if script.num_processes > 1:
-        stages = [replace(settings, sharding=sharding.at(stage)) for stage in range(3 if args.load_in_4bit else 4)]
-        result["peak_by_zero_stage"] = {str(other.sharding.stage): estimator.peak(other) for other in stages}
-    if offloaded := estimator.offloaded(settings):
+        stages = [run.sharding.at(stage) for stage in range(3 if args.load_in_4bit else 4)]
+        result["peak_by_zero_stage"] = {str(other.stage): run.peak(args, lora, other) for other in stages}
+    if offloaded := held(run.measured(args, lora, run.sharding), args, run.sharding).offloaded:
         result["offloaded"] = offloaded
     if script.device_gib is not None:
         limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
         result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
         if not result["fits"]:
-            result["changes"] = single_changes(settings, estimator.peak, limit)
-            if not any(change["fits"] for change in result["changes"]):
-                result["all_changes"] = all_changes(settings, estimator.peak, limit)
+            result["changes"] = [{**change, "fits": change["peak"] <= limit} for change in run.changes(args, lora)]
     return result
+
+
+class _Run:
+    """The models of one run, measured under various settings."""
+
+    def __init__(self, script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> None:
+        trust = args.trust_remote_code
+        policy, self._adapter = read_policy(script.model_name_or_path, trust)
+        has_adapters = lora.use_peft or self._adapter is not None
+        if args.reward_adapter is not None and not has_adapters:
+            raise ValueError(
+                f"reward_adapter is {args.reward_adapter!r} but the policy has no adapters; set use_peft, or use a "
+                "whole reward model in reward_model_name_or_path"
+            )
+        if lora.use_peft and self._adapter is not None:
+            raise ValueError(
+                f"model_name_or_path {script.model_name_or_path!r} is an adapter, but use_peft asks for another one; "
+                "merge the first into its base, or leave use_peft out"
+            )
+        own_reference = args.reference not in REFERENCES
+        reference, reference_adapter = read_reference(args.reference, trust) if own_reference else (None, None)
+        value, layout = script.value_model_name_or_path, args.critic_layout
+        # A critic without a backbone takes from a value model a head, and an adapter.
+        rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
+        self._models = Models(
+            policy,
+            value=read_config("value_model_name_or_path", value, trust) if value and layout == "separate" else None,
+            value_lora=read_value_adapter(value) if value and layout == "adapter" else None,
+            reference=reference,
+            reference_adapter=reference_adapter,
+            rewards=tuple(rewards),
+            reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
+            starts_from_adapter=self._adapter is not None,
+        )
+        self._replies = bool(script.environments or script.tools)
+        self.sharding = sharding_of(script.num_processes, script.zero_stage, args, policy)
+        self._measured: dict[str, Measured] = {}
+
+    def measured(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> Measured:
+        """What `measure` returns, once for the stages that make the same passes."""
+        check_run(args, sharding.stage, self._models.policy, self._models.critic(args))
+        key = repr((args, lora, sharding.stage > 0 and args.bf16))
+        if key not in self._measured:
+            models = replace(self._models, lora=self._adapter or lora.peft_config("CAUSAL_LM"))
+            sizes = sizes_of(args, sharding.processes, replies=self._replies)
+            self._measured[key] = measure(models, args, sizes, zero=sharding.stage > 0)
+        return self._measured[key]
+
+    def phases(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> list[PhaseMemory]:
+        """The peak of each phase."""
+        return phases(self.measured(args, lora, sharding), args, sharding)
+
+    def peak(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> float:
+        """The peak over all phases, in bytes."""
+        return max(phase.total for phase in self.phases(args, lora, sharding))
+
+    def changes(self, args: PPOConfig, lora: LoraArguments) -> list[dict[str, Any]]:
+        """Text and peak of each of the three changes that save most, and of all of them; without those that the run has
+        made or would refuse.
+        """
+        one_row = {"step_per_device_batch_size": 1}
+        if args.max_tokens_per_micro_batch is not None:
+            one_row = {"max_tokens_per_micro_batch": args.longest_row}
+        options: list[dict[str, Any]] = [{"gradient_checkpointing": True}, one_row]
+        if not lora.use_peft and self._adapter is None:
+            layout = {"critic_layout": "adapter"} if args.uses_critic and not args.init_value_with_reward else {}
+            options.append({"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto", **layout})
+        options = [change for change in options if any(getattr(args, name, None) != v for name, v in change.items())]
+        together: dict[str, Any] = {}
+        for change in options:
+            together |= change
+        found = []
+        for change in [*options, *([together] if len(options) > 1 else [])]:
+            own = {name: value for name, value in change.items() if name != "use_peft"}
+            with_lora = replace(lora, use_peft=True) if "use_peft" in change else lora
+            try:
+                peak = self.peak(replace(args, **own), with_lora, self.sharding)
+            except ValueError:
+                continue
+            text = ", ".join(f"{n}: {str(v).lower() if isinstance(v, bool) else v}" for n, v in change.items())
+            found.append({"change": text, "peak": peak})
+        return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result of `estimate` as text, in GiB."""
+    lines = [f"{result['model']}: peak memory of one device in each phase of a PPO step, in GiB", ""]
+    heads = (*[cause.replace("kv_cache", "KV cache") for cause in CAUSES], "total")
+    lines.append(f"{'phase':<15}" + "".join(f"{head:>13}" for head in heads))
+    for phase in result["phases"]:
+        numbers = "".join(f"{phase[cause] / GIB:>13.2f}" for cause in (*CAUSES, "total"))
+        lines.append(f"{phase['phase']:<15}{numbers}")
+    lines += ["", f"peak: {result['peak'] / GIB:.2f} GiB ({result['peak_phase']})"]
+    if "peak_by_zero_stage" in result:
+        stages = result["peak_by_zero_stage"].items()
+        peaks = [f"{value / GIB:.2f} ({f'ZeRO {stage}' if stage != '0' else 'DDP'})" for stage, value in stages]
+        lines.append(f"on {result['processes']} processes: {', '.join(peaks)}")
+    if "offloaded" in result:
+        lines.append(f"offloaded: another {result['offloaded'] / GIB:.2f} GiB of host memory per process")
+    if "fits" in result:
+        available = f"{result['limit'] / GIB:.2f} of {result['device_gib']:g} GiB are available for tensors"
+        lines.append(f"{'fits' if result['fits'] else 'does not fit'}: {available}")
+    if "changes" in result:
+        lines += ["", "peak in GiB after each change:"]
+        for change in result["changes"]:
+            lines.append(f"  {change['peak'] / GIB:>8.2f}  {change['change']}{'  (fits)' if change['fits'] else ''}")
+    return "\n".join(lines)

@@ -1,14 +1,11 @@
 """The models of a run with fake tensors, which have a shape but no memory.
 
-They are built only from configurations, by the same code that builds a run's models, with few decoder layers. Patches
-for what transformers and torch do differently with fake tensors are at the end.
+They are built only from configurations, by the same code that builds a run's models. Patches for what
+transformers and torch do differently with fake tensors are at the end.
 """
 
 import copy
-import math
-import re
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -28,13 +25,6 @@ from alpaca_ppo.models.factory import make_actor_critic, make_reference
 from alpaca_ppo.models.loading import names_causal_lm
 from alpaca_ppo.remote_code import remote_code
 
-Measurements = dict[str, float]
-"""Bytes (or counts) by name, such as `policy/weights`; each depends on the number of layers of the model
-named before the "/"."""
-
-_FOUR_BIT = 0.5 + 4 / 64
-"""Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4)."""
-
 
 @dataclass(frozen=True)
 class Models:
@@ -52,35 +42,10 @@ class Models:
     starts_from_adapter: bool = False
     """Whether training starts from the adapter `lora`, of which a frozen copy is the reference."""
 
-    @property
-    def names_layers(self) -> bool:
-        """Whether an adapter selects layers by number, which a model with few layers may not have."""
-        adapters = (self.lora, self.value_lora, self.reference_adapter, self.reward_lora)
-        return any(_names_layers(adapter) for adapter in adapters if isinstance(adapter, LoraConfig))
-
     def critic(self, args: PPOConfig) -> Any:
         """The configuration of what the critic starts from."""
         of_reward = args.init_value_with_reward and self.rewards
         return self.rewards[0] if of_reward else self.value or self.policy
-
-    def depths(self, args: PPOConfig) -> dict[str, int]:
-        """Number of decoder layers of each model, by the first part of its measurements' names."""
-        named = {"policy": self.policy, "critic": self.critic(args), "reference": self.reference or self.policy}
-        named |= {f"reward{i}": config for i, config in enumerate(self.rewards)}
-        return {name: int(config.get_text_config().num_hidden_layers) for name, config in named.items()}
-
-
-def _names_layers(adapter: LoraConfig) -> bool:
-    if adapter.layers_to_transform is not None:
-        return True
-    for modules in (adapter.target_modules, adapter.exclude_modules):
-        # A regular expression can write layer numbers in many ways; any digit counts.
-        patterns = [modules] if isinstance(modules, str) else []
-        if any(re.search(r"\d", pattern) for pattern in patterns):
-            return True
-        if any(re.search(r"(^|\.)\d+\.", name) for name in ([] if patterns else modules or [])):
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -92,26 +57,12 @@ class FakeRun:
     rewards: Sequence[PreTrainedModel]
 
 
-def shallow(config: Any, layers: int | None) -> Any:
-    """A copy of `config` with `layers` decoder layers; None = all of them."""
-    config = copy.deepcopy(config)
-    if layers is None:
-        return config
-    text = config.get_text_config()
-    if hasattr(text, "layer_types") and text.layer_types:
-        # A model of fewer layers has too few types.
-        text.layer_types = (text.layer_types * layers)[:layers]
-    text.num_hidden_layers = layers
-    return config
-
-
-def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = False) -> FakeRun:
+def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
     """Builds the models of a run on the meta device (small parts on the CPU).
 
     Args:
         models: their configurations.
         args: of the run.
-        layers: decoder layers of each model; None = all.
         half: cast the trained models and the reference to bfloat16, as DeepSpeed does.
 
     Raises:
@@ -120,22 +71,17 @@ def build(models: Models, args: PPOConfig, *, layers: int | None, half: bool = F
     """
     if args.load_in_4bit and models.lora is None:
         raise ValueError("load_in_4bit is True, but all weights are trained: set use_peft, or leave load_in_4bit out")
-    rewards = [_classifier(config, layers, args, getattr(torch, args.dtype)) for config in models.rewards]
-    value = None if models.value is None or args.init_value_with_reward else _critic_start(models.value, layers, args)
-    policy = _language_model(models.policy, layers, args, getattr(torch, args.dtype))
-    # These options need real weights: 4 bits are accounted for in `measure_weights`, a reward adapter in
+    rewards = [_classifier(config, args, getattr(torch, args.dtype)) for config in models.rewards]
+    value = None if models.value is None or args.init_value_with_reward else _critic_start(models.value, args)
+    policy = _language_model(models.policy, args, getattr(torch, args.dtype))
+    # These options need real weights: 4 bits are accounted for in `passes`, a reward adapter in
     # `_add_adapters`.
     buildable = replace(args, load_in_4bit=False, reward_adapter=None)
-    # DoRA initializes itself from the base's weights, so it must be on their device. Adapters of few layers are small
-    # enough for the CPU.
-    adapters = (models.lora, models.value_lora, models.reward_lora)
-    uses_dora = any(lora is not None and lora.use_dora for lora in adapters)
-    device: Any = torch.device("meta") if uses_dora or layers is None else nullcontext()
-    with device:
+    with torch.device("meta"):
         actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), buildable)
         _add_adapters(models, actor_critic)
     if models.reference is not None:
-        other = _language_model(models.reference, layers, args, getattr(torch, args.dtype))
+        other = _language_model(models.reference, args, getattr(torch, args.dtype))
         if models.reference_adapter is not None:
             with torch.device("meta"):
                 other = inject_adapter_in_model(copy.deepcopy(models.reference_adapter), other)
@@ -167,13 +113,13 @@ def _add_adapters(models: Models, actor_critic: ActorCritic) -> None:
         adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
 
 
-def _critic_start(config: Any, layers: int | None, args: PPOConfig) -> Any:
+def _critic_start(config: Any, args: PPOConfig) -> Any:
     if names_causal_lm(config):
-        return _language_model(config, layers, args, torch.float32)
-    return _classifier(config, layers, args)
+        return _language_model(config, args, torch.float32)
+    return _classifier(config, args)
 
 
-def _language_model(config: Any, layers: int | None, args: PPOConfig, dtype: torch.dtype) -> Any:
+def _language_model(config: Any, args: PPOConfig, dtype: torch.dtype) -> Any:
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
         raise ValueError(
             f"AutoModelForCausalLM cannot build a model of type {config.model_type!r}; use a language model, such as "
@@ -181,12 +127,12 @@ def _language_model(config: Any, layers: int | None, args: PPOConfig, dtype: tor
         )
     with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            shallow(config, layers), dtype=dtype, trust_remote_code=args.trust_remote_code
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=args.trust_remote_code
         )
 
 
-def _classifier(config: Any, layers: int | None, args: PPOConfig, dtype: torch.dtype = torch.float32) -> Any:
-    config = shallow(config, layers)
+def _classifier(config: Any, args: PPOConfig, dtype: torch.dtype = torch.float32) -> Any:
+    config = copy.deepcopy(config)
     config.num_labels, config.pad_token_id = 1, 0
     with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
         model: Any = AutoModelForSequenceClassification.from_config(
@@ -195,67 +141,6 @@ def _classifier(config: Any, layers: int | None, args: PPOConfig, dtype: torch.d
     # Not on the meta device: a critic's head is initialized from this weight.
     model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=dtype)
     return model
-
-
-def measure_weights(run: FakeRun, args: PPOConfig) -> Measurements:
-    """Bytes of all weights and of the gradients of the trainable ones."""
-    policy, critic = run.actor_critic.policy, run.actor_critic.critic
-    of_critic = [] if critic is None else list(critic.parameters())
-    if critic is not None and critic.has_adapter and policy.adapters is not None:
-        of_critic += policy.adapters.parameters_of(VALUE)
-    its_own = {id(parameter) for parameter in of_critic}
-    of_policy = [parameter for parameter in policy.parameters() if id(parameter) not in its_own]
-    trained = [parameter for parameter in (*of_policy, *of_critic) if parameter.requires_grad]
-    found = {
-        "policy/weights": size_of([*policy.parameters(), *policy.buffers()]),
-        "critic/weights": 0.0 if critic is None else size_of([*critic.parameters(), *critic.buffers()]),
-        "reference/weights": 0.0,
-        "policy/gradients": size_of(parameter for parameter in of_policy if parameter.requires_grad),
-        "critic/gradients": size_of(parameter for parameter in of_critic if parameter.requires_grad),
-        "policy/elements": float(sum(p.numel() for p in of_policy if p.requires_grad)),
-        "critic/elements": float(sum(p.numel() for p in of_critic if p.requires_grad)),
-        "policy/hidden": float(policy.model.config.get_text_config().hidden_size),
-        "policy/largest": max((size_of([parameter]) for parameter in trained), default=0.0),
-        "policy/unpacked": 0.0,
-    }
-    if isinstance(run.reference, CopiedReference):
-        found["reference/weights"] = size_of([*run.reference.policy.parameters(), *run.reference.policy.buffers()])
-    if args.load_in_4bit:
-        layers = [m for key, m in policy.named_modules() if isinstance(m, nn.Linear) and "lora_" not in key]
-        packed = [layer.weight for layer in layers if layer is not policy.head]
-        found["policy/weights"] -= sum(w.numel() * (w.element_size() - _FOUR_BIT) for w in packed)
-        # Layers are dequantized one at a time, to bfloat16.
-        found["policy/unpacked"] = max(2.0 * weight.numel() for weight in packed)
-    rewards = {f"reward{i}/weights": size_of([*m.parameters(), *m.buffers()]) for i, m in enumerate(run.rewards)}
-    return found | rewards
-
-
-def extrapolate(one: Measurements, two: Measurements, depths: dict[str, int]) -> Measurements:
-    """Measurements at full depth from those with one and with two layers, if all layers are like the second."""
-    return {name: one[name] + (depths[name.split("/")[0]] - 1) * (two[name] - one[name]) for name in one}
-
-
-def extrapolate_peaks(
-    one: Measurements, two: Measurements, three: Measurements, depths: dict[str, int]
-) -> Measurements:
-    """Measurements at full depth from those with one and two layers, and of passes without gradients with three.
-
-    Without gradients the first layer is unlike the others in what lives beside it: transformers keeps the embeddings
-    to the end of a pass, and they are what the first layer reads.
-    """
-    deeper = {name: size for name, size in two.items() if name in three and depths[name.split("/")[0]] > 1}
-    from_two = extrapolate(deeper, three, {name: depth - 1 for name, depth in depths.items()})
-    return extrapolate(one, two, depths) | from_two
-
-
-def layers_are_alike(models: Models, args: PPOConfig) -> bool:
-    """Whether the weights of two layers determine those of all layers.
-
-    They do not if only some layers have experts, or if an adapter's rank differs between layers.
-    """
-    one, two, full = (measure_weights(build(models, args, layers=layers), args) for layers in (1, 2, None))
-    extrapolated = extrapolate(one, two, models.depths(args))
-    return all(math.isclose(extrapolated[name], value) for name, value in full.items())
 
 
 def size_of(tensors: Any) -> float:

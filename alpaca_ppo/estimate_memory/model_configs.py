@@ -1,5 +1,6 @@
 """Reads the input of an estimate: the models' configurations and DeepSpeed's file, with the run's own checks."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,7 @@ from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit, check_stage, read_deepspeed_file, resolve_auto
-from alpaca_ppo.estimate_memory.phases import micro_batches_of
-from alpaca_ppo.estimate_memory.sharding import Sharding
+from alpaca_ppo.estimate_memory.engines import Sharding
 from alpaca_ppo.models.token_checks import check_positions
 from alpaca_ppo.remote_code import remote_code
 
@@ -88,7 +88,7 @@ def _zero_settings(file_content: Mapping[str, Any], processes: int, args: PPOCon
         hidden_size=config.get_text_config().hidden_size,
         bf16=args.bf16,
         max_grad_norm=args.max_grad_norm,
-        micro_batches=micro_batches_of(args, processes),
+        micro_batches=math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes)),
         step_per_device_batch_size=args.step_per_device_batch_size,
         world=processes,
     )

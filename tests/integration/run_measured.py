@@ -11,8 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from alpaca_ppo.estimate_memory.engines import Sharding
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.sharding import Sharding
 from tests.estimate_memory.test_estimator import llama, lora, measured_peaks, predicted_peaks, settings  # noqa: E402
 
 

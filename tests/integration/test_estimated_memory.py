@@ -19,8 +19,8 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
         ("zero1", 1, False, {**FULL, "bf16": True}, 0.9, 1.1),
         ("zero2", 2, False, {**FULL, "step_per_device_batch_size": 1}, 0.9, 1.1),
         ("zero2", 2, True, {"critic_layout": "adapter", "bf16": True}, 0.9, 1.1),
-        ("zero3", 3, False, FULL, 0.99, 1.17),
-        ("zero3", 3, True, ADAPTERS, 0.99, 1.15),
+        ("zero3", 3, False, FULL, 0.85, 1.15),
+        ("zero3", 3, True, ADAPTERS, 0.85, 1.15),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
