@@ -187,23 +187,9 @@ def make_environments(
         )
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
-    else:
-        _check_unused(args, given.tool_call_parser)
     if not scorer.sources:
         raise ValueError(
             "there is no reward: reward_funcs is empty, and no environment has get_reward or reply; pass reward_funcs, "
             "or give the environment a method get_reward"
         )
     return environments
-
-
-def _check_unused(args: PPOConfig, tool_call_parser: ToolCallParser | None) -> None:
-    # turn_gamma and turn_lam also serve a `_generate` of one's own whose responses have holes.
-    options = ("max_turns", "max_turn_tokens", "tool_timeout")
-    given = [name for name in options if getattr(args, name) is not None]
-    given += ["tool_call_parser"] if tool_call_parser is not None else []
-    if given:
-        raise ValueError(
-            f"{given[0]} is set, but there are neither tools nor environments, without which a response has one turn; "
-            f"pass tools or environment_factory, or leave {given[0]} out"
-        )

@@ -6,14 +6,15 @@ All of it is known before any model is loaded.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from datasets import Dataset
 
+from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.evaluation.settings import make_settings
 from alpaca_ppo.rewards.batch import OF_EPISODES
 from alpaca_ppo.rewards.scorer import check_columns, source_names
 from alpaca_ppo.trainer.environment_setup import NO_ENVIRONMENTS, GivenEnvironments
-from alpaca_ppo.trainer.preflight import check_eval_set
 
 REWARD_ADAPTER = "reward_adapter"
 """The name of its reward source."""
@@ -25,9 +26,15 @@ def check_evaluation(
     """Checks, before any model is loaded, that there is what the run is to evaluate on and to measure.
 
     Raises:
-        ValueError: see `check_eval_set` and `check_value_names`; also for an opponent in conversations.
+        ValueError: see `check_needs` and `check_value_names`; also for an opponent in conversations.
     """
-    check_eval_set(args, eval_dataset)
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    functions = [source for source in given if callable(source) and not isinstance(source, torch.nn.Module)]
+    check_needs(
+        args,
+        eval_set=eval_dataset is not None and eval_dataset != {},
+        reward_functions=bool(functions or environments.kinds),
+    )
     if args.eval_opponent is not None and environments.answer:
         raise ValueError(
             f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo.checkpoint.compatibility import start_identity
+from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
@@ -122,13 +123,16 @@ class PPOTrainer(RolloutTrainer):
         self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, environments)
         setup.report_plain_text(self.train_prompts, self.processing_class, self.accelerator)
         self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, environments)
+        chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
+        # A `_generate` of one's own may leave holes in responses, at which turns end.
+        several_turns = bool(environments.kinds) or type(self)._generate is not PPOTrainer._generate
+        check_needs(args, environments_or_tools=several_turns, prompts_that_are_messages=chat)
         self.schedule = setup.make_schedule(len(self.train_prompts), args)
         device = self.accelerator.device
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, environments)
         metric_scorer = setup.make_metric_scorer(metric_funcs, metric_processing_classes, args, device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
         setup.check_critic_tokenizer(start, self.processing_class, args)
-        chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
         self.sampling_params = setup.make_sampling_params(
             actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator
         )

@@ -171,19 +171,6 @@ def _existing_folder(args: PPOConfig) -> Path:
         ) from error
 
 
-def check_eval_set(args: PPOConfig, eval_dataset: Any) -> None:
-    """Checks that a run that is to evaluate has something to evaluate on.
-
-    Raises:
-        ValueError: if `eval_steps` is set without an eval set.
-    """
-    if args.eval_steps and (eval_dataset is None or eval_dataset == {}):
-        raise ValueError(
-            f"eval_steps is {args.eval_steps}, but there is no eval set; pass eval_dataset (eval_dataset_name or "
-            "dataset_test_split), or set eval_steps: 0"
-        )
-
-
 def checked_hub_id(name: str | None) -> str:
     """Returns the name of a hub repository that this user may be able to write to.
 

@@ -183,7 +183,7 @@ def list_answers(completions, **columns):
         ({}, {"eval_dataset": {"a": prompts(2).rename_column("prompt", "p")}}, "eval set 'a': the dataset has no col"),
         ({}, {"metric_funcs": 3}, "metric_funcs, which takes what reward_funcs does: .* int"),
         ({}, {"metric_funcs": scores}, "metric_funcs has a function named 'scores', as another metric"),
-        ({"eval_success_above": 1.0, "eval_success_by": "gold"}, {}, "eval_success_by is 'gold'; choose one of scores"),
+        ({"eval_success_above": 1.0}, {}, "eval_success_above is 1.0, without effect"),
     ],
 )
 def test_what_an_evaluation_cannot_use_is_refused(settings, arguments, message, tmp_path):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from alpaca_ppo.distributed.random_states import random_states
@@ -59,7 +60,7 @@ def test_generate_renders_messages_with_the_arguments_of_the_template(tmp_path):
     chat = [{"role": "user", "content": "w10"}]
     made = tiny_trainer(
         tmp_path,
-        trainer_arguments={"processing_class": tokenizer},
+        trainer_arguments={"processing_class": tokenizer, "train_dataset": Dataset.from_list([{"prompt": chat}] * 40)},
         chat_template_kwargs={"brief": True},
         query_len=12,
     )
@@ -74,7 +75,7 @@ def test_training_never_samples_from_a_part_of_the_softmax(trainer):
     for change in ({"top_k": 5}, {"top_p": 0.9}):
         trainer.sampling_params = replace(whole, **change)
         try:
-            with pytest.raises(ValueError, match="of another policy than the one that sampled. Leave both None"):
+            with pytest.raises(ValueError, match="leave both None"):
                 trainer.rollout(trainer.prompt_batches(0))
         finally:
             trainer.sampling_params = whole
@@ -125,9 +126,7 @@ def test_plain_text_for_a_chat_model_is_reported_once(tmp_path, capsys, text, te
 
 
 def test_evaluations_without_an_eval_set_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="eval_steps is 5, but there is no eval set; pass eval_dataset .*eval_steps: 0"
-    ):
+    with pytest.raises(ValueError, match="eval_steps is 5, without effect: needs eval set"):
         tiny_trainer(tmp_path, eval_steps=5)
-    with pytest.raises(ValueError, match="eval_steps is 5, but there is no eval set"):
+    with pytest.raises(ValueError, match="eval_steps is 5, without effect: needs eval set"):
         tiny_trainer(tmp_path, eval_steps=5, trainer_arguments={"eval_dataset": {}})
