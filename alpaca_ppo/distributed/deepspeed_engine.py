@@ -136,6 +136,7 @@ class DeepSpeedEngine(Engine):
         self._frozen_groups = {i for i, group in enumerate(self._groups) if ids.intersection(map(id, group))}
         with self._clipping.of_one_step() as norms:
             self.model.step()
+        self.weights_version += 1
         return GradNorms(norms["policy"], norms["critic"] if self.actor_critic.critic is not None else None)
 
     def _step_group(self, number: int) -> None:
@@ -206,6 +207,7 @@ class DeepSpeedEngine(Engine):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         self._state.load_weights(weights)
+        self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Any]:
         return self._state.optimizer_state()

@@ -55,6 +55,9 @@ class TrainState:
         optimizer: over its parameters.
     """
 
+    weights_version = 0
+    """How often the weights have changed."""
+
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
 
@@ -74,6 +77,7 @@ class TrainState:
         with torch.no_grad():
             for name, tensor in weights.items():
                 targets[name].copy_(tensor)
+        self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state dictionary over unsharded parameters, on every rank."""
@@ -182,6 +186,7 @@ class Engine(TrainState):
         norms = GradNorms(policy, critic)
         if norms.non_finite is None:
             self._stepping.step()
+            self.weights_version += 1
         self._stepping.zero_grad()
         return norms
 
