@@ -30,7 +30,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.estimate_memory.estimator import GIB
 from alpaca_ppo.generation import Generation, SamplingParams, generate
 from alpaca_ppo.models import Policy
-from alpaca_ppo.models.packing_probe import supports_packing
+from alpaca_ppo.models.trial import supports_packing
 from alpaca_ppo.ppo.mismatch import BOUNDS
 from alpaca_ppo.types import PromptBatch
 from examples import same_run

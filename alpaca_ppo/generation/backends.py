@@ -13,8 +13,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.hf_generate import sample_with_generate
 from alpaca_ppo.generation.responses import Generation, SamplingHooks
 from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.slot_probe import slot_problem
-from alpaca_ppo.generation.slots import sample_in_slots
+from alpaca_ppo.generation.slots import sample_in_slots, slot_problem
 from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.registry import GENERATION_BACKENDS

@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.generation.slot_cache import SlotCache
-from alpaca_ppo.generation.slot_passes import NewTokens, read_next
+from alpaca_ppo.generation.slot_passes import NewTokens, extend, read_next
 from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
+from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
+from alpaca_ppo.models.trial import Trial, difference, packing_problem
 from alpaca_ppo.types import PromptBatch
 
 _WAIT = 0.1
@@ -76,7 +78,7 @@ def sample_in_slots(
     """Returns responses to `prompts`, whose rows are reported as soon as they have ended.
 
     Args:
-        model: a model that `slot_probe.slot_problem` finds no problem with.
+        model: a model that `slot_problem` finds no problem with.
         prompts: on the model's device, left-padded.
         params: how tokens are chosen, and n responses per prompt; row b * n + j is sample j of prompt b.
         rows_at_once: the number of slots; None takes as many as there are rows.
@@ -381,3 +383,33 @@ class _SlotLoop:
                 return []
             self.out.stopped[row.index] = False
         return [self._held.pop(slot)]
+
+
+def slot_problem(model: PreTrainedModel) -> str | None:
+    """Why `model`, a causal language model, cannot be sampled in slots, or None if it can; then the attention for it is
+    installed (`models.packed_attention`).
+    """
+    if problem := packing_problem(model):
+        return problem
+    if not is_installed(model):
+        return f"its attention ({underlying_attention(model)}) reads a cache of its own"
+    return _slots(model)
+
+
+def _sample_slots(model: PreTrainedModel) -> str | None:
+    """Compares two prompts of unequal length, a step and appended tokens in slots with plain passes over the rows."""
+    vocabulary, device = model.config.get_text_config().vocab_size, model.device
+    rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
+    prompts, cache = (5, 2), SlotCache(slots=2, columns=8)
+    found = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(prompts)])]
+    tokens = torch.tensor([row[n] for row, n in zip(rows, prompts, strict=True)], device=device)
+    found.append(read_next(model, cache, tokens, torch.tensor(prompts, device=device), columns=6))
+    found.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(prompts)]))
+    for i, (row, n) in enumerate(zip(rows, prompts, strict=True)):
+        whole: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
+        if problem := difference(torch.stack([logits[i] for logits in found]), whole[[n - 1, n, -1]], "logits"):
+            return f"{problem} from those of a pass over the row"
+    return None
+
+
+_slots = Trial(_sample_slots, "past_key_values")

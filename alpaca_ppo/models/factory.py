@@ -29,7 +29,6 @@ from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.critic_heads import ScalarHead
 from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
 from alpaca_ppo.models.modules import disable_dropout
-from alpaca_ppo.models.packing_probe import padding_reason
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.models.reference import (
     AdapterReference,
@@ -40,6 +39,7 @@ from alpaca_ppo.models.reference import (
 )
 from alpaca_ppo.models.saved_critic import load_value_model, start_on_policy
 from alpaca_ppo.models.skeletons import skeleton
+from alpaca_ppo.models.trial import padding_reason
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
 

@@ -4,7 +4,7 @@ lengths.
 `install_attention` makes a model call functions that are registered here. They are the model's own attention, unless
 the keyword `packing` comes with the forward pass: then its `attend` computes the attention of every layer. A keyword
 reaches layers that gradient checkpointing recomputes, too, where a global switch would no longer be set. Rows without
-padding are in `packed_sequences`, and which models can have them is decided in `packing_probe`.
+padding are in `packed_sequences`, and which models can have them is decided in `trial`.
 """
 
 import sys

@@ -43,7 +43,7 @@ class Policy(nn.Module):
         adapters: the adapters in the model's layers, if any.
 
     Attributes:
-        padding_free: whether rows are laid end to end; `packing_probe` knows which models allow it.
+        padding_free: whether rows are laid end to end; `trial` knows which models allow it.
         padding_reason: why they are not, where that was found out.
 
     Raises:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.generation.backends import AutoBackend, Backend, SlotsBackend
-from alpaca_ppo.generation.slot_probe import slot_problem
+from alpaca_ppo.generation.slots import slot_problem
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.actor_critic import Critic
 

@@ -24,7 +24,7 @@ class AdapterClassifier(nn.Module):
         adapters: the policy's adapters; the reward adapter is loaded beside them.
         folder: the adapter's folder or hub id, as `alpaca-ppo reward --use_peft` writes it.
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
-        padding_free: whether the base can read rows without padding (`models.packing_probe`).
+        padding_free: whether the base can read rows without padding (`models.trial`).
 
     Raises:
         ValueError: if the folder has no score head, or the adapter belongs to another base model.

@@ -27,7 +27,7 @@ from alpaca_ppo.functional.packing import PackedRows, Span
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.modules import eval_mode
 from alpaca_ppo.models.packed_sequences import sequence_keywords
-from alpaca_ppo.models.packing_probe import supports_packing
+from alpaca_ppo.models.trial import supports_packing
 from alpaca_ppo.remote_code import remote_code
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError

@@ -371,11 +371,13 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         )
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
+        padding, fallback = self.padding if self.args.padding_free == "auto" else "", self.sampler_fallback
         self.run_log.message(
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
             f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else "")
-            + (f", sampled by model.generate: {self.sampler_fallback}" if self.sampler_fallback else "")
+            + (f", with padding: {padding}" if padding else "")
+            + (", sampled by model.generate" if fallback else "")
+            + (f": {fallback}" if fallback not in padding else "")
         )
         self._notify("on_train_begin")
         if not self._finished:

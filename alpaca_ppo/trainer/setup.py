@@ -27,12 +27,12 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.modules import use_torch_activations
-from alpaca_ppo.models.packing_probe import supports_packing
 from alpaca_ppo.models.token_checks import (
     check_positions,
     check_same_tokenizer,
     check_token_ids,
 )
+from alpaca_ppo.models.trial import supports_packing
 from alpaca_ppo.ppo import kl_controllers
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, slot_passes
-from alpaca_ppo.generation.slot_probe import slot_problem
-from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots
+from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots, slot_problem
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import is_installed
 from tests.generation.test_generate import NAMES, PROMPTS, assert_same, padded

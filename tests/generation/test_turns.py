@@ -15,8 +15,7 @@ from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation import PENDING, Generation, SamplingParams, Turn, Turns, generate, slot_passes, slot_prompts
 from alpaca_ppo.generation.slot_passes import NewTokens
-from alpaca_ppo.generation.slot_probe import slot_problem
-from alpaca_ppo.generation.slots import EXACT, StepShapes
+from alpaca_ppo.generation.slots import EXACT, StepShapes, slot_problem
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from tests.generation.test_generate import PROMPT_IDS, PROMPTS, padded
 from tests.generation.test_slots import BUCKETS, COMMON, SETTINGS, SYSTEM, in_slots, model_of

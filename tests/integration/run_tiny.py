@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.checkpoint.run_lock import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
-from alpaca_ppo.models import packing_probe  # noqa: E402
+from alpaca_ppo.models import trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import (  # noqa: E402
     FillDisk,
@@ -223,8 +223,8 @@ def needing_padding(rank: int | None) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.dict(packing_probe._problems, clear=True),
-        mock.patch.object(packing_probe, "_try", lambda backbone: "another machine"),
+        mock.patch.dict(trial._packing.found, clear=True),
+        mock.patch.object(trial._packing, "attempt", lambda backbone: "another machine"),
     ):
         yield
 

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.models import ActorCritic, build_actor_critic, disable_dropout, packed_sequences
-from alpaca_ppo.models.packing_probe import supports_packing
+from alpaca_ppo.models.trial import supports_packing
 from tests.tiny_models import PACKED, tiny_causal_lm
 
 PROMPTS = (3, 1, 6, 3, 3, 3)

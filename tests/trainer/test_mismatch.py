@@ -327,6 +327,8 @@ def test_the_check_is_made_once_in_a_process_and_moves_no_number(stop_after, tmp
     sampled = []
 
     class Counting(Backend):
+        has_own_weights = True
+
         def generate(self, model, prompts, params, **how):
             torch.rand(1)
             sampled.append((len(prompts["queries"]), params.max_new_tokens))

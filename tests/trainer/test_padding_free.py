@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.models import ActorCritic, Policy
-from alpaca_ppo.models.packing_probe import packing_problem
 from alpaca_ppo.models.policy import PolicyOutputs
+from alpaca_ppo.models.trial import packing_problem
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
 
@@ -111,7 +111,8 @@ def test_the_first_line_says_why_rows_have_padding_where_they_need_not(tmp_path,
         assert trainer.actor_critic.padding_free is (arch == "llama")
         said.append(capsys.readouterr().out.splitlines()[0].partition(" tokens on each of 1 processes")[2])
     reason = packing_problem(tiny_causal_lm("bloom"))
-    assert reason and said == [f", with padding: policy, reference: {reason}", "", ""]
+    generated = ", sampled by model.generate"
+    assert reason and said == [f", with padding: policy, reference: {reason}{generated}", f"{generated}: {reason}", ""]
     trainer = tiny_trainer(tmp_path / "other", trainer_arguments={"ref_model": tiny_causal_lm("bloom")})
     trainer._begin(None)
     assert capsys.readouterr().out.splitlines()[0].endswith(f" 1 processes, with padding: reference: {reason}")

@@ -1,16 +1,18 @@
 """Which models are sampled in slots, and what happens with the others."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from alpaca_ppo.generation import slot_probe
-from alpaca_ppo.generation.slot_probe import slot_problem
+from alpaca_ppo.generation import slots
+from alpaca_ppo.generation.slots import slot_problem
 from tests.generation.test_generate import run
 from tests.tiny_models import PACKED, PADDED, tiny_causal_lm, tiny_config
+from tests.tiny_runs import metric_lines, tiny_trainer
 
 
 def test_rounding_in_half_precision_is_no_problem() -> None:
@@ -75,7 +77,7 @@ def test_a_model_that_cannot_is_found_by_a_trial(kind: type[PreTrainedModel], pr
 
 def test_a_model_whose_attention_cannot_be_replaced_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_causal_lm("llama")
-    monkeypatch.setattr(slot_probe, "packing_problem", lambda model: None)
+    monkeypatch.setattr(slots, "packing_problem", lambda model: None)
     assert "its attention (sdpa) reads a cache of its own" in str(slot_problem(model))
 
 
@@ -84,3 +86,16 @@ def test_the_trial_leaves_modes_as_they_were() -> None:
     model.lm_head.eval()
     assert slot_problem(model) is None
     assert [name for name, module in model.named_modules() if not module.training] == ["lm_head"]
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "mamba", "bloom"])
+def test_a_family_that_slots_cannot_run_trains_a_step_without_an_option(
+    arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tiny_trainer(tmp_path, model=tiny_causal_lm(arch), total_episodes=10)
+    trainer.train()
+    (line,) = metric_lines(tmp_path)
+    assert line["mismatch/logprob_abs_mean"] < 1e-4 and line["ppo/policy/optimizer_steps"] > 0
+    reason = slot_problem(tiny_causal_lm(arch))
+    said = capsys.readouterr().out
+    assert reason and said.count(reason) == said.count("sampled by model.generate") == 1

@@ -1,6 +1,7 @@
-"""Which models compute the same from rows laid end to end as from rows of their own: found by trying it.
+"""What a model can do, found by trying it on a few tokens: rows laid end to end (`packing_problem`), and other reads of
+its own keys and values (`generation.slots`). What fails falls back to the plain way, and says why.
 
-Not so are models with an attention of their own, or a state that runs from one row into the next.
+A model cannot be packed whose attention is its own, or whose state runs from one row into the next.
 """
 
 import inspect
@@ -24,49 +25,75 @@ from alpaca_ppo.models.packed_attention import (
 from alpaca_ppo.models.packed_sequences import sequence_keywords
 
 _LENGTHS = (6, 5, 3, 3)
-_RECORDER = "packing_probe"
+_RECORDER = "packing_trial"
 _FLASH = ("flash_attention_", "kernels-community/")
-_problems: dict[tuple[Any, ...], str | None] = {}
-"""What was found, by what it depends on: a run has copies of a model, and a test suite many alike."""
+
+
+class Trial:
+    """Why a model cannot do what `attempt` tries; found once for models of the same classes and configuration, since a
+    run has copies of a model, and a test suite many alike.
+
+    Args:
+        attempt: returns the problem, or None; an error in it is one.
+        keyword: that the forward pass must have, besides further ones of any name.
+    """
+
+    def __init__(self, attempt: Callable[[Any], str | None], keyword: str) -> None:
+        self.attempt, self._keyword = attempt, keyword
+        self.found: dict[tuple[Any, ...], str | None] = {}
+
+    def __call__(self, model: PreTrainedModel) -> str | None:
+        """The problem of `model`, or None. Running out of memory is raised: it says nothing about the model."""
+        # A model with hooks, or with a forward of its own in an instance, may compute something else.
+        if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+            return self._try(model)
+        classes = tuple(type(module) for module in model.modules())
+        key = (classes, model.config.to_json_string(), model.dtype, model.device.type, underlying_attention(model))
+        if key in self.found:
+            return self.found[key]
+        problem = self._try(model)
+        # Weights that have diverged say nothing about other models.
+        if problem is None or all(bool(p.isfinite().all()) for p in model.parameters()):
+            self.found[key] = problem
+        return problem
+
+    @torch.no_grad()
+    def _try(self, model: PreTrainedModel) -> str | None:
+        parameters = inspect.signature(model.forward).parameters
+        if self._keyword not in parameters or all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
+            return f"its forward pass takes no {self._keyword}, or no further keywords"
+        try:
+            with eval_mode(model), torch.autocast(model.device.type, enabled=False):
+                return self.attempt(model)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            # Models of any kind come here, and what is wrong with one is no error of a run without it.
+            return f"a trial raised {type(error).__name__}: {error}"
+
+
+def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
+    """What differs by more than the rounding of a deep model, parts of which are float32 whatever its dtype."""
+    tolerance = 1e-3 if expected.dtype in (torch.float64, torch.float32) else 0.1
+    most = float((found - expected).abs().max())
+    return None if most <= tolerance * float(expected.abs().max()) else f"its {what} differ by {most:.3g}"
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
-    """Whether `model` (a backbone, or a model with a head) can read rows without padding; installs the attention for it
-    (`install_attention`) where it can.
-    """
+    """Whether `model` (a backbone, or a model with a head) can read rows without padding; see `packing_problem`."""
     return packing_problem(model) is None
 
 
 def packing_problem(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot read rows without padding, or None if it can; then the attention for it is installed."""
+    """Why `model` cannot read rows without padding, or None if it can; then the attention for it is installed
+    (`install_attention`).
+    """
     backbone: Any = model.base_model
-    device = backbone.get_input_embeddings().weight.device
-    if device.type == "meta":
+    if backbone.get_input_embeddings().weight.device.type == "meta":
         return "its weights are on the meta device"
-    problem = once_per_kind(_problems, backbone, _try)
+    problem = _packing(backbone)
     if problem is None and not _has_flash_attention(backbone):
         install_attention(backbone)
-    return problem
-
-
-def once_per_kind(
-    found: dict[tuple[Any, ...], str | None], model: PreTrainedModel, trial: Callable[[PreTrainedModel], str | None]
-) -> str | None:
-    """Returns what `trial` finds in `model`, kept in `found` for other models of the same classes and configuration.
-    What it raises is not kept.
-
-    A model with hooks, or with a forward of its own in an instance, may compute something else, and is always tried.
-    """
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
-        return trial(model)
-    classes = tuple(type(module) for module in model.modules())
-    key = (classes, model.config.to_json_string(), model.dtype, model.device.type, underlying_attention(model))
-    if key in found:
-        return found[key]
-    problem = trial(model)
-    # Weights that have diverged say nothing about other models.
-    if problem is None or all(bool(p.isfinite().all()) for p in model.parameters()):
-        found[key] = problem
     return problem
 
 
@@ -91,28 +118,20 @@ def _has_flash_attention(backbone: PreTrainedModel) -> bool:
     return underlying_attention(backbone).startswith(_FLASH)
 
 
-@torch.no_grad()
-def _try(backbone: PreTrainedModel) -> str | None:
-    """`packing_problem` of a backbone whose attention is left as it was."""
-    parameters = inspect.signature(backbone.forward).parameters
-    if "position_ids" not in parameters or all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
-        return "its forward pass takes no position_ids, or no further keywords"
+def _pack(backbone: PreTrainedModel) -> str | None:
+    """Compares rows end to end with padded ones; the attention of `backbone` is left as it was."""
     had_it = is_installed(backbone)
     try:
-        with eval_mode(backbone), torch.autocast(backbone.device.type, enabled=False):
-            return _problem(backbone)
-    except (torch.OutOfMemoryError, MemoryError):
-        # Says nothing about the model.
-        raise
-    except Exception as error:
-        # Models of any kind come here, and what is wrong with one is no error of a run without packing.
-        return f"a trial raised {type(error).__name__}: {error}"
+        return _differs_packed(backbone)
     finally:
         if is_installed(backbone) and not had_it:
             uninstall_attention(backbone)
 
 
-def _problem(backbone: PreTrainedModel) -> str | None:
+_packing = Trial(_pack, "position_ids")
+
+
+def _differs_packed(backbone: PreTrainedModel) -> str | None:
     padded_rows, packed = _rows(backbone)
     flash = _has_flash_attention(backbone)
     if not flash:
@@ -126,11 +145,8 @@ def _problem(backbone: PreTrainedModel) -> str | None:
             return "its results depend on the name of its attention"
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
             return problem
-    found = _states(backbone, packed)
-    # Rounding in a deep model, parts of which are float32 whatever its dtype; what mixes rows is found below.
-    tolerance = 1e-4 if padded.dtype in (torch.float64, torch.float32) else 0.1
-    if not torch.allclose(found, padded, rtol=tolerance, atol=tolerance * float(padded.abs().max())):
-        return f"its states differ by {float((found - padded).abs().max()):.3g} from those of rows with padding"
+    if problem := difference(_states(backbone, packed), padded, "states"):
+        return f"{problem} from those of rows with padding"
     assert packed.spans is not None
     for spoilt, span in enumerate(packed.spans):
         # NaN reaches whatever is computed from these tokens, and nothing else.

@@ -7,10 +7,10 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from alpaca_ppo.generation import slot_probe
-from alpaca_ppo.models import packing_probe
+from alpaca_ppo.generation import slots
+from alpaca_ppo.models import trial
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
-from alpaca_ppo.models.packing_probe import packing_problem, padding_reason, supports_packing
+from alpaca_ppo.models.trial import packing_problem, padding_reason, supports_packing
 from alpaca_ppo.rewards.reward_model import ModelReward
 from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config, tiny_sequence_classifier, tiny_tokenizer
 
@@ -42,20 +42,20 @@ def test_a_trial_without_memory_is_no_finding(error, monkeypatch):
     def run_out(*arguments, **keywords):
         raise error("out of memory")
 
-    for module in (packing_probe, slot_probe):
-        monkeypatch.setattr(module, "_problems", {})
+    for of_kind in (trial._packing, slots._slots):
+        monkeypatch.setattr(of_kind, "found", {})
     model = tiny_causal_lm("llama")
     source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
     with monkeypatch.context() as full:
-        full.setattr(packing_probe, "_states", run_out)
+        full.setattr(trial, "_states", run_out)
         with pytest.raises(error, match="out of memory"):
             packing_problem(model)
     assert packing_problem(model) is None and is_installed(model)
     with monkeypatch.context() as full:
-        full.setattr(slot_probe, "extend", run_out)
+        full.setattr(slots, "extend", run_out)
         with pytest.raises(error, match="out of memory"):
-            slot_probe.slot_problem(model)
-    assert slot_probe.slot_problem(model) is None
+            slots.slot_problem(model)
+    assert slots.slot_problem(model) is None
     with monkeypatch.context() as full:
         full.setattr(source, "_score_packed", run_out)
         with pytest.raises(error, match="out of memory"):
@@ -82,7 +82,7 @@ def test_a_mask_that_the_attention_is_not_told_of_is_found_by_its_shape():
     for layer in window.model.layers:
         # Mistral's layers read the window from the configuration; the masks are made from another one.
         layer.self_attn.config = tiny_config("mistral", sliding_window=None)
-        layer.self_attn.config._attn_implementation = "packing_probe"
+        layer.self_attn.config._attn_implementation = "packing_trial"
     window.config.max_position_embeddings += 1
     assert packing_problem(window) == "a layer with a window of 4096 tokens has the keyword None"
 
