@@ -29,24 +29,13 @@ class EvaluationOptions(RunOptions):
     )
     eval_success_above: float | None = argument(
         None,
-        "A response whose eval_success_by is above this is correct: adds pass@k, avg@n and, with eval_answer_func, "
-        "the majority vote. null = none of them.",
+        "A response whose eval_success_by is above this is correct: adds pass@k and avg@n; null = neither.",
         needs=when("eval set"),
     )
     eval_success_by: str = argument(
         "scores",
         "What eval_success_above reads: scores (the total), rewards (the total with penalties), or the name of a "
         "reward source (scores/<source>) or of a metric_funcs.",
-    )
-    eval_answer_func: str | None = argument(
-        None,
-        "Function, as module:function or file.py:function, that extracts the answers which the majority vote counts: "
-        "called like a reward function, it returns text (or None for no answer) for each response.",
-    )
-    eval_best_of_by: str | None = argument(
-        None,
-        "What chooses the best of k responses, such as a reward model: scores, rewards, or the name of a reward "
-        "source or of a metric_funcs. null = no best-of-k.",
     )
     eval_opponent: str | None = argument(
         None,

@@ -25,15 +25,11 @@ class EvaluationSettings:
     num_samples: int = 1
     """n: responses to each prompt."""
     ks: tuple[int, ...] = (1,)
-    """Of pass@k and best-of-k."""
+    """Of pass@k."""
     success_above: float | None = None
     """A response whose value of `success_by` is above this is correct; None = nothing is."""
     success_by: str = TOTAL
     """One of `names`."""
-    best_of_by: str | None = None
-    """One of `names`; None = no best-of-k."""
-    votes: bool = False
-    """Whether the responses have answers that a majority can agree on."""
     compares: bool = False
     """Whether the responses are compared with another's."""
     judged_by: str | None = None
@@ -53,14 +49,13 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     """
     taken = {*RESERVED, *(f"{name}_se" for name in RESERVED)}
     for name in metrics:
-        if name in taken or re.match(r"(pass_at|avg_at|maj_at|best_of|scores)[_/]", name):
+        if name in taken or re.match(r"(pass_at|avg_at|scores)[_/]", name):
             raise ValueError(
                 f"metric_funcs has a function named {name!r}, as another metric of an evaluation is; rename it"
             )
     names = (TOTAL, "rewards", *(f"scores/{source}" for source in sources), *metrics)
-    for option in ("eval_success_by", "eval_best_of_by"):
-        if (value := getattr(args, option)) is not None and _full_name(value, names) is None:
-            raise ValueError(f"{option} is {value!r}; choose one of {', '.join(names)}")
+    if _full_name(args.eval_success_by, names) is None:
+        raise ValueError(f"eval_success_by is {args.eval_success_by!r}; choose one of {', '.join(names)}")
     judge, scores = args.eval_judge, [name for name in names if name != "rewards"]
     if _full_name(judge, scores) is None and ":" not in judge:
         raise ValueError(
@@ -70,11 +65,9 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     return EvaluationSettings(
         names=names,
         num_samples=samples,
-        ks=powers_up_to(samples),
+        ks=tuple(powers_up_to(samples)),
         success_above=args.eval_success_above,
         success_by=str(_full_name(args.eval_success_by, names)),
-        best_of_by=_full_name(args.eval_best_of_by, names),
-        votes=args.eval_answer_func is not None,
         compares=args.eval_opponent is not None,
         judged_by=_full_name(judge, scores),
     )

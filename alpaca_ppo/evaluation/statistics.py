@@ -1,12 +1,11 @@
-"""Means with standard errors, pass@k, majority vote and best-of-k, as pure functions of plain numbers.
+"""Means with standard errors and pass@k, as pure functions of plain numbers.
 
 Every estimator takes the numbers of one prompt's n responses, or of all prompts grouped by prompt. Responses to one
 prompt are not independent, so that standard errors count prompts, not responses. Leaves out confidence intervals.
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from math import comb
 from typing import NamedTuple
 
@@ -49,53 +48,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples, (num_samples, num_correct, k)
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
-def majority_vote(answers: Sequence[Hashable | None], correct: Sequence[float]) -> float:
-    """Returns how correct the most frequent answer is: the mean of `correct` over the responses that gave it.
-
-    Answers that are equally frequent share the vote, which is the expectation of a random choice among them. None is
-    no answer; if every response has None, the result is 0.
-
-    Args:
-        answers: of the n responses.
-        correct: of each, 1 or 0.
-    """
-    votes: dict[Hashable, list[float]] = {}
-    for answer, is_correct in zip(answers, correct, strict=True):
-        if answer is not None:
-            votes.setdefault(answer, []).append(is_correct)
-    if not votes:
-        return 0.0
-    most = max(map(len, votes.values()))
-    winners = [sum(given) / len(given) for given in votes.values() if len(given) == most]
-    return math.fsum(winners) / len(winners)
-
-
-def best_of_k(selection: Sequence[float], values: Sequence[float], k: int) -> float:
-    """Returns the expected value of the response that `selection` ranks highest among k of the n, drawn without
-    replacement; of responses ranked alike, one at random.
-
-    In ascending order, response i (from 1) is the best of k with probability C(i - 1, k - 1) / C(n, k), and responses
-    that are ranked alike share theirs. For k = n this is the value of the best response. It estimates best-of-k
-    without bias.
-
-    Args:
-        selection: what chooses, of each of the n responses.
-        values: what is measured, of each; may be the same.
-        k: at most n.
-    """
-    n = len(selection)
-    assert 1 <= k <= n == len(values), (n, len(values), k)
-    order = sorted(range(n), key=lambda i: selection[i])
-    total, rank = 0.0, 0
-    for _, tied in groupby(order, key=lambda i: selection[i]):
-        responses = list(tied)
-        # Of the C(n, k) choices, those whose best is among the tied ones.
-        choices = comb(rank + len(responses), k) - comb(rank, k)
-        rank += len(responses)
-        total += choices / comb(n, k) * math.fsum(values[i] for i in responses) / len(responses)
-    return total
 
 
 def powers_up_to(n: int) -> list[int]:

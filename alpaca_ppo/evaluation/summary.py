@@ -1,14 +1,14 @@
-"""From the numbers of each response to the metrics of an evaluation: means, standard errors, pass@k, votes, wins.
+"""From the numbers of each response to the metrics of an evaluation: means, standard errors, pass@k, wins.
 
 Nothing here depends on models or on the order in which responses were sampled.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alpaca_ppo.evaluation.settings import EvaluationSettings
-from alpaca_ppo.evaluation.statistics import Estimate, best_of_k, clustered_mean, majority_vote, pass_at_k
+from alpaca_ppo.evaluation.statistics import Estimate, clustered_mean, pass_at_k
 from alpaca_ppo.evaluation.win_rates import length_controlled
 
 
@@ -20,8 +20,6 @@ class ResponseRecord:
     """Index of its prompt in the eval set."""
     values: dict[str, float] = field(default_factory=dict)
     """By name (`EvaluationSettings.names`); NaN where a source returned None."""
-    answer: Hashable | None = None
-    """What the answer function returned."""
     win: float | None = None
     """From 0 to 1, against the opponent's answer; None if nobody judged."""
     opponent: str | None = None
@@ -39,8 +37,8 @@ def correctness(record: ResponseRecord, settings: EvaluationSettings) -> float |
 def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -> dict[str, float]:
     """Returns the metrics, each with a standard error over prompts under `<name>_se`.
 
-    A prompt of which fewer than k responses are left (`failed_rewards: mask`) or scored is not in pass@k and
-    best-of-k. Without any number, mean and standard error are NaN.
+    A prompt of which fewer than k responses are left (`failed_rewards: mask`) or scored is not in pass@k.
+    Without any number, mean and standard error are NaN.
 
     Args:
         records: of all responses to all prompts of one eval set.
@@ -53,8 +51,6 @@ def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -
     found = {name: clustered_mean([_scored(group, name) for group in by_prompt]) for name in settings.names}
     if settings.success_above is not None:
         found |= _correctness_estimates(by_prompt, settings)
-    if settings.best_of_by is not None:
-        found |= _best_of_estimates(by_prompt, settings)
     stats = {name: value for key, (mean, se) in found.items() for name, value in ((key, mean), (f"{key}_se", se))}
     return stats | (_win_stats(by_prompt) if settings.compares else {})
 
@@ -66,7 +62,7 @@ def _scored(group: Sequence[ResponseRecord], name: str) -> list[float]:
 def _correctness_estimates(
     by_prompt: Sequence[Sequence[ResponseRecord]], settings: EvaluationSettings
 ) -> dict[str, Estimate]:
-    """pass@k, and with several samples avg@n and the majority vote."""
+    """pass@k, and with several samples avg@n."""
     correct = [[c for record in group if (c := correctness(record, settings)) is not None] for group in by_prompt]
     n = settings.num_samples
     found = {
@@ -75,35 +71,6 @@ def _correctness_estimates(
     }
     if n > 1:
         found[f"avg_at_{n}"] = clustered_mean(correct)
-    if settings.votes:
-        votes = []
-        for group in by_prompt:
-            scored = [(record.answer, c) for record in group if (c := correctness(record, settings)) is not None]
-            votes += [[majority_vote([a for a, _ in scored], [c for _, c in scored])]] if scored else []
-        found[f"maj_at_{n}"] = clustered_mean(votes)
-    return found
-
-
-def _best_of_estimates(
-    by_prompt: Sequence[Sequence[ResponseRecord]], settings: EvaluationSettings
-) -> dict[str, Estimate]:
-    """Every value of the best of k, and whether it is correct."""
-    measures: dict[str, Callable[[ResponseRecord], float | None]] = {
-        name: lambda record, name=name: None if math.isnan(v := record.values[name]) else v  # type: ignore[misc]
-        for name in settings.names
-        if name != "rewards"
-    }
-    if settings.success_above is not None:
-        measures["correct"] = lambda record: correctness(record, settings)
-    found, chooses = {}, str(settings.best_of_by)
-    for k in settings.ks:
-        for name, measure in measures.items() if k > 1 else ():
-            pairs = [
-                [(c, v) for r in group if not math.isnan(c := r.values[chooses]) and (v := measure(r)) is not None]
-                for group in by_prompt
-            ]
-            best = [[best_of_k([c for c, _ in pair], [v for _, v in pair], k)] for pair in pairs if len(pair) >= k]
-            found[f"best_of_{k}/{name}"] = clustered_mean(best)
     return found
 
 

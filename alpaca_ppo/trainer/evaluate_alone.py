@@ -56,7 +56,6 @@ def evaluate_alone(model: str, script_args: Any, config: Callable[..., PPOConfig
     changes = {"reference": reference_of(model, script_args, args)}
     if opponent is not None and opponent != REFERENCE and not is_stored(opponent):
         of_opponent: dict[str, Any] = {"eval_opponent": None, "eval_judge": "scores"}
-        of_opponent |= {"eval_best_of_by": None, "eval_answer_func": None}
         of_opponent |= {"eval_success_above": None, "eval_success_by": "scores"}
         of_opponent |= {"eval_num_samples": 1, "reference": "none", "output_dir": str(folder / "opponent")}
         trainer = _trainer(opponent, [no_reward], None, datasets, config(**of_opponent), {})

@@ -3,24 +3,21 @@
 The statistics are in `evaluation`, the rollout itself is the trainer's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.distributed.collectives import on_main_process
 from alpaca_ppo.evaluation.settings import make_settings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.ppo.trained_rows import with_reward
-from alpaca_ppo.rewards import FunctionReward, RewardScorer
-from alpaca_ppo.rewards.batch import RewardError, make_reward_batch
+from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer import setup
@@ -43,16 +40,14 @@ class Evaluator:
         metric_scorer: the metric functions and models; their scores do not enter the reward.
 
     Raises:
-        ValueError: for options that name a value which there is not, or an answer function that cannot be loaded.
+        ValueError: for options that name a value which there is not.
     """
 
     def __init__(self, trainer: "RolloutTrainer", metric_scorer: RewardScorer) -> None:
         self.trainer, self.metric_scorer = trainer, metric_scorer
         sources = trainer.collector.scorer.names
         self.settings = make_settings(trainer.args, sources=sources, metrics=metric_scorer.names)
-        spec = trainer.args.eval_answer_func
         self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, metric_scorer, self.settings)
-        self._answers = None if spec is None else FunctionReward(load_function(spec, what="eval_answer_func"))
         self.answers: list[dict[str, Any]] = []
         """Set, prompt, response and scores of the last evaluation; `evaluation.opponents` reads the first three."""
         metric_scorer.interruptible_call = lambda: self._interruptible()
@@ -83,7 +78,6 @@ class Evaluator:
         rollouts = with_reward(rollouts)
         rows = [prompts[i]["row"] for i in rollouts["prompt_ids"].tolist()]
         records = self._records(rollouts)
-        self._add_answers(records, rollouts, rows)
         if self._contest is not None:
             self._contest.judge(folder, prompts, records, rollouts)
         table = rollout_tables.evaluation_rows(rollouts, trainer.processing_class)
@@ -124,36 +118,10 @@ class Evaluator:
             for prompt, row in zip(rollouts["prompt_ids"].tolist(), values, strict=True)
         ]
 
-    def _add_answers(
-        self, records: Sequence[ResponseRecord], rollouts: Rollouts, rows: Sequence[dict[str, Any]]
-    ) -> None:
-        """The answer of each response, extracted on the main process."""
-        if self._answers is None or not records:
-            return
-        function = self._answers
-        arguments = scorer_arguments(self.trainer.processing_class, rollouts, list(rows))
-
-        def extract() -> list[Any]:
-            batch = make_reward_batch(**arguments)
-            answers = function.function(**function.keywords(batch))
-            if not isinstance(answers, list | tuple) or len(answers) != len(batch):
-                given = f"{len(answers)} entries" if isinstance(answers, list | tuple) else type(answers).__name__
-                problem = f"(eval_answer_func) returned {given}; it must return a list of {len(batch)} answers"
-                raise RewardError(function.name, problem, batch, None)
-            for i, answer in enumerate(answers):
-                if not isinstance(answer, str | int | float | None):
-                    problem = f"(eval_answer_func) returned a {type(answer).__name__}; return text, or None"
-                    raise RewardError(function.name, problem, batch, i)
-            return list(answers)
-
-        for record, answer in zip(records, on_main_process(extract, self.trainer.accelerator), strict=True):
-            record.answer = answer
-
     def _columns(self, record: ResponseRecord) -> dict[str, Any]:
         """What the table shows of a response beside its score."""
         names = [name for name in self.settings.names if name not in ("scores", "rewards")]
         shown: dict[str, Any] = {name: rollout_tables.rounded(record.values[name]) for name in names}
         if (correct := correctness(record, self.settings)) is not None:
             shown["correct"] = bool(correct)
-        shown |= {"answer": record.answer} if self.settings.votes else {}
         return shown | ({"opponent": record.opponent, "win": record.win} if self.settings.compares else {})

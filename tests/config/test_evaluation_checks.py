@@ -11,10 +11,7 @@ COMPARED = {"eval_opponent": "reference"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eval_best_of_by": "scores"}, "eval_best_of_by is 'scores', but eval_num_samples is 1"),
         ({"eval_success_by": "gold"}, "eval_success_by is 'gold', but eval_success_above is null"),
-        ({**SAMPLED, "eval_answer_func": "m:f"}, "a majority vote needs eval_success_above"),
-        ({"eval_answer_func": "m:f", "eval_success_above": 0.5}, r"several responses .*eval_num_samples is 1"),
         (
             {"eval_opponent": "reference", "reference": "none", "kl_coef": 0.0},
             "eval_opponent is 'reference', but reference is 'none'",

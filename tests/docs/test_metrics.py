@@ -48,8 +48,6 @@ RUNS = {
         "eval_temperature": 1.0,
         "eval_num_samples": 2,
         "eval_success_above": 1.0,
-        "eval_answer_func": "tests.docs.test_metrics:last_word",
-        "eval_best_of_by": "scores/distinct",
         "eval_opponent": "reference",
         "trainer_arguments": {"eval_dataset": prompts(4), "reward_funcs": [count_even, distinct]},
     },

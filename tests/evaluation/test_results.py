@@ -9,21 +9,17 @@ from alpaca_ppo.evaluation.settings import make_settings
 
 ARGS = {
     "eval_success_by": "scores",
-    "eval_best_of_by": None,
     "eval_judge": "scores",
     "eval_num_samples": 1,
     "eval_success_above": 0.5,
-    "eval_answer_func": None,
     "eval_opponent": None,
 }
 
 
 def test_a_source_is_meant_by_its_bare_name_and_a_metric_of_that_name_comes_first():
-    given = SimpleNamespace(
-        **ARGS | {"eval_success_by": "short", "eval_best_of_by": "scores/gold", "eval_judge": "gold"}
-    )
+    given = SimpleNamespace(**ARGS | {"eval_success_by": "short", "eval_judge": "gold"})
     settings = make_settings(given, sources=["short", "gold"], metrics=["exact"])
-    assert (settings.success_by, settings.best_of_by) == ("scores/short", "scores/gold")
+    assert settings.success_by == "scores/short"
     assert settings.judged_by == "scores/gold"
     of_metric = make_settings(
         SimpleNamespace(**ARGS | {"eval_success_by": "short"}), sources=["short"], metrics=["short"]
@@ -31,8 +27,8 @@ def test_a_source_is_meant_by_its_bare_name_and_a_metric_of_that_name_comes_firs
     assert of_metric.success_by == "short" and of_metric.judged_by == "scores"
     by_function = SimpleNamespace(**ARGS | {"eval_judge": "judges.py:gold"})
     assert make_settings(by_function, sources=["gold"], metrics=[]).judged_by is None
-    with pytest.raises(ValueError, match="eval_best_of_by is 'golden'; choose one of scores, rewards, scores/gold$"):
-        make_settings(SimpleNamespace(**ARGS | {"eval_best_of_by": "golden"}), sources=["gold"], metrics=[])
+    with pytest.raises(ValueError, match="eval_success_by is 'golden'; choose one of scores, rewards, scores/gold$"):
+        make_settings(SimpleNamespace(**ARGS | {"eval_success_by": "golden"}), sources=["gold"], metrics=[])
     # The reward with its penalties judges no pair.
     with pytest.raises(ValueError, match="eval_judge is 'rewards'; use one of scores, scores/gold, module:function"):
         make_settings(SimpleNamespace(**ARGS | {"eval_judge": "rewards"}), sources=["gold"], metrics=[])

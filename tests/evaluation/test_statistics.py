@@ -1,11 +1,11 @@
-"""Standard errors, pass@k, majority vote and best-of-k: by hand, and as expectations over every possible sample."""
+"""Standard errors and pass@k: by hand, and as expectations over every possible sample."""
 
 import math
 from itertools import product
 
 import pytest
 
-from alpaca_ppo.evaluation.statistics import best_of_k, clustered_mean, majority_vote, pass_at_k, powers_up_to
+from alpaca_ppo.evaluation.statistics import clustered_mean, pass_at_k, powers_up_to
 
 
 def test_with_one_number_a_prompt_the_standard_error_is_that_of_a_mean():
@@ -43,37 +43,12 @@ def test_pass_at_k_by_hand():
 
 
 @pytest.mark.parametrize(("n", "k"), [(3, 1), (3, 2), (4, 2), (4, 3)])
-def test_pass_at_k_and_best_of_k_are_unbiased_over_every_sample(n, k):
+def test_pass_at_k_is_unbiased_over_every_sample(n, k):
     """Three responses with known probabilities; the expectation over all 3^n samples is a finite sum."""
-    chances, rewards, gold, correct = (0.2, 0.5, 0.3), (1.0, 2.0, 2.0), (5.0, -1.0, 4.0), (0, 0, 1)
+    chances, correct = (0.2, 0.5, 0.3), (0, 0, 1)
 
     def expected(estimate):
         return math.fsum(math.prod(chances[i] for i in s) * estimate(s) for s in product(range(3), repeat=n))
 
     # 1 - 0.7^k that none of k is the third response.
     assert expected(lambda s: pass_at_k(n, sum(correct[i] for i in s), k)) == pytest.approx(1 - 0.7**k)
-    # All k are the first response with 0.2^k: reward 1, else 2.
-    best = expected(lambda s: best_of_k([rewards[i] for i in s], [rewards[i] for i in s], k))
-    assert best == pytest.approx(2 - 0.2**k)
-    # Otherwise one at random of those that tie at 2: of one given that it is not the first, 0.5 : 0.3.
-    wanted = 0.2**k * 5.0 + (1 - 0.2**k) * (0.5 * -1.0 + 0.3 * 4.0) / 0.8
-    assert expected(lambda s: best_of_k([rewards[i] for i in s], [gold[i] for i in s], k)) == pytest.approx(wanted)
-
-
-def test_the_best_of_all_is_the_highest_and_ties_share():
-    assert best_of_k([1.0, 3.0, 2.0], [10.0, 20.0, 30.0], 3) == 20.0
-    assert best_of_k([3.0, 3.0, 2.0], [10.0, 20.0, 30.0], 3) == 15.0
-    # Best of 2 of the ranks 1, 2, 3: rank 2 with 1/3, rank 3 with 2/3.
-    assert best_of_k([1.0, 2.0, 3.0], [0.0, 3.0, 6.0], 2) == pytest.approx(5.0)
-
-
-def test_the_majority_is_what_most_responses_answer():
-    assert majority_vote(["7", "8", "7"], [1, 0, 1]) == 1.0
-    assert majority_vote(["7", "8", "8"], [1, 0, 0]) == 0.0
-    # Two answers with two votes each: the expectation of a coin.
-    assert majority_vote(["7", "8", "8", "7", "9"], [1, 0, 0, 1, 0]) == 0.5
-    # No answer is no vote, however often.
-    assert majority_vote([None, None, "7"], [0, 0, 1]) == 1.0
-    assert majority_vote([None, None], [1, 1]) == 0.0
-    # An answer that was not always judged alike.
-    assert majority_vote(["7", "7", "8"], [1, 0, 1]) == 0.5

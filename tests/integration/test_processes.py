@@ -81,7 +81,7 @@ RUNS = {
     # Of one eval set the second of two ranks has no prompt.
     "evaluated": (
         *("eval_prompts=3", "eval_named=true", "eval_temperature=1.0", "eval_num_samples=3", "eval_success_above=1.5"),
-        *("eval_best_of_by=long_responses", "dynamic_sampling=3", "num_return_sequences=2"),
+        *("dynamic_sampling=3", "num_return_sequences=2"),
         *("reference=none", "kl_coef=0", "critic_pretraining_steps=1"),
     ),
     # Conversations of one to three turns, of which a rank has other numbers than the other.

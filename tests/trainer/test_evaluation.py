@@ -100,8 +100,6 @@ NAMED = {
     "eval_num_samples": 4,
     "eval_temperature": 1.5,
     "eval_success_above": 1.5,
-    "eval_answer_func": "tests.trainer.test_evaluation:first_word",
-    "eval_best_of_by": "even_share",
 }
 
 
@@ -126,9 +124,7 @@ def test_named_sets_with_several_samples_have_metrics_and_tables_of_their_own(tm
     solved = [sum(score > 1.5 for score in scores[i : i + 4]) for i in (0, 4, 8)]
     assert stats["eval/long.2/pass_at_1"] == stats["eval/long.2/avg_at_4"] == pytest.approx(sum(solved) / 12)
     assert stats["eval/long.2/pass_at_4"] == pytest.approx(sum(count > 0 for count in solved) / 3)
-    assert [row["answer"] for row in rows] == [(row["response"].split() or [None])[0] for row in rows]
-    for name in ("maj_at_4", "best_of_2/scores", "best_of_4/correct", "best_of_4/even_share"):
-        assert {f"eval/short/{name}", f"eval/short/{name}_se"} <= stats.keys()
+    assert {"eval/short/pass_at_2", "eval/short/pass_at_2_se"} <= stats.keys()
     assert (tmp_path / "eval/short/step_000000.jsonl").exists()
     assert not (tmp_path / "eval/step_000000.jsonl").exists()
 
@@ -198,7 +194,6 @@ HERE = "tests.trainer.test_evaluation:"
     ("settings", "names"),
     [
         ({"eval_success_by": "gold"}, "scores, rewards, scores/rm, scores/scores, scores/scores_2, two_answers"),
-        ({"eval_best_of_by": "gold", "eval_temperature": 1.0, "eval_num_samples": 2}, "scores, rewards, scores/rm, "),
         ({"eval_opponent": "answers.jsonl", "eval_judge": "gold"}, "scores, scores/rm, scores/scores, scores/scores_2"),
         ({"metric_funcs": ["nothing:here"]}, "metric_funcs, which takes what reward_funcs does: .*no module 'nothing'"),
     ],
@@ -220,14 +215,6 @@ def test_the_reward_adapter_is_a_score_too(tmp_path):
     check_value_names(PPOConfig(reward_adapter="org/adapter", **named), None, None)
     with pytest.raises(ValueError, match="eval_success_by is 'scores/reward_adapter'; choose one of scores, rewards$"):
         check_value_names(PPOConfig(**named), [], None)
-
-
-@pytest.mark.parametrize(("function", "message"), [("two_answers", "returned 2 entries"), ("list_answers", "a list;")])
-def test_an_answer_function_must_return_an_answer_for_each_response(function, message, tmp_path):
-    settings = {**NAMED, "eval_best_of_by": None, "eval_answer_func": f"tests.trainer.test_evaluation:{function}"}
-    trainer = tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(2)}, **settings)
-    with pytest.raises(ValueError, match=message):
-        trainer.evaluate()
 
 
 def longer(prompts, completions, others, **columns):
