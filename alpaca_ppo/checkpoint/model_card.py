@@ -25,7 +25,6 @@ _TEMPLATES = Path(__file__).with_name("cards")
 _PATH_OPTIONS = ("output_dir", "deepspeed")
 _MODEL_OPTIONS = ("reference", "reward_adapter")
 """Options that are paths, hub ids, or words such as `copy`."""
-_TRUST = ", trust_remote_code=True"
 _CURVE = "training_curve.svg"
 _LEAST_STEPS = 5
 """Of a run that logged fewer, there is no curve to see."""
@@ -68,12 +67,14 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
             that it was downloaded: a relative folder that has been removed since looks like a hub id.
         own_code: whether the model, or an adapter's base, runs code of its own.
     """
-    adapter, config = (folder / "adapter_config.json").exists(), run.config
+    adapter, config, step = (folder / "adapter_config.json").exists(), run.config, run.step
     records, data = _read_run(config.get("output_dir"))
-    of_weights = [record for record in records if record["step"] <= run.step.step]
-    options = {name: _without_folders(name, value) for name, value in config.items()}
-    shown = as_yaml(options).strip()
-    sources = run.reward_weights or {}
+    of_weights = [record for record in records if record["step"] <= step.step]
+    before = None
+    if step.metric is not None and step.value is not None:
+        greater = config.get("greater_is_better", True)
+        before = better_before_training(records, step.metric, step.value, greater_is_better=greater)
+    shown = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
     card = ModelCard.from_template(
         ModelCardData(
             library_name="peft" if adapter else "transformers",
@@ -82,22 +83,17 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
             tags=["alpaca_ppo", "ppo", "rlhf"],
         ),
         template_path=str(_TEMPLATES / "policy.md"),
-        step=run.step,
-        before=_better_before(run, records),
+        run=run,
+        before=before,
         base_model=_model_name(base_model),
         data=_model_name(data),
-        sources=sources,
-        weighted=any(weight != 1 for weight in sources.values()),
-        config=config,
         with_critic="adv_estimator" in config and ADV_ESTIMATORS.trait(config["adv_estimator"], "needs_critic"),
         steps=max((record["step"] for record in records), default=0),
         figures=_key_figures(of_weights),
         means=means_in_words(of_weights),
         curve=_CURVE if _write_curve(records, folder / _CURVE) else None,
         adapter=adapter,
-        loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
-        trust=_TRUST if own_code else "",
-        metrics={name: value for name, value in run.metrics.items() if not name.startswith("time/")},
+        own_code=own_code,
         options=shown,
         # A code block ends at the first fence of at least its own length.
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0)),
@@ -108,7 +104,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
 def write_value_card(folder: Path, *, own_code: bool) -> None:
     """Writes the critic's README.md; with `own_code` the model, or an adapter's base, runs code of its own."""
     front = ModelCardData(library_name="transformers", tags=["alpaca_ppo", "ppo", "value-model"])
-    card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), trust=_TRUST if own_code else "")
+    card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), own_code=own_code)
     card.save(folder / "README.md")
 
 
@@ -119,15 +115,6 @@ def _read_run(output_dir: str | None) -> tuple[list[dict[str, Any]], str | None]
         return [], None
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return lines, yaml.safe_load(options.read_text()).get("dataset_name") if options.exists() else None
-
-
-def _better_before(run: TrainedRun, records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The metric of a best checkpoint before training, if that was better than it; else None."""
-    step = run.step
-    if step.metric is None or step.value is None:
-        return None
-    greater = run.config.get("greater_is_better", True)
-    return better_before_training(records, step.metric, step.value, greater_is_better=greater)
 
 
 def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:
