@@ -87,10 +87,6 @@ def test_the_final_folders_load_and_give_the_trained_numbers(tmp_path):
         assert "- **Reward**: `count_even`\n" in card
 
 
-def first_word(completions, **columns):
-    return [text.split()[0] if text.split() else None for text in completions]
-
-
 def even_share(completion_ids, **columns):
     """The share of even ids, None for a response of one token."""
     return [None if len(ids) == 1 else sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
@@ -165,10 +161,6 @@ def scores(completions, **columns):
 
 def two_answers(completions, **columns):
     return ["1", "2"]
-
-
-def list_answers(completions, **columns):
-    return [[text] for text in completions]
 
 
 @pytest.mark.parametrize(
