@@ -1,9 +1,9 @@
 """SIGTERM and SIGINT ask a run to save its state and exit; the ranks agree on when. At a prompt or in a notebook,
 SIGINT leads back there instead.
 
-A signal handler only records the request. The run polls for it at points where it can stop: with `poll_all_ranks`
-when every rank is at the same point, or with `poll_local` during a rollout, when each rank works by itself until
-rollouts are gathered. What is saved then is decided in `trainer.base_trainer` and `trainer.progress`.
+A signal handler only records the request. The run asks for it between steps (`poll_all_ranks`), and each rank in its
+part of a rollout (`poll`), which then is discarded; an update is finished first. What is saved is decided in
+`trainer.base_trainer`.
 """
 
 import os
@@ -11,9 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -21,7 +20,6 @@ from accelerate import Accelerator
 
 from alpaca_ppo.distributed import launcher
 from alpaca_ppo.distributed.collectives import max_int_over_ranks
-from alpaca_ppo.distributed.engine import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ONE_REQUEST = 1.0
@@ -64,9 +62,11 @@ class PreemptionHandler:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
+        self.lockstep = False
+        """Whether ranks make the same forward passes, and so can only leave a rollout together."""
         self._accelerator = accelerator
         self._signum = 0
-        self._installed = self._in_rollout = self._raise_at_once = False
+        self._installed = self._stoppable = self._local = self._at_once = False
         self._requested_at = 0.0
         self._pid = os.getpid()
 
@@ -100,60 +100,57 @@ class PreemptionHandler:
             late.return_to_prompt()
             raise late
 
-    def for_rollout(
-        self,
-        engine: Engine,
-        *,
-        can_stop: bool = True,
-        on_rows: Callable[[int], Any] = lambda rows: None,
-    ) -> "RolloutPoll":
-        """Returns the `RolloutPoll` of one rollout.
-
-        Args:
-            engine: the policy's; it decides whether ranks run their forward passes in lockstep.
-            can_stop: False if a checkpoint saved now could not be resumed exactly; the rollout is then run to its end.
-            on_rows: called with the number of responses that are finished.
+    @contextmanager
+    def rollout(self, *, can_stop: bool) -> Iterator[None]:
+        """Wraps this rank's part of a rollout, which ends where the rank is asked to stop; in lockstep, all ranks end
+        theirs in a `part` of it. With `can_stop` False it is run to its end: what a checkpoint would hold now could
+        not be resumed exactly.
         """
-        return RolloutPoll(
-            self if can_stop else None,
-            synced_forwards=engine.synced_forwards,
-            on_rows=on_rows,
-        )
+        self._stoppable = can_stop
+        try:
+            with nullcontext() if self.lockstep else self._leaving():
+                yield
+        finally:
+            self._stoppable = False
 
     @contextmanager
-    def local_part(self) -> Iterator[None]:
-        """A block in which this rank may stop on its own: SamplingStopped leaves the block and is caught at its end."""
-        self._in_rollout = True
+    def part(self, *, at_once: bool = False) -> Iterator[None]:
+        """Wraps what a rank does by itself in a rollout: sampling, or a call of a reward function, which a signal
+        interrupts `at_once`, as Ctrl-C would. In lockstep all ranks agree at its end.
+
+        Raises:
+            Interrupted: in lockstep, on every rank, if any was asked to stop.
+        """
+        agrees = self.lockstep and self._stoppable
+        with self._leaving() if agrees else nullcontext():
+            self._at_once = at_once and self._local
+            try:
+                self.poll()
+                yield
+            finally:
+                self._at_once = False
+        if agrees:
+            self.poll_all_ranks()
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """A block that this rank leaves by SamplingStopped, which is caught at its end."""
+        self._local = self._stoppable
         try:
             with suppress(SamplingStopped):
                 yield
         finally:
-            self._in_rollout = False
+            self._local = False
 
-    def poll_local(self) -> None:
-        """Raises SamplingStopped in a rollout's local part if this rank was asked to stop."""
-        if self._in_rollout and self.requested:
+    def poll(self) -> None:
+        """Raises SamplingStopped, which leaves the rank's part of a rollout, if this rank was asked to stop."""
+        if self._local and self._installed and self._signum:
             raise SamplingStopped
 
     def poll_all_ranks(self) -> None:
         """Called by every rank at the same point; raises Interrupted on all of them if any was asked to stop."""
-        if self._installed and (signum := max_int_over_ranks(self.requested, self._accelerator)):
+        if self._installed and (signum := max_int_over_ranks(self._signum, self._accelerator)):
             raise Interrupted(signum)
-
-    @contextmanager
-    def raise_at_once(self) -> Iterator[None]:
-        """In a rollout's local part, lets a signal interrupt the code in the block immediately, as Ctrl-C would."""
-        self._raise_at_once = self._in_rollout
-        try:
-            self.poll_local()
-            yield
-        finally:
-            self._raise_at_once = False
-
-    @property
-    def requested(self) -> int:
-        """The number of the signal that this rank received, or 0."""
-        return self._signum if self._installed else 0
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -169,80 +166,9 @@ class PreemptionHandler:
                     after = "returning to the prompt; a second SIGINT returns immediately, without a checkpoint"
                 # Not print: a handler may run in the middle of another print.
                 os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint and {after}\n".encode())
-            if self._raise_at_once:
+            if self._at_once:
                 raise SamplingStopped
         elif time.monotonic() - self._requested_at >= _ONE_REQUEST:
             if signum == signal.SIGINT and at_prompt():
                 raise KeyboardInterrupt
             os._exit(128 + signum)
-
-
-@dataclass(frozen=True)
-class RolloutPoll:
-    """Checks whether a rollout should stop, for any engine; every rank calls it between passes.
-
-    Args:
-        handler: the run's; with None the rollout is never stopped.
-        synced_forwards: True if ranks must make the same forward passes, and so stop at the same point.
-        on_rows: called with the number of responses that are finished.
-    """
-
-    handler: PreemptionHandler | None = None
-    synced_forwards: bool = False
-    on_rows: Callable[[int], Any] = lambda rows: None
-
-    def __call__(self) -> None:
-        """Raises if a stop was requested: on every rank, or on this one alone (`rollout`)."""
-        if self.handler is None:
-            return
-        if self.synced_forwards:
-            self.handler.poll_all_ranks()
-        else:
-            self.handler.poll_local()
-
-    @contextmanager
-    def rollout(self) -> Iterator[None]:
-        """Wraps one rank's part of a rollout, which ends early if this rank alone was asked to stop."""
-        if self.handler is None or self.synced_forwards:
-            yield
-            return
-        with self.handler.local_part():
-            yield
-
-    @contextmanager
-    def sampling(self) -> Iterator[Callable[[], Any]]:
-        """Wraps the sampling of responses; yields the function that the sampler calls before each token."""
-        if not self.synced_forwards or self.handler is None:
-            yield self
-        else:
-            with self._local_part_of_synced_rollout():
-                yield self.handler.poll_local
-
-    @contextmanager
-    def interruptible_call(self) -> Iterator[None]:
-        """Wraps a call that may take minutes, such as a reward function's; a signal ends it immediately."""
-        if self.handler is None:
-            yield
-        elif self.synced_forwards:
-            with self._local_part_of_synced_rollout(), self.handler.raise_at_once():
-                yield
-        else:
-            with self.handler.raise_at_once():
-                yield
-
-    def raise_on_all_ranks(self) -> None:
-        """Raises Interrupted on every rank, after a rollout that some rank left early."""
-        assert self.handler is not None, "only a signal ends a rollout early"
-        self.handler.poll_all_ranks()
-
-    @contextmanager
-    def _local_part_of_synced_rollout(self) -> Iterator[None]:
-        """Wraps the work that each rank does alone between synchronized passes; at its end all ranks stop if any must.
-
-        Raises:
-            Interrupted: on every rank, if any was asked to stop.
-        """
-        assert self.handler is not None
-        with self.handler.local_part():
-            yield
-        self.handler.poll_all_ranks()

@@ -18,7 +18,6 @@ from torch import Tensor
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation import Backend, SamplingParams
 from alpaca_ppo.models import ActorCritic
@@ -196,7 +195,7 @@ class SamplerCheck:
             ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
         """
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
-        samples = collector.sample(self._engine, prompts, short, RolloutPoll())
+        samples = collector.sample(self._engine, prompts, short)
         logprobs = collector.policy_logprobs(self._engine, samples, temperature=short.temperature)
         pair = samples["rollout_logprobs"], samples["response_mask"]
         measured = {**mismatch_stats(logprobs, *pair), "clipped": clipped_difference(logprobs, *pair)}

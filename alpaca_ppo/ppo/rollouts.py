@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.preemption import RolloutPoll
+from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.episodes import Episodes
 from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
@@ -229,6 +229,7 @@ class RolloutCollector:
         metric_scorer: what only measures the responses of an evaluation.
         chunk_size: tokens whose logits are in memory at once.
         backend: samples the responses.
+        preemption: ends the sampling after a signal.
         per_device_batch_size: responses sampled or evaluated at once.
         row_tokens: most tokens of a row in any pass (`PPOConfig.longest_row`); without padding, as many tokens are
             evaluated at once as `per_device_batch_size` such rows have.
@@ -239,6 +240,7 @@ class RolloutCollector:
     scorer: RewardScorer
     metric_scorer: RewardScorer
     backend: Backend
+    preemption: PreemptionHandler
     chunk_size: int
     per_device_batch_size: int
     row_tokens: int
@@ -274,19 +276,19 @@ class RolloutCollector:
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
         return merge_prompt_batches(batches) if batches else None
 
-    def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int, poll: RolloutPoll) -> Rollouts:
+    def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int) -> Rollouts:
         """The rows of all ranks, on the CPU, in the prompts' order.
 
         Args:
-            rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout.
+            rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout: then all
+                ranks raise here.
             samples_per_prompt: rows of each prompt.
-            poll: of the rollout; if any rank was stopped, all of them raise here.
         """
         if self.scorer.policy.mask:
             rows = shape_as_on_others(rows, self.accelerator)
         gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:
-            poll.raise_on_all_ranks()
+            self.preemption.poll_all_ranks()
         rollouts: Rollouts = gathered
         return rollouts
 
@@ -295,19 +297,21 @@ class RolloutCollector:
         engine: Engine,
         prompts: PromptBatch,
         sampling_params: SamplingParams,
-        poll: RolloutPoll,
         episodes: Episodes | None = None,
+        on_rows: Callable[[int], Any] = lambda rows: None,
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision."""
+        """`sample_responses` of the engine's policy, in the run's precision; `on_rows` is called with numbers of
+        responses that are finished.
+        """
         backend = self.backend
 
         def poll_and_listen() -> None:
-            before_token()
+            self.preemption.poll()
             if episodes is not None:
                 episodes.listen()
 
         def finish(rows: list[int], finished: Generation) -> None:
-            poll.on_rows(len(rows))
+            on_rows(len(rows))
             if episodes is not None:
                 episodes.finish(rows, finished)
 
@@ -320,7 +324,7 @@ class RolloutCollector:
         with (
             engine.autocast(),
             engine.sampling() as model,
-            poll.sampling() as before_token,
+            self.preemption.part(),
         ):
             samples = sample_responses(
                 model,
@@ -367,7 +371,6 @@ class RolloutCollector:
         passes: RolloutPasses,
         *,
         temperature: float,
-        poll: Callable[[], Any],
     ) -> dict[str, Tensor]:
         """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
@@ -385,7 +388,7 @@ class RolloutCollector:
                     rows,
                     settings,
                     device=device,
-                    poll=poll,
+                    poll=self.preemption.poll,
                     with_policy=passes.with_policy,
                     with_critic=passes.with_critic,
                 )
@@ -396,5 +399,5 @@ class RolloutCollector:
         if self.reference is None:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():
-            ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=poll)
+            ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=self.preemption.poll)
         return out | {f"ref_{name}": value for name, value in ref_outputs.items()}

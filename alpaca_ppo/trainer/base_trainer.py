@@ -69,6 +69,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     sampler_fallback: str
     """Which models' rows have padding, and why; empty if none has."""
     updater: Updater
+    preemption: PreemptionHandler
     has_own_schedule: bool
     """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
     kl_controller: KLController
@@ -114,7 +115,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         )
         self.run_log = RunLog(self.accelerator, self.args)
         self.callback_handler = CallbackHandler(callbacks, self.state, self.built_in_callbacks())
-        self.preemption = PreemptionHandler(self.accelerator)
+        self.preemption.lockstep = self.updater.engine.synced_forwards
         self.progress = TrainProgress(self.state, self.updater)
         self.checkpoints = CheckpointManager(
             self.accelerator,

@@ -95,7 +95,7 @@ class Evaluator:
         return summarize(records, self.settings) | of_rewards
 
     def _interruptible(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.trainer.rollout_poll.interruptible_call()
+        context: AbstractContextManager[Any] = self.trainer.preemption.part(at_once=True)
         return context
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:

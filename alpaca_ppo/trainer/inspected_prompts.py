@@ -4,7 +4,7 @@ Nothing here is trained on or enters a metric: a run learns the same with these 
 makes the same passes over the same few rows, so that sharded models can take part; the main process writes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def add_tokens(trainer: "RolloutTrainer", rollouts: Rollouts, rows: Sequence[dic
         return
     few: Any = {name: value[chosen] for name, value in rollouts.items()}  # type: ignore[index]
     with_critic = trainer.actor_critic.critic is not None
-    few |= _evaluated(trainer, few, with_critic=with_critic, poll=lambda: None)
+    few |= _evaluated(trainer, few, with_critic=with_critic)
     for place, i in enumerate(chosen.tolist()):
         rows[i]["tokens"] = rollout_tables.token_entries(few, trainer.processing_class, place)
 
@@ -109,26 +109,20 @@ class TrainingPromptInspector(TrainerCallback):
 def _sampled(trainer: "RolloutTrainer", prompts: PromptBatch) -> Rollouts | None:
     """Greedy answers to `prompts` with the numbers of their tokens; None if a signal stopped this rank's sampling."""
     params = replace(trainer.sampling_params, do_sample=False, num_return_sequences=1)
-    trainer.rollout_poll = trainer.preemption.for_rollout(
-        trainer.updater.engine,
-        can_stop=trainer.progress.is_current,
-    )
     rollouts: Any = None
-    with trainer.rollout_poll.rollout():
+    with trainer.preemption.rollout(can_stop=trainer.progress.is_current):
         samples = hook_checks.complete_samples(trainer._generate(prompts, params), prompts, params)
         with_critic = trainer.actor_critic.critic is not None
-        rollouts = samples | _evaluated(trainer, samples, with_critic=with_critic, poll=trainer.rollout_poll)
+        rollouts = samples | _evaluated(trainer, samples, with_critic=with_critic)
         rollouts["scores"] = torch.full((len(prompts["rows"]),), torch.nan)
     return rollouts
 
 
-def _evaluated(
-    trainer: "RolloutTrainer", samples: Any, *, with_critic: bool, poll: Callable[[], Any]
-) -> dict[str, torch.Tensor]:
+def _evaluated(trainer: "RolloutTrainer", samples: Any, *, with_critic: bool) -> dict[str, torch.Tensor]:
     """Log-probs, entropies, KL and values of `samples` under the policy as it is now, its reference and the critic."""
     rows = row_tensors(samples) | {"rollout_logprobs": samples["rollout_logprobs"]}
     passes = RolloutPasses(with_policy=True, with_critic=with_critic, with_entropies=True)
     numbers: dict[str, torch.Tensor] = trainer.collector.evaluate(
-        trainer.updater.engine, rows, passes, temperature=trainer.args.temperature, poll=poll
+        trainer.updater.engine, rows, passes, temperature=trainer.args.temperature
     )
     return numbers | {"kl": numbers["logprobs"] - numbers["ref_logprobs"]}

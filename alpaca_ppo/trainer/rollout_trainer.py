@@ -6,6 +6,7 @@ What a step learns from them is in `ppo_trainer`; the passes themselves are in `
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,7 +16,6 @@ from transformers import TrainerCallback
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.environments.episodes import Environments, Episodes
 from alpaca_ppo.functional.shaping import sequence_scores
@@ -68,14 +68,15 @@ class RolloutTrainer(BaseTrainer):
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Also sets up what a rollout records and how it is interrupted."""
+        self.preemption = self.collector.preemption
         super().set_up_run(callbacks)
-        self.timers, self.rollout_poll, self.counts = self.new_timers(), RolloutPoll(), RolloutCounts()
+        self.timers, self.counts = self.new_timers(), RolloutCounts()
         self._episodes: Episodes | None = None
         scorer, self.collector.metric_scorer.logged = self.collector.scorer, self.collector.scorer.logged
         for each in (scorer, self.collector.metric_scorer):
             each.offer(self.state)
         self._logs_metrics = scorer.logs_metrics or self.collector.metric_scorer.logs_metrics
-        self.collector.scorer.interruptible_call = lambda: self.rollout_poll.interruptible_call()
+        self.collector.scorer.interruptible_call = partial(self.preemption.part, at_once=True)
         self.collector.scorer.on_source = self._show_source
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
@@ -181,16 +182,11 @@ class RolloutTrainer(BaseTrainer):
         local = None
         # What functions have logged since the last rollout belongs to none, as when they judged an opponent's answers.
         self.collector.scorer.logged.pop()
-        with self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline)) as count_rows:
-            self.rollout_poll = self.preemption.for_rollout(
-                engine,
-                can_stop=self.progress.is_current,
-                on_rows=count_rows,
-            )
-            with self.rollout_poll.rollout():
-                rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes, measure)
-                local = {key: value[: count * n] for key, value in rows.items() if count}
-        rollouts = self.collector.gather(local, samples_per_prompt=n, poll=self.rollout_poll)
+        shown = self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline))
+        with shown, self.preemption.rollout(can_stop=self.progress.is_current):
+            rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes, measure)
+            local = {key: value[: count * n] for key, value in rows.items() if count}
+        rollouts = self.collector.gather(local, samples_per_prompt=n)
         failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
         if "trained_rows" in rollouts:
             compares = passes.compares_group and n > 1
@@ -218,9 +214,8 @@ class RolloutTrainer(BaseTrainer):
             baseline = self._generate_and_score(prompts, greedy)
             add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
         with self.timers.measure("logprobs"):
-            return rows | self.collector.evaluate(
-                self.updater.engine, rows, passes, temperature=sampling_params.temperature, poll=self.rollout_poll
-            )
+            temperature = sampling_params.temperature
+            return rows | self.collector.evaluate(self.updater.engine, rows, passes, temperature=temperature)
 
     @contextmanager
     def _episodes_of(self, prompts: PromptBatch, sampling_params: SamplingParams) -> Iterator[Episodes | None]:
@@ -228,9 +223,8 @@ class RolloutTrainer(BaseTrainer):
         if self.environments is None:
             yield None
             return
-        # Ranks in lockstep cannot be interrupted one by one.
-        poll = (lambda: None) if self.updater.engine.synced_forwards else self.rollout_poll
-        begun = self.environments.episodes(prompts, sampling_params, query_len=self.args.query_len, poll=poll)
+        poll, query_len = self.preemption.poll, self.args.query_len
+        begun = self.environments.episodes(prompts, sampling_params, query_len=query_len, poll=poll)
         with ExitStack() as stack:
             with self.timers.measure("environments"):
                 self._episodes = stack.enter_context(begun)
@@ -251,7 +245,7 @@ class RolloutTrainer(BaseTrainer):
             with self.timers.measure("rollout"):
                 samples = self._generate(prompts, sampling_params)
             samples = hook_checks.complete_samples(samples, prompts, sampling_params)
-            self.rollout_poll()
+            self.preemption.poll()
             with self.timers.measure("score"):
                 scores = self._score(samples, rows)
                 scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
@@ -276,7 +270,8 @@ class RolloutTrainer(BaseTrainer):
             bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
             tensors with one entry per row, which are passed on to `_score` and the later hooks.
         """
-        return self.collector.sample(self.updater.engine, prompts, sampling_params, self.rollout_poll, self._episodes)
+        with self.run_log.bar.phase("sampling") as count_rows:
+            return self.collector.sample(self.updater.engine, prompts, sampling_params, self._episodes, count_rows)
 
     def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Scores finished responses with the run's reward sources.

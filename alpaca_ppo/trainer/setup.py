@@ -14,6 +14,7 @@ from alpaca_ppo.adapters import check_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.evaluation.settings import check_set_names
 from alpaca_ppo.generation import (
     StopStrings,
@@ -320,6 +321,7 @@ def make_collector(
         scorer=scorer,
         metric_scorer=metric_scorer,
         backend=make_backend(args.generation_backend, args),
+        preemption=PreemptionHandler(accelerator),
         chunk_size=args.logprob_chunk_size,
         per_device_batch_size=args.rollout_per_device_batch_size,
         row_tokens=args.longest_row,

@@ -7,7 +7,6 @@ from typing import Any
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.preemption import RolloutPoll
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models.token_checks import check_lengths
 from alpaca_ppo.ppo.rollouts import RolloutCollector
@@ -50,7 +49,7 @@ def generate_texts(
     batch = collate_prompts(
         items, range(len(ids)), pad_token_id=sampling_params.pad_token_id, query_len=lengths["the prompt"]
     )
-    samples = collector.sample(engine, batch, sampling_params, RolloutPoll())
+    samples = collector.sample(engine, batch, sampling_params)
     rows = zip(samples["responses"], samples["response_mask"], strict=True)
     texts = processing_class.batch_decode(
         [row[mask].tolist() for row, mask in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def signal_at(trainer, monkeypatch, *, check: int) -> None:
 
         return asking
 
-    for name in ("poll_local", "poll_all_ranks"):
+    for name in ("poll", "poll_all_ranks"):
         monkeypatch.setattr(trainer.preemption, name, counted(getattr(trainer.preemption, name)))
 
 
@@ -234,13 +233,15 @@ def test_a_request_that_no_check_met_ends_the_process_afterwards_and_outside_not
     handler = PreemptionHandler(Accelerator(cpu=True))
     with pytest.raises(Interrupted, match="SIGTERM"), handler.install():
         os.kill(os.getpid(), signal.SIGTERM)
-        handler.poll_local()  # not sampling: ranks must go on together
-        with handler.local_part():
+        handler.poll()  # not sampling: ranks must go on together
+        with handler.rollout(can_stop=False):
+            handler.poll()
+        with handler.rollout(can_stop=True):
             with pytest.raises(SamplingStopped):
-                handler.poll_local()
-            handler.poll_local()
+                handler.poll()
+            handler.poll()
             raise AssertionError("not reached")
-    handler.poll_local()
+    handler.poll()
     handler.poll_all_ranks()
 
 
@@ -343,14 +344,14 @@ def test_a_loop_of_one_s_own_gets_new_rollouts_for_each_step(tmp_path):
     assert first["objective/kl_sum_seq"] == 0.0 != second["objective/kl_sum_seq"]
 
 
-def test_ranks_in_lockstep_leave_the_sampling_together(tmp_path):
-    trainer = tiny_trainer(tmp_path)
-    poll = trainer.preemption.for_rollout(SimpleNamespace(synced_forwards=True))
-    sampled = []
-    with pytest.raises(Interrupted), trainer.preemption.install():
-        with poll.sampling() as before_token:
+def test_ranks_in_lockstep_leave_the_sampling_together():
+    handler, sampled = PreemptionHandler(Accelerator(cpu=True)), []
+    handler.lockstep = True
+    with pytest.raises(Interrupted), handler.install(), handler.rollout(can_stop=True):
+        handler.poll()
+        with handler.part():
             os.kill(os.getpid(), signal.SIGTERM)
-            before_token()
+            handler.poll()
             sampled.append("a token")
         sampled.append("all")
     assert sampled == []

@@ -52,9 +52,7 @@ def samples_of(trainer):
 
 
 def evaluate(trainer, samples, **passes):
-    return trainer.collector.evaluate(
-        trainer.updater.engine, samples, RolloutPasses(**passes), temperature=1.0, poll=lambda: None
-    )
+    return trainer.collector.evaluate(trainer.updater.engine, samples, RolloutPasses(**passes), temperature=1.0)
 
 
 def trainer_of(folder, **settings):
