@@ -45,9 +45,8 @@ class RewardBatch:
 
     def arguments(self) -> dict[str, list[Any]]:
         """Returns the arguments of a reward function by name: the lists themselves, not copies."""
-        return dict(zip(RESERVED_COLUMNS, (self.prompts, self.completions, self.completion_ids), strict=True)) | (
-            self.columns
-        )
+        own: list[list[Any]] = [self.prompts, self.completions, self.completion_ids]
+        return dict(zip(RESERVED_COLUMNS, own, strict=True)) | self.columns
 
     def objects(self) -> dict[str, list[Any]]:
         """Returns further arguments by name, which belong to the run and are not copied."""

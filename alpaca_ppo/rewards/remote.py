@@ -80,7 +80,7 @@ class RemoteReward:
         if missing := [name for name in self._columns or () if name not in columns]:
             raise ValueError(f"the dataset has no column {missing[0]!r} to send, only {list(columns)}; check its name")
         sent = columns if self._columns is None else {name: columns[name] for name in self._columns}
-        lists = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        lists: dict[str, list[Any]] = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         parts = _parts(prompts, len(self.urls))
         first, self._turn = self._turn, self._turn + len(parts)
         bodies = [

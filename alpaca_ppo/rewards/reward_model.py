@@ -207,10 +207,10 @@ class ModelReward:
         pad = _padding_id(self._config, sequences)
         device = next(self.model.parameters()).device
         packed = _end_to_end(sequences, [_scored_column(ids, pad) for ids in sequences], device)
-        is_adapter = isinstance(self.model, AdapterClassifier)
-        language_model: Any = self.model.adapters.model if is_adapter else self.model
-        keywords = sequence_keywords(language_model.base_model, packed)
-        if is_adapter:
+        model = self.model
+        base: Any = (model.adapters.model if isinstance(model, AdapterClassifier) else model).base_model
+        keywords = sequence_keywords(base, packed)
+        if isinstance(model, AdapterClassifier):
             scores: Tensor = self.model(packed.input_ids, columns=packed.states, **keywords).logits
             return scores.squeeze(-1).cpu()
         logits: list[Tensor] = []

@@ -247,14 +247,14 @@ def build_reward(
     weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
     if not all(map(math.isfinite, weights)):
         raise ValueError(f"reward_weights is {weights}; every weight must be a finite number")
-    classes = reward_processing_classes
+    classes: Any = reward_processing_classes
     tokenizers = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(given)
     for name, values in (("reward_weights", weights), ("reward_processing_classes", tokenizers)):
         if len(values) != len(given):
             raise ValueError(f"{name} has {len(values)} entries for {len(given)} reward sources; give one per source")
     if batch_size < 1:
         raise ValueError(f"the reward batch_size is {batch_size}; it must be at least 1")
-    loading = {"batch_size": batch_size, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    loading: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "trust_remote_code": trust_remote_code}
     sources = [
         source
         if isinstance(source, FunctionReward)
