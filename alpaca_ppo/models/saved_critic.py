@@ -98,7 +98,7 @@ def load_critic(
             f"risk_level is {risk_level!r}, but the {head.kind!r} critic of {folder} has no distribution; leave it out"
         )
     head.risk_level = risk_level
-    load = partial(load_complete, trust_remote_code=trust_remote_code, **(arguments or {}))
+    load: Any = partial(load_complete, trust_remote_code=trust_remote_code, **(arguments or {}))
     if is_adapter(folder):
         base = load(AutoModelForCausalLM, adapter_base(f"value_model {folder}", read_value_adapter(folder)))
         backbone: Any = load_peft_model(f"value_model {folder}", base, folder).merge_and_unload().base_model
