@@ -266,3 +266,29 @@ def test_every_configuration_field_is_read_by_code_outside_its_module(class_name
 def test_a_field_counts_as_read_only_when_it_is_taken_from_arguments():
     text = "a = self.args.gamma\nb = config.lam\nself.args.seed = 1\noptimizer.learning_rate\nf(cliprange=1)"
     assert options_read(text) == {"gamma", "lam"}
+
+
+SHARDING = re.compile(r"deepspeed|fsdp|zero_stage|zero3", re.IGNORECASE)
+# Options and launch files name them; the estimate asks `distributed` for what a configuration shards.
+NAMES_SHARDING = ("cli/launch.py", "config/", "estimate_memory/")
+
+
+def sharding_known(text: str) -> list[str]:
+    """What code knows of a library that shards: imports, names, attributes and compared texts; no other text."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute | ast.Name):
+            found.append(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.Compare):
+            found += [str(side.value) for side in (node.left, *node.comparators) if isinstance(side, ast.Constant)]
+    return [name for name in found if SHARDING.search(name)]
+
+
+def test_only_distributed_knows_how_models_are_sharded():
+    elsewhere = ("distributed/", *NAMES_SHARDING)
+    others = [p for p in sources(PACKAGE) if not str(p.relative_to(PACKAGE)).startswith(elsewhere)]
+    assert_none([f"{named(p)} knows {name}" for p in others for name in sharding_known(p.read_text())])
+    planted = 'import deepspeed\nif kind == "FSDP" or state.deepspeed_plugin: pass\nx = "deepspeed: FILE"'
+    assert sharding_known(planted) == ["deepspeed", "FSDP", "deepspeed_plugin"]
