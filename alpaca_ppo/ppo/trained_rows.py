@@ -103,7 +103,8 @@ def leave_out_failures(
         members, failed = (torch.bincount(group[some], minlength=len(group))[group] for some in (member, ~rows))
         alone = member & (members == 1) & (failed > 0)
     rollouts["trained_rows"] = rows & ~alone
-    errors = [str(error) for of_rank in gather_list(list(failures[:_MAX_SHOWN]), accelerator) for error in of_rank]
+    own = [str(failure) for failure in failures[:_MAX_SHOWN]]
+    errors = [error for of_rank in gather_list(own, accelerator) for error in of_rank]
     num_failed, num_alone = int((~rows).sum()), int(alone.sum())
     if not num_failed:
         return ""
