@@ -143,7 +143,9 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
         assert first.keys() == second.keys()
         for key in first:
             if "padding" not in key:
-                expected = None if first[key] is None else pytest.approx(first[key], rel=1e-6, abs=1e-8)
+                # Where one rank cannot sample in slots, all sample by model.generate, which rounds to float32.
+                rounding = 1e-6 if key.startswith("mismatch/") else 1e-8
+                expected = None if first[key] is None else pytest.approx(first[key], rel=1e-6, abs=rounding)
                 assert second[key] == expected, key
 
 
@@ -190,7 +192,7 @@ def test_vf_coef_changes_no_bit_of_the_policys_update(name, runs):
 @pytest.mark.parametrize("processes", ["one", "two"])
 @pytest.mark.parametrize(
     ("name", "recomputed"),
-    [case("rank_without_prompts", [1, 1, 1, 0, 1, 0]), case("lora_separate", [1, 1, 1, 0]), case("half", [1, 1, 1])],
+    [case("rank_without_prompts", [1, 0, 0, 0, 0, 0]), case("lora_separate", [0, 1, 0, 0]), case("half", [1, 1, 1])],
 )
 def test_the_same_steps_take_the_samplers_log_probs(name, recomputed, processes, runs):
     assert [line["mismatch/recomputed"] for line in metric_lines(runs / processes / name)] == recomputed
