@@ -66,6 +66,7 @@ class RunLog:
         self.samples: Rows = []
         """Sampled responses of the step, to be printed at its end (`rollout_tables.sample_rows`)."""
         self._rollouts: dict[int, Rows] = {}
+        self._begun = False
         self._trackers_of_user = bool(accelerator.trackers)
 
     def begin(
@@ -80,6 +81,7 @@ class RunLog:
             last_line: the last step whose findings, and events in TensorBoard, are kept.
             lines: of metrics.jsonl that are kept (`metrics_identity`).
         """
+        self._begun = True
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             _keep(self.output_dir / "metrics.jsonl", lines)
@@ -136,7 +138,14 @@ class RunLog:
                 self._rollouts = {step: rows}
 
     def log_table(self, name: str, rows: Rows, step: int) -> None:
-        """Writes all `rows` to <name>/step_<step>.jsonl, and shows the first of them in the trackers."""
+        """Writes all `rows` to <name>/step_<step>.jsonl, and shows the first of them in the trackers.
+
+        Before `begin`, a table that a run with checkpoints wrote stays: a resumed run does not write it again.
+        """
+        path = self.output_dir / name / f"step_{step:06d}.jsonl"
+        if not self._begun and path.exists() and any(self.output_dir.glob("checkpoint-*")):
+            self.message(f"{path} stays as the run in this folder wrote it; for another choose another output_dir")
+            return
         self.write_rows(name, rows, step)
         if self.is_main:
             self._show_table(name, rows, step)
