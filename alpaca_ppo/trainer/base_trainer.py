@@ -263,8 +263,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def mark_step_done(self, step: int) -> None:
         """Records that `step` (from 0) is done. May be called more than once for the same step.
 
-        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend.
+        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend, and locks the
+        output folder if a loop of one's own has not.
         """
+        self.run_lock.acquire()
         self.state.global_step = step + 1
 
     def poll(self) -> None:

@@ -229,11 +229,8 @@ def test_a_resumed_run_stops_as_early_as_a_whole_one(tmp_path):
     assert stopping_run(tmp_path, 6, resume=True).state.global_step == 4
 
 
-def test_a_file_that_names_no_step_is_an_error(tmp_path):
+def test_the_step_of_the_weights_is_written_beside_them_and_told_in_words(tmp_path):
     assert read_weights_step(tmp_path) is None
     WeightsStep(20, 40, "eval/scores", 0.934).write(tmp_path)
     assert str(read_weights_step(tmp_path)) == "step 20 of 40, the best evaluation by eval/scores (0.934)"
     assert str(WeightsStep(40, 40)) == "step 40 of 40"
-    (tmp_path / "step.json").write_text('{"step": 20}')
-    with pytest.raises(ValueError, match=r"step.json does not say which step the models are from \(KeyError: "):
-        read_weights_step(tmp_path)

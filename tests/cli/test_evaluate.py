@@ -142,5 +142,5 @@ def test_earlier_results_are_kept_unless_they_are_to_be_replaced(base, tmp_path)
 def test_a_set_is_named_once(base, tmp_path):
     sets = [f"a={base / 'prompts.jsonl'}"] * 2
     argv = options(base, tmp_path, eval_dataset_name=None, eval_datasets=sets, reward_funcs=[REWARD])
-    with pytest.raises(ValueError, match="a set that is named already"):
+    with pytest.raises(ValueError, match="a=.*with a new name"):
         main([*argv, "--model", str(base / "model")])

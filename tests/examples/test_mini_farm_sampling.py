@@ -53,19 +53,20 @@ def test_the_kl_to_another_model_is_the_log_ratio_of_the_whole_answer(models, mo
     policy, reference, _ = models
     seen = []
 
-    def record(model, queries, masks, **settings):
-        seen.append((queries, masks.bool(), generate(model, queries, masks, **settings), settings["prompt_ids"]))
-        return seen[-1][2]
+    def record(model, prompts, params):
+        seen.append((prompts, generate(model, prompts, params)))
+        return seen[-1][1]
 
     monkeypatch.setattr(sampling, "generate", record)
     answers = sample_answers(policy, ROWS, samples=2, seed=0, reference_folder=reference)
-    queries, masks, sampled, prompt_ids = seen[0]
+    prompts, sampled = seen[0]
+    queries, masks = prompts["queries"], prompts["query_attn_masks"].bool()
     for i in range(4):
         prompt = queries[i // 2][masks[i // 2]]
         response = sampled.responses[i][sampled.response_mask[i]]
         ratio = log_probability(policy, prompt, response) - log_probability(reference, prompt, response)
         assert abs(ratio) > 1e-3
-        assert answers[int(prompt_ids[i // 2])][i % 2].kl == pytest.approx(ratio, abs=1e-3)
+        assert answers[int(prompts["prompt_ids"][i // 2])][i % 2].kl == pytest.approx(ratio, abs=1e-3)
 
 
 def log_probability(folder, prompt, response):

@@ -77,7 +77,7 @@ RUNS = {
     "skipping": SKIPPING,
     "skipping_adapters": (*SKIPPING, *ADAPTER, "gradient_checkpointing=true"),
     # The second of two ranks cannot read rows without padding.
-    "padded_rank": ("padded_rank=1", "eval_prompts=3"),
+    "padded_rank": ("padded_rank=1", "eval_prompts=3", "old_policy=recompute"),
     # Of one eval set the second of two ranks has no prompt.
     "evaluated": (
         *("eval_prompts=3", "eval_named=true", "eval_temperature=1.0", "eval_num_samples=3", "eval_success_above=1.5"),

@@ -34,7 +34,6 @@ def test_all_ranks_end_before_the_first_rollout_where_the_sampler_is_not_the_pol
     for rank in (0, 1):
         cause = f"[rank{rank}]: ValueError: sampler and trainer disagree "
         assert cause in outcome.stderr, outcome.stderr
-    assert "set rollout_per_device_batch_size: 1" in outcome.stderr
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 from transformers import AutoTokenizer
 
-from alpaca_ppo.ppo.minibatches import plan_micro_batches
+from alpaca_ppo.ppo.minibatches import plan_packed_micro_batches
 from examples import same_run
 from examples.same_run import Difference, compare, launch, write_run
 from tests.tools.warm_python import warm_python
@@ -54,7 +54,9 @@ def test_the_numbers_of_tokens_are_different_micro_batches(folder):
     rows = map(json.loads, lines[: same_run.STEP_ROWS])
     lengths = [len(tokenizer(row["prompt"])["input_ids"]) + len(row["tokens"]) for row in rows]
     for ranks in (1, 2):
-        plans = [plan_micro_batches(lengths, num_ranks=ranks, max_tokens=tokens) for tokens in same_run.MICRO_BATCHES]
+        plans = [
+            plan_packed_micro_batches(lengths, num_ranks=ranks, max_tokens=tokens) for tokens in same_run.MICRO_BATCHES
+        ]
         small, middle, large = (len(plan[0]) for plan in plans)
         assert small > middle > large == 1
 

@@ -56,10 +56,10 @@ def count_stages(counter: FlopCounterMode, monkeypatch: Any) -> dict[str, int]:
     measure = Timers.measure
 
     @contextmanager
-    def counted(timers: Timers, phase: str) -> Iterator[None]:
+    def counted(timers: Timers, phase: str, *total: int) -> Iterator[Any]:
         before = counter.get_total_flops()
-        with measure(timers, phase):
-            yield
+        with measure(timers, phase, *total) as count:
+            yield count
         by_stage[phase] = by_stage.get(phase, 0) + counter.get_total_flops() - before
 
     monkeypatch.setattr(Timers, "measure", counted)
