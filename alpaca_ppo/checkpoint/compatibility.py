@@ -65,7 +65,7 @@ def start_identity(
     named = model.named_parameters(remove_duplicate=False)
     left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
     parameters = [] if critic is None else critic.named_parameters()
-    weights = {
+    weights: dict[str, Any] = {
         "reference": _reference_identity(reference),
         "starting_policy": {name: tensor for name, tensor in model_state(model).items() if name not in left_out},
         "frozen_critic": {name: parameter for name, parameter in parameters if not parameter.requires_grad},

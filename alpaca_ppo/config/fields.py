@@ -39,11 +39,11 @@ class Need:
 
     def holds(self, args: Any, facts: Mapping[str, bool]) -> bool:
         """Whether `args` have it; a fact that is not known yet may hold."""
-        if self.option not in options_of(type(args)):
+        if self.option not in options_of(args.__class__):
             return facts.get(self.option, True)
         value = getattr(args, self.option)
         values = self._names() if self.registry else self.values
-        known = options_of(type(args))[self.option].registry
+        known = options_of(args.__class__)[self.option].registry
         # Whether a user's own name reads an option cannot be known here, unless its traits say so.
         if known is not None and self.registry is None and value not in known.built_in:
             return True
@@ -125,10 +125,12 @@ class Option:
 
     def _bounded(self, hint: Any) -> Any:
         if hint is float:
-            return Annotated[float, Field(**self.bounds, allow_inf_nan=self.allow_inf)]
+            limits: dict[str, Any] = {**self.bounds, "allow_inf_nan": self.allow_inf}
+            return Annotated[float, Field(**limits)]
         if hint is int:
             # No tensor could hold more than 64 bits.
-            return Annotated[int, Field(**{"ge": -(2**63), "le": 2**63 - 1} | dict(self.bounds))]
+            limits = {"ge": -(2**63), "le": 2**63 - 1} | dict(self.bounds)
+            return Annotated[int, Field(**limits)]
         if hint is str:
             return Annotated[str, AfterValidator(_check_text)]
         if typing.get_origin(hint) is list:
@@ -199,7 +201,7 @@ def argument(
 
 
 @functools.cache
-def options_of(cls: type) -> Mapping[str, Option]:
+def options_of(cls: Any) -> Mapping[str, Option]:
     """Every field of the dataclass `cls` that its constructor takes, by name and in order.
 
     A dataclass without groups is one group of its own name.
@@ -232,7 +234,7 @@ def check_fields(arguments: Any) -> None:
     Raises:
         ValueError: naming the field, the value and what it may be.
     """
-    for name, option in options_of(type(arguments)).items():
+    for name, option in options_of(arguments.__class__).items():
         option.check(getattr(arguments, name))
 
 
@@ -248,7 +250,7 @@ def check_needs(arguments: Any, **facts: bool) -> None:
     """
     known = {name.replace("_", " "): fact for name, fact in facts.items()}
     idle: dict[str, list[str]] = {}
-    for name, option in options_of(type(arguments)).items():
+    for name, option in options_of(arguments.__class__).items():
         value = getattr(arguments, name)
         # What is off does nothing in any case.
         if option.needs and value != option.default and value is not None and value is not False:
