@@ -187,7 +187,6 @@ def test_a_reward_model_that_builds_another_model_scores_and_starts_a_critic(fol
 def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):
     arguments = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
     settings = {"critic_layout": "adapter"}
-    # Merging reads the base again, in float32.
     base = AutoModelForCausalLM.from_pretrained(folders["policy"], dtype=torch.bfloat16, trust_remote_code=True)
     arguments["processing_class"] = tiny_tokenizer()
     trainer = trusting(tmp_path, base, trainer_arguments=arguments, **settings)

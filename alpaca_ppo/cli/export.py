@@ -71,7 +71,7 @@ def _export(
 ) -> Path:
     """Writes the models of `start`, a checkpoint or a run; returns the checkpoint."""
     # They import torch, for which `--help` need not wait.
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
@@ -90,7 +90,8 @@ def _export(
         script.value_model_name_or_path,
         [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
         lora.peft_config("CAUSAL_LM"),
-        args,
+        # Half precision would round away what the adapter adds to its weights.
+        replace(args, dtype="float32", load_in_4bit=False) if merge else args,
     )
     restore_models(checkpoint, actor_critic)
     # Of a folder that the user renamed, the step is not known.

@@ -114,7 +114,6 @@ class PPOTrainer(RolloutTrainer):
         environments = GivenEnvironments(tools, environment_factory, tool_call_parser)
         self._check_measures(args, train_dataset, eval_dataset, reward_funcs, metric_funcs, environments)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
-        self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
         self.args, self.run_record = args, RunRecord.of_objects(type(self), given)
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
@@ -132,6 +131,7 @@ class PPOTrainer(RolloutTrainer):
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, environments)
         metric_scorer = setup.make_metric_scorer(metric_funcs, metric_processing_classes, args, device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
+        self.disk_check = DiskCheck(args, actor_critic, adamw=optimizers[0] is None)
         setup.check_critic_tokenizer(start, self.processing_class, args)
         self.sampling_params = setup.make_sampling_params(
             actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from alpaca_ppo.adapters import check_reward_adapter
+from alpaca_ppo.adapters import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -236,7 +236,7 @@ def make_scorer(
                     "reward_adapter; give one each, the adapter's last"
                 )
             weights = weights[:-1]
-        check_reward_adapter(args.reward_adapter)
+        read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
         if not reward_funcs:
             return RewardScorer([], [], policy=policy)

@@ -8,6 +8,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alpaca_ppo import PPOConfig, PPOTrainer
@@ -343,6 +344,8 @@ def test_adapters_weigh_less_than_models(folder, tmp_path):
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
     LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS").save_pretrained(tmp_path / "reward")
+    head = {"base_model.model.score.weight": torch.zeros(1, 2)}
+    save_file(head, tmp_path / "reward/adapter_model.safetensors")
 
     def weights(model, *flags):
         own = () if model.endswith("adapter") else ("--use_peft", "--lora_r=8")
