@@ -63,8 +63,7 @@ class Conversation:
 
     def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of text or messages; the tools of `schemas` are shown to the policy."""
-        keywords = self._keywords | ({"tools": list(schemas)} if schemas and self.messages else {})
-        return tokenize_prompts([prompt], self.tokenizer, keywords)[0]
+        return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas])[0]
 
     @cached_property
     def prompt_end(self) -> str:
