@@ -22,8 +22,8 @@ def read_json_files(paths: Sequence[Path]) -> Dataset:
     A column whose entries differ in type, or in their keys, keeps each of them as it is.
 
     Raises:
-        ValueError: for a file that is not UTF-8; with its line, for a row that is not a JSON object, has a key twice, or
-            holds what no dataset can: an integer beyond 64 bits, or half of a surrogate pair.
+        ValueError: for a file that is not UTF-8; with its line, for a row that is not a JSON object, has a key twice,
+            or holds what no dataset can: an integer beyond 64 bits, or half of a surrogate pair.
     """
     rows = [row for path in paths for row in _read_rows(path)]
     names = list(dict.fromkeys(name for row in rows for name in row))

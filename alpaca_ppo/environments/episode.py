@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, TypeVar
 
-from alpaca_ppo.async_calls import Call, CallTimeout, Ended, error_text
+from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, error_text
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.texts import encodable, shown
@@ -28,7 +28,7 @@ from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
-Steps = Generator[Call, Ended, T]
+Steps = Generator[Call, RowCall, T]
 """Yields calls, and is sent how each has ended."""
 
 
@@ -284,7 +284,7 @@ class Episode:
             if isinstance(ended.error, CallTimeout):
                 problem = f"{call.name} was not done after {timeout:g} seconds"
                 if own:
-                    self.reusable, self.late = False, (call.name, ended.error.over)
+                    self.reusable, self.late = False, (call.name, ended.over)
         self.tool_failures += 1
         return encodable(json.dumps({"error": problem}, ensure_ascii=False))
 
