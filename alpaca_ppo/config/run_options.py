@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from alpaca_ppo.config.fields import argument, when
-from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
+from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
 
 
 @dataclass(frozen=True)

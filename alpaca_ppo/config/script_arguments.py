@@ -6,8 +6,8 @@ from typing import Any
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
+from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
 from alpaca_ppo.config.model_names import check_model_name
-from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.config.urls import check_url
 
 _ALL_LINEAR = "all-linear"
@@ -57,6 +57,7 @@ class ScriptArguments(ExplainsUnknownNames):
         None,
         "Function, as module:function or file.py:function, that finds the tool calls in a turn's text; null = the "
         "form that the tokenizer declares, or else JSON between <tool_call> tags.",
+        needs=when("environments or tools"),
     )
     dataset_name: str = argument(
         "",
@@ -95,7 +96,7 @@ class ScriptArguments(ExplainsUnknownNames):
         if self.resume_from_checkpoint is False:
             object.__setattr__(self, "resume_from_checkpoint", None)
         check_fields(self)
-        check_needs(self)
+        check_needs(self, environments_or_tools=bool(self.environments or self.tools))
         for name in self.required_names():
             if not getattr(self, name):
                 raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")

@@ -24,9 +24,8 @@ from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
-from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, ExplainsUnknownNames
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
