@@ -211,8 +211,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 self._notify("on_step_begin")
                 step = self.state.global_step
                 stats = self.step(self.prompt_batches(step))
-                # An overridden `step` or `step_with_rollouts` may not have called mark_step_done.
-                self.mark_step_done(step)
+                # An overridden `step` or `step_with_rollouts` may not have called `mark_step_done`.
+                self.state.global_step = step + 1
                 self.log_rollouts()
                 self._end_step(stats)
                 bar.advance()
@@ -258,13 +258,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     @property
     def _finished(self) -> bool:
         return self.state.global_step >= self.schedule.num_steps or self.callback_handler.control.should_training_stop
-
-    def mark_step_done(self, step: int) -> None:
-        """Records that `step` (from 0) is done. May be called more than once for the same step.
-
-        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend.
-        """
-        self.state.global_step = step + 1
 
     def poll(self) -> None:
         """Ends the run if any rank has received a stop signal; every rank must call this at the same point.

@@ -10,7 +10,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import C51Head, build_actor_critic
 from alpaca_ppo.ppo.minibatches import plan_updates
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights, with_advantages
 
 OPTIONS = {
     "c51": {"critic": "c51", "value_support": [-4.0, 8.0]},
@@ -136,7 +136,7 @@ def test_the_updates_of_a_step_end_when_the_policy_has_moved_too_far(tmp_path):
     once = tiny_trainer(tmp_path / "once", learning_rate=1e-2, ppo_epochs=4)
     one_update(
         once,
-        once.rollouts_with_advantages(once.prompt_batches(0)),
+        with_advantages(once, once.prompt_batches(0)),
         plan_updates(10, once.args, 0, critic_only=False)[0].rows,
     )
     for name, tensor in weights(once).items():
