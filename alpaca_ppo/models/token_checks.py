@@ -61,7 +61,7 @@ def _check_rotations(config: Any, lengths: Mapping[str, int], owner: str) -> Non
         if switch is not None and longest > switch:
             raise ValueError(
                 f"rows of {sum(lengths.values())} tokens cross {switch}, where the rotary frequencies of the {owner} "
-                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}{_long_rows_only(rope)}"
+                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}"
             )
 
 
@@ -76,13 +76,6 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
         return None
     outside = getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
     return int(rope.get("original_max_position_embeddings", outside))
-
-
-def _long_rows_only(rope: Mapping[str, Any]) -> str:
-    if "long_factor" not in rope:
-        return ""
-    names = "long_factor over short_factor" + (" and long_mscale over short_mscale" if "long_mscale" in rope else "")
-    return f", or copy {names} in the model's config.json"
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:

@@ -132,13 +132,13 @@ def entries(**new: Any) -> Any:
 
 
 DAMAGES = [
-    ("critic", "critic_head.json", lambda content: b"{}", "has no hidden_size and no kind"),
+    ("critic", "critic_head.json", lambda content: b"{}", "no critic can be loaded from"),
     ("critic", "critic_head.json", cut, "critic_head.json is damaged (it is not JSON"),
-    ("critic", "critic_head.json", lambda content: b"[]", "has no hidden_size and no kind"),
+    ("critic", "critic_head.json", lambda content: b"[]", "no critic can be loaded from"),
     ("critic", "critic_head.json", lambda content: b"[1]", "holds a list instead of an object"),
     ("critic", "critic_head.json", lambda content: b"[" * 9000, "critic_head.json is damaged"),
-    ("critic", "critic_head.json", entries(hidden_size="8"), "hidden_size '8', which must be an integer"),
-    ("critic", "critic_head.json", entries(hidden_size=-8), "hidden_size -8, which must be an integer"),
+    ("critic", "critic_head.json", entries(hidden_size="8"), "has settings that a critic"),
+    ("critic", "critic_head.json", entries(hidden_size=-8), "has settings that a critic"),
     ("critic", "critic_head.json", entries(kind=[]), "of the kind [], which is not registered"),
     ("critic", "critic_head.json", entries(extra=1), "critic_head.json has settings that a critic of the kind 'c51'"),
     ("critic", "critic_head.json", entries(num_atoms=5), "cannot be loaded as the weights of the critic's head"),
