@@ -32,7 +32,7 @@ from alpaca_ppo.rewards.scoring import Penalties, score_responses
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
 from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
-from alpaca_ppo.trainer.text_generation import Prompt, generate_texts, with_changes
+from alpaca_ppo.trainer.text_generation import Prompt, generate_texts
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 _SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-probs"}
@@ -307,12 +307,14 @@ class RolloutTrainer(BaseTrainer):
             collector=self.collector,
             engine=self.updater.engine,
             processing_class=self.processing_class,
-            sampling_params=with_changes(
+            sampling_params=replace(
                 self.sampling_params,
                 seed=seed,
+                step=0,
+                sampling_round=0,
                 num_return_sequences=num_return_sequences,
                 do_sample=do_sample,
-                **changes,
+                **{name: value for name, value in changes.items() if value is not None},
             ),
             chat_template_kwargs=self.args.chat_template_kwargs,
         )
