@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from alpaca_ppo.checkpoint.export import save_merged
-from alpaca_ppo.estimate_memory.model_configs import read_config
+from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.remote_code import has_remote_code, remote_code
@@ -211,7 +211,7 @@ def test_a_checkpoint_after_an_export_can_be_resumed(folders, tmp_path):
         ("reward", lambda folder, out: tiny_trainer(out, trainer_arguments={"reward_funcs": [folder]})),
         ("reward", lambda folder, out: tiny_trainer(out, trainer_arguments={"value_model": folder})),
         ("policy", lambda folder, out: tiny_trainer(out, reference=folder)),
-        ("policy", lambda folder, out: read_config("model_name_or_path", folder, False)),
+        ("policy", lambda folder, out: without_weights(AutoModelForCausalLM, folder, trust_remote_code=False)),
     ],
     ids=["policy", "reward", "value model", "reference", "memory estimate"],
 )

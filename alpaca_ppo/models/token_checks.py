@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.models.loading import load_processing_class
 
 
@@ -25,6 +26,19 @@ def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> No
             queries by other frequencies.
     """
     check_lengths(config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
+
+
+def check_model_positions(actor_critic: ActorCritic, args: PPOConfig) -> None:
+    """Checks that the longest prompt and response together fit policy and critic.
+
+    Raises:
+        ValueError: see `check_positions`.
+    """
+    policy: Any = actor_critic.policy.model
+    check_positions(policy.config, args)
+    if actor_critic.critic is not None:
+        backbone: Any = actor_critic.critic.backbone
+        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:

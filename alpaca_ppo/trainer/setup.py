@@ -28,7 +28,7 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.modules import use_torch_activations
-from alpaca_ppo.models.token_checks import check_positions, check_token_ids
+from alpaca_ppo.models.token_checks import check_model_positions, check_positions, check_token_ids
 from alpaca_ppo.models.trial import supports_packing
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
@@ -168,10 +168,7 @@ def make_sampling_params(
             in the model.
     """
     policy: Any = actor_critic.policy.model
-    check_positions(policy.config, args)
-    if actor_critic.critic is not None:
-        backbone: Any = actor_critic.critic.backbone
-        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
+    check_model_positions(actor_critic, args)
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     turn_end = resolve_turn_end(processing_class, args.chat_template_kwargs) if chat else None
