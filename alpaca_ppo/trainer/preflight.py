@@ -85,7 +85,15 @@ def check_output_dir(args: PPOConfig) -> None:
         raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; choose a folder")
     # Other ranks write nothing there; on another node the folder may not even exist.
     if launched_rank() == 0:
-        _check_writable(existing, args)
+        try:
+            # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
+            with tempfile.NamedTemporaryFile(dir=existing, prefix=".", suffix=TEMPORARY_SUFFIX):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"output_dir is {args.output_dir!r}, but no file can be created in {existing} ({error}); choose a "
+                "folder that this user may write to"
+            ) from error
 
 
 class DiskCheck:
@@ -174,15 +182,3 @@ def checked_hub_id(name: str | None) -> str:
     if launched_rank() == 0:
         check_login()
     return name
-
-
-def _check_writable(folder: Path, args: PPOConfig) -> None:
-    try:
-        # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=TEMPORARY_SUFFIX):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"output_dir is {args.output_dir!r}, but no file can be created in {folder} ({error}); choose a folder "
-            "that this user may write to"
-        ) from error
