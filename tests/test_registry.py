@@ -174,6 +174,6 @@ def test_what_the_configuration_knows_of_the_built_in_names():
     assert ADV_ESTIMATORS.names_with(needs_greedy_baseline=True) == ("remax",)
     assert ADV_ESTIMATORS.names_with(uses_gamma=True) == ("gae", "reinforce_plus_plus")
     assert POLICY_LOSSES.trait("gspo", "loss_agg_mode") == "seq-mean-token-mean"
-    assert POLICY_LOSSES.names_with(dual_clip=True) == ("clip", "dppo")
+    assert POLICY_LOSSES.names_with(dual_clip=True) == ("clip", "dppo", "dppo_kl")
     assert CRITIC_HEADS.names_with(distributional=False) == ("scalar",)
     assert GENERATION_BACKENDS.names == ("auto", "slots", "generate")

@@ -191,11 +191,6 @@ def _check_overlong(config: Any) -> None:
 
 
 def _check_sampling(config: Any) -> None:
-    if config.dynamic_sampling and config.num_return_sequences == 1:
-        raise ValueError(
-            f"dynamic_sampling is {config.dynamic_sampling}, but num_return_sequences is 1, of which no score differs; "
-            "set num_return_sequences to 2 or more, or dynamic_sampling: 0"
-        )
     if "" in (config.stop_strings or ()):
         raise ValueError(
             f"stop_strings is {config.stop_strings}, with an empty text, which every response contains; remove it"

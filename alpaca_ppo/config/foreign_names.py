@@ -150,9 +150,9 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             in_python = f" (in a script: {', '.join(script)})" if script else ""
             lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
         else:
-            guess = _guess(name, valid, sections)
-            lost = lost or not guess
-            lines.append(f"  {name}: {guess or 'there is no such name, and none like it'}")
+            close = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
+            lost = lost or not close
+            lines.append(f"  {name}: {f'did you mean {close[0]}?' if close else 'there is no such name'}")
     for name in given if foreign else ():
         entry = find_foreign_name(name, sections) if name in valid else None
         if entry is not None and entry.unit and (entry.of in foreign or entry.of == "transformers"):
@@ -198,18 +198,6 @@ def _origin(name: str, entry: ForeignName) -> str:
     return f"{entry.of}'s {entry.name}" if entry.name != name and not entry.name.endswith(".*") else entry.of
 
 
-def _guess(name: str, valid: Collection[str], sections: Collection[str]) -> str:
-    if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    theirs = [known for section in sections for known in foreign_names(section)]
-    if close := difflib.get_close_matches(name, theirs, n=1, cutoff=0.85):
-        entry = find_foreign_name(close[0], sections)
-        assert entry is not None, close
-        here = " and ".join(entry.ours) or "without a counterpart"
-        return f"did you mean {entry.of}'s {close[0]}, which is {here} here?"
-    return ""
-
-
 def _shown(value: Any) -> str:
     """`value` as YAML would have it, on one line."""
     try:
@@ -245,22 +233,14 @@ class ExplainsUnknownNames:
     """The sections of foreign_names.yaml in which unknown names are looked up."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        refuse_unknown_names(cls, args, kwargs)
+        parameters = list(inspect.signature(cls).parameters.values())
+        valid = [parameter.name for parameter in parameters]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if unknown := [name for name in kwargs if name not in valid and not takes_any]:
+            missing = [p.name for p in parameters[len(args) :] if p.default is p.empty and p.name not in kwargs]
+            raise ValueError(
+                f"{cls.__name__} does not take {', '.join(unknown)}:\n"
+                + explain_names(kwargs, valid, cls.foreign_sections)
+                + (f"\nThe arguments {', '.join(missing)} are missing." if missing else "")
+            )
         return super().__new__(cls)
-
-
-def refuse_unknown_names(cls: type[ExplainsUnknownNames], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises a ValueError if `kwargs` holds names that the constructor of `cls` does not take."""
-    parameters = list(inspect.signature(cls).parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    valid = [parameter.name for parameter in parameters]
-    unknown = [name for name in kwargs if name not in valid]
-    if not unknown:
-        return
-    missing = [p.name for p in parameters[len(args) :] if p.default is p.empty and p.name not in kwargs]
-    raise ValueError(
-        f"{cls.__name__} does not take {', '.join(unknown)}:\n"
-        + explain_names(kwargs, valid, cls.foreign_sections)
-        + (f"\nThe arguments {', '.join(missing)} are missing." if missing else "")
-    )

@@ -48,6 +48,7 @@ class RolloutOptions(EvaluationOptions):
         "Times in a step that prompts whose responses all have the same score, before any penalty, are replaced by "
         "fresh ones, such as 3; the dataset is gone through faster than epochs are counted. 0 = none.",
         at_least=0,
+        needs=unless("num_return_sequences", 1),
     )
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
