@@ -54,22 +54,6 @@ def main(argv: Sequence[str]) -> int:
     script, lora, args = parse_args(
         [ExportArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
     )
-    checkpoint = _export(start, run, target, script, lora, args, merge=given.merge)
-    print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
-    return 0
-
-
-def _export(
-    start: Path,
-    run: Path,
-    target: Path,
-    script: ScriptArguments,
-    lora: LoraArguments,
-    args: PPOConfig,
-    *,
-    merge: bool,
-) -> Path:
-    """Writes the models of `start`, a checkpoint or a run; returns the checkpoint."""
     # They import torch, for which `--help` need not wait.
     from dataclasses import asdict, replace
 
@@ -91,7 +75,7 @@ def _export(
         [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
         lora.peft_config("CAUSAL_LM"),
         # Half precision would round away what the adapter adds to its weights.
-        replace(args, dtype="float32", load_in_4bit=False) if merge else args,
+        replace(args, dtype="float32", load_in_4bit=False) if given.merge else args,
     )
     restore_models(checkpoint, actor_critic)
     # Of a folder that the user renamed, the step is not known.
@@ -101,6 +85,7 @@ def _export(
         actor_critic,
         load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code),
         TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args))),
-        merged=merge,
+        merged=given.merge,
     )
-    return checkpoint
+    print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
+    return 0
