@@ -34,10 +34,9 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
                     dataset, _, config = dataset.partition(":")
             found[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
         return found
-    name, split = script_args.dataset_name, script_args.dataset_test_split
-    config = script_args.dataset_config
-    if not script_args.eval_dataset_name and not split:
-        return None
+    split = script_args.dataset_test_split
     if script_args.eval_dataset_name:
-        name, config = script_args.eval_dataset_name, None
-    return load_prompt_dataset(name, split=split, config_name=config)
+        return load_prompt_dataset(script_args.eval_dataset_name, split=split)
+    if not split:
+        return None
+    return load_prompt_dataset(script_args.dataset_name, split=split, config_name=script_args.dataset_config)

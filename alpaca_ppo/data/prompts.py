@@ -190,10 +190,10 @@ def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | No
             f"Dataset.from_list({remedy})"
         )
     columns = dataset.column_names
-    if found := [name for name in columns if name in _NOT_TEXT]:
+    if images := [name for name in columns if name in _NOT_TEXT]:
         raise ValueError(
-            f"the dataset has the column {found[0]!r}, but the policy reads text only; remove it "
-            f"(dataset.remove_columns({found})), or rename it if a reward function needs it"
+            f"the dataset has the column {images[0]!r}, but the policy reads text only; remove it "
+            f"(dataset.remove_columns({images})), or rename it if a reward function needs it"
         )
     if prompt_template is not None:
         return resolve_template(prompt_template, columns)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.async_calls import RowCall, RowCalls
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.data.collation import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
-from alpaca_ppo.environments.texts import shown
 from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams

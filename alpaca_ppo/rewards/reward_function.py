@@ -5,7 +5,6 @@ checked in `scorer`.
 """
 
 import inspect
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,17 +143,14 @@ def _row_by_row(
         attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
         if _described(first) != _described(last):
             attempts = f" in the last of {policy.retries + 1} attempts and {_described(first)} in the first"
-        raise RewardError(
-            source.name, f"raised {_described(last)}{attempts}{_kind_hint(last, batch)}", batch, row
-        ) from last
+        raise RewardError(source.name, f"raised {_described(last)}{attempts}", batch, row) from last
     scores: list[Any] = []
     failures: dict[int, RowFailure] = {}
     for i, result in enumerate(by_row):
         if isinstance(result, BaseException):
             # The text of an error may differ from call to call; another type is likely to be a consequence.
             earlier = f", after {_described(first)} on the whole batch" if type(first) is not type(result) else ""
-            problem = f"raised {_described(result)}{earlier}{_kind_hint(result, batch)}"
-            failures[i] = RowFailure(source.name, problem, batch, i)
+            failures[i] = RowFailure(source.name, f"raised {_described(result)}{earlier}", batch, i)
             failures[i].__cause__ = result
             scores.append(None)
         else:
@@ -180,16 +176,6 @@ def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _kind_hint(error: BaseException, batch: RewardBatch) -> str:
-    """What may have been mistaken, if `error` looks as if a function took text for messages, or the reverse."""
-    if isinstance(batch.completions[0], str):
-        if isinstance(error, TypeError) and "string indices must be integers" in str(error):
-            return "; completions are text here, because the prompts are text, not messages with a role and content"
-    elif isinstance(error, TypeError | AttributeError) and re.search(r"'(list|dict)'", str(error)):
-        return "; completions are messages here, because the prompts are: the text is completion[0]['content']"
-    return ""
 
 
 def _name_of(function: Any) -> str:
