@@ -301,7 +301,12 @@ class RolloutTrainer(BaseTrainer):
         Raises:
             ValueError: see `generate_texts`; also for a number outside its range.
         """
-        changes = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        changes: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
         return generate_texts(
             prompts,
             collector=self.collector,
