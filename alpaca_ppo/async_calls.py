@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,27 @@ def error_text(error: BaseException) -> str:
     # Also what would end the program: it comes from code of the user, or of the policy.
     except BaseException:
         return type(error).__name__
+
+
+class Parameters(NamedTuple):
+    """What a function of the user can be given by name."""
+
+    names: list[str]
+    required: list[str]
+    """Those without a default."""
+    any_others: bool
+    """Whether it has `**kwargs`."""
+
+
+def parameters_of(function: Callable[..., Any]) -> Parameters:
+    """Its parameters; nothing but others of a class that is not written in Python, which has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return Parameters([], [], any_others=True)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    any_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Parameters([p.name for p in named], [p.name for p in named if p.default is p.empty], any_others)
 
 
 class _Loop:
@@ -145,41 +166,33 @@ class Call:
 
 
 class CallTimeout(Exception):
-    """A call was not done in time.
-
-    Args:
-        over: set once the call has ended after all.
-    """
-
-    def __init__(self, over: threading.Event) -> None:
-        super().__init__()
-        self.over = over
+    """A call was not done in time."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A call that has ended."""
+@dataclass(eq=False)
+class RowCall:
+    """A call that has begun. `RowCalls.finished` gives it back once it has ended, or is too late."""
 
     row: int
+    deadline: float | None
+    began: float = field(default_factory=time.monotonic)
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set once the function has returned or raised, however late."""
+    task: Any = None
     value: Any = None
     error: Exception | None = None
     """What it raised; `CallTimeout` if it was not done in time."""
     seconds: float = 0.0
     """That it took, without the time that it waited to begin."""
 
+    def ended(self, value: Any, error: Exception | None) -> "RowCall":
+        """Sets how it has ended, and returns itself."""
+        self.value, self.error, self.seconds = value, error, time.monotonic() - self.began
+        return self
+
 
 Report = Callable[[Any, BaseException | None], None]
 """Called with what a call returned and what it raised."""
-
-
-class _Running:
-    """A call that has begun."""
-
-    def __init__(self, call: Call) -> None:
-        self.began = time.monotonic()
-        self.deadline = None if call.timeout is None else self.began + call.timeout
-        self.over = threading.Event()
-        self.task: Any = None
 
 
 class RowCalls:
@@ -189,8 +202,9 @@ class RowCalls:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Call]] = deque()
-        self._running: dict[int, _Running] = {}
-        self._done: SimpleQueue[tuple[int, _Running, Any, BaseException | None]] = SimpleQueue()
+        self._running: dict[int, RowCall] = {}
+        # What late ones report is dropped, so it is not written into the call before it is taken.
+        self._done: SimpleQueue[tuple[RowCall, Any, BaseException | None]] = SimpleQueue()
 
     def start(self, row: int, call: Call) -> None:
         """Begins a call, or lets it wait."""
@@ -198,14 +212,14 @@ class RowCalls:
         self._waiting.append((row, call))
         self._begin()
 
-    def finished(self, timeout: float) -> list[Ended]:
+    def finished(self, timeout: float) -> list[RowCall]:
         """The calls that have ended since the last time. Waits up to `timeout` seconds where none has.
 
         An exception that would end the program, such as SystemExit of code that the policy wrote, is the call's error:
         what users run here must not end the run in silence.
         """
         until = time.monotonic() + timeout
-        ended: list[Ended] = []
+        ended: list[RowCall] = []
         while self._running and not ended:
             deadlines = [running.deadline for running in self._running.values() if running.deadline is not None]
             ended += self._collect(max(0.0, min([until, *deadlines]) - time.monotonic()))
@@ -226,44 +240,40 @@ class RowCalls:
     def _begin(self) -> None:
         while self._waiting and len(self._running) < MOST_CALLS:
             row, call = self._waiting.popleft()
-            running = self._running[row] = _Running(call)
-            report, loop = partial(self._report, row, running), _event_loop().loop
+            running = self._running[row] = RowCall(row, call.timeout and time.monotonic() + call.timeout)
+            report, loop = partial(self._report, running), _event_loop().loop
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_await_call(call, report), loop)
             else:
                 _daemon(partial(_make_call, call, loop, report))
 
-    def _report(self, row: int, running: _Running, value: Any, error: BaseException | None) -> None:
+    def _report(self, running: RowCall, value: Any, error: BaseException | None) -> None:
         running.over.set()
-        self._done.put((row, running, value, error))
+        self._done.put((running, value, error))
 
-    def _collect(self, timeout: float) -> list[Ended]:
-        ended: list[Ended] = []
+    def _collect(self, timeout: float) -> list[RowCall]:
+        ended: list[RowCall] = []
         while True:
             try:
-                row, running, value, error = self._done.get(timeout=timeout) if timeout else self._done.get_nowait()
+                running, value, error = self._done.get(timeout=timeout) if timeout else self._done.get_nowait()
             except Empty:
                 return ended
-            if self._running.get(row) is not running:
+            if self._running.get(running.row) is not running:
                 continue
-            del self._running[row]
+            del self._running[running.row]
             if error is not None and not isinstance(error, Exception):
                 error = RuntimeError(f"the call raised {error_text(error)}")
-            ended.append(Ended(row, value, error, time.monotonic() - running.began))
+            ended.append(running.ended(value, error))
             timeout = 0.0
 
-    def _expired(self) -> list[Ended]:
+    def _expired(self) -> list[RowCall]:
         now = time.monotonic()
         late = [row for row, running in self._running.items() if running.deadline and running.deadline <= now]
         if late:
             _loops[0].probe()
-        ended = []
-        for row in late:
-            running = self._leave(row)
-            ended.append(Ended(row, error=CallTimeout(running.over), seconds=now - running.began))
-        return ended
+        return [self._leave(row).ended(None, CallTimeout()) for row in late]
 
-    def _leave(self, row: int) -> _Running:
+    def _leave(self, row: int) -> RowCall:
         running = self._running.pop(row)
         if running.task is not None:
             running.task.cancel()

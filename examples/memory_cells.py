@@ -130,12 +130,12 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
 
 def estimated(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
     """Peak bytes of a cell, as `alpaca_ppo.estimate_memory` estimates them."""
-    config = model_config(column)
+    folder = f"{args.output_dir}-model"
+    model_config(column).save_pretrained(folder)
     models = Models(
-        config,
+        folder,
         lora=None if layout == "full" else adapter(column, "CAUSAL_LM"),
-        rewards=() if layout == "reward" else (config,),
-        reward_lora=adapter(column, None) if layout == "reward" else None,
+        rewards=() if layout == "reward" else (folder,),
     )
     return max(phase.total for phase in predict(models, args, Sharding()))
 
@@ -144,8 +144,6 @@ def measured(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
     """Peak bytes of the second step."""
     torch.manual_seed(0)
     config, dtype = model_config(column), getattr(torch, args.dtype)
-    if args.reward_adapter is not None:
-        save_reward_adapter(column, args.reward_adapter)
     with torch.device("cpu" if args.use_cpu else "cuda"):
         policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
         sources = [] if layout == "reward" else [AutoModelForSequenceClassification.from_config(config, dtype=dtype)]
@@ -185,6 +183,8 @@ def run_cell(column: dict[str, Any], layout: str) -> Cell:
     with tempfile.TemporaryDirectory() as folder:
         runs_on_cpu = not on_gpu and count_weights(column) < LARGE
         args = settings(column, layout, folder, use_cpu=runs_on_cpu)
+        if args.reward_adapter is not None:
+            save_reward_adapter(column, args.reward_adapter)
         estimate = estimated(column, layout, args)
         room = torch.cuda.get_device_properties(0).total_memory - RESERVE_GIB * GIB if on_gpu else 0.0
         runs = runs_on_cpu or estimate < room

@@ -113,10 +113,10 @@ def test_a_call_that_was_too_slow_says_when_it_is_over(calls):
     calls.start(1, Call(async_hang, timeout=0.01))
     ended = made(calls, 0, 1)
     # One that waits is cancelled.
-    assert ended[1].error.over.wait(5)
-    assert not ended[0].error.over.is_set()
+    assert ended[1].over.wait(5)
+    assert not ended[0].over.is_set()
     release.set()
-    assert ended[0].error.over.wait(5)
+    assert ended[0].over.wait(5)
 
 
 async def blocks(release):

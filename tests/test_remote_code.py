@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from alpaca_ppo.checkpoint.export import save_merged
-from alpaca_ppo.estimate_memory.model_configs import read_config
+from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.remote_code import has_remote_code, remote_code
@@ -187,7 +187,6 @@ def test_a_reward_model_that_builds_another_model_scores_and_starts_a_critic(fol
 def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):
     arguments = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
     settings = {"critic_layout": "adapter"}
-    # Merging reads the base again, in float32.
     base = AutoModelForCausalLM.from_pretrained(folders["policy"], dtype=torch.bfloat16, trust_remote_code=True)
     arguments["processing_class"] = tiny_tokenizer()
     trainer = trusting(tmp_path, base, trainer_arguments=arguments, **settings)
@@ -212,7 +211,7 @@ def test_a_checkpoint_after_an_export_can_be_resumed(folders, tmp_path):
         ("reward", lambda folder, out: tiny_trainer(out, trainer_arguments={"reward_funcs": [folder]})),
         ("reward", lambda folder, out: tiny_trainer(out, trainer_arguments={"value_model": folder})),
         ("policy", lambda folder, out: tiny_trainer(out, reference=folder)),
-        ("policy", lambda folder, out: read_config("model_name_or_path", folder, False)),
+        ("policy", lambda folder, out: without_weights(AutoModelForCausalLM, folder, trust_remote_code=False)),
     ],
     ids=["policy", "reward", "value model", "reference", "memory estimate"],
 )

@@ -126,6 +126,24 @@ def poisoned(*updates: tuple[int, int]) -> type[PPOTrainer]:
     return Poisoned
 
 
+def with_advantages(trainer: PPOTrainer, prompt_batches: Any) -> Any:
+    """The rollouts on which `step` would make its updates."""
+
+    class Reached(Exception):
+        pass
+
+    def step_with_rollouts(rollouts: Any) -> Any:
+        raise Reached(rollouts)
+
+    trainer.step_with_rollouts = step_with_rollouts  # type: ignore[method-assign]
+    try:
+        PPOTrainer.step(trainer, prompt_batches)
+    except Reached as reached:
+        return reached.args[0]
+    finally:
+        del trainer.step_with_rollouts
+
+
 def one_update(
     trainer: PPOTrainer, rollouts: Any, rows: Sequence[int] | torch.Tensor, *, part: Any = "both", check: Any = None
 ) -> tuple[dict[str, float], Applied]:

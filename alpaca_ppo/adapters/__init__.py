@@ -13,7 +13,6 @@ from alpaca_ppo.adapters.adapter_set import (
 from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.adapters.files import (
     check_adapter_shapes,
-    check_reward_adapter,
     check_whole_model,
     is_adapter,
     read_policy_adapter,
@@ -31,7 +30,6 @@ __all__ = [
     "from_peft_model",
     "add_policy_adapter",
     "check_adapter_shapes",
-    "check_reward_adapter",
     "check_whole_model",
     "is_adapter",
     "load_adapters",

@@ -29,7 +29,6 @@ from alpaca_ppo.adapters.checks import (
 )
 from alpaca_ppo.adapters.files import (
     check_adapter_shapes,
-    check_reward_adapter,
     is_head,
     lora_config,
     read_reward_adapter,
@@ -110,7 +109,6 @@ class AdapterSet:
         Raises:
             ValueError: when it is not a reward adapter, or does not fit the base.
         """
-        check_reward_adapter(folder)
         heads = self._load(name, "reward_adapter", folder, read_reward_adapter(folder), trainable=False)
         return next(iter(heads.values()))
 

@@ -24,12 +24,12 @@ _HEADS = {"score", "classifier"}
 """Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter."""
 _PLAIN_FIELDS = set(
     "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern "
-    "alpha_pattern use_rslora use_dora modules_to_save fan_in_fan_out init_lora_weights bias task_type inference_mode "
+    "alpha_pattern use_rslora use_dora modules_to_save fan_in_fan_out init_lora_weights task_type inference_mode "
     "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
 )
-"""Fields of a LoraConfig that need not have PEFT's default; `init_lora_weights` and `bias` have checks of their own.
+"""Fields of a LoraConfig that need not have PEFT's default; `init_lora_weights` has a check of its own.
 
-All other fields select variants of LoRA, of which some rewrite the base and some depend on the tokens.
+All other fields select variants of LoRA, of which some train or rewrite the base and some depend on the tokens.
 """
 _NAMES = list | set
 _KINDS: dict[str, Any] = {
@@ -99,10 +99,6 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
         raise ValueError(
             f"{field} has {name} {shown!r}, with which an adapter cannot be switched off, merged and exported; {remedy}"
         )
-    if config.bias != "none":
-        raise ValueError(
-            f"{field} has bias {config.bias!r}, but trained biases stay where the adapter is off; set bias='none'"
-        )
     return config
 
 
@@ -159,7 +155,8 @@ def read_reward_adapter(name: str) -> LoraConfig:
     """The configuration of the reward adapter `name`, without its head.
 
     Raises:
-        ValueError: when `name` is not an adapter, not LoRA, or has more than LoRA weights and a score head.
+        ValueError: when `name` is not an adapter, not LoRA, has more than LoRA weights and a score head with one label,
+            or no safetensors file.
     """
     if not is_adapter(name):
         raise ValueError(
@@ -171,6 +168,12 @@ def read_reward_adapter(name: str) -> LoraConfig:
         raise ValueError(
             f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
             "of the shared base; train it without them"
+        )
+    heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
+    if [(len(shape), *shape[:1]) for shape in heads.values()] != [(2, 1)]:
+        raise ValueError(
+            f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
+            "alpaca-ppo reward --use_peft"
         )
     config.modules_to_save, config.task_type, config.inference_mode = None, None, True
     config.lora_dropout = 0.0
@@ -187,21 +190,6 @@ def read_value_adapter(name: str) -> LoraConfig:
     config = lora_config(read_adapter(field, name), field)
     config.inference_mode, config.lora_dropout = False, 0.0
     return config
-
-
-def check_reward_adapter(name: str) -> None:
-    """Checks, without loading a model, that `name` is an adapter of a reward model.
-
-    Raises:
-        ValueError: as `read_reward_adapter`; when it has no safetensors file, or no score head with one label.
-    """
-    read_reward_adapter(name)
-    heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
-    if [(len(shape), *shape[:1]) for shape in heads.values()] != [(2, 1)]:
-        raise ValueError(
-            f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
-            "alpaca-ppo reward --use_peft"
-        )
 
 
 def is_head(key: str) -> bool:
@@ -254,26 +242,17 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
     hidden = int(model.config.get_text_config().hidden_size)
     for key, shape in weight_shapes(field, name).items():
         place, _, part = key.removeprefix("base_model.model.").partition(".lora_")
-        sizes = _sizes(layers.get(place))
-        if len(shape) != 2 and (is_head(key) or (sizes is not None and part in ("A.weight", "B.weight"))):
-            raise ValueError(
-                f"{field} {name} has {key} of shape {shape}, which must be a matrix; save the adapter again"
-            )
+        needed, sizes = shape, _sizes(layers.get(place))
         if is_head(key):
-            fits, here = shape[-1] == hidden, (shape[0], hidden)
-        elif sizes is not None and part in ("A.weight", "B.weight"):
-            fits = shape[1] == sizes[0] if part[0] == "A" else shape[0] == sizes[1]
-            here = (shape[0], sizes[0]) if part[0] == "A" else (sizes[1], shape[1])
-        elif part and place not in layers:
+            needed = (*shape[:1], hidden)
+        elif sizes is not None and part == "A.weight":
+            needed = (*shape[:1], sizes[0])
+        elif sizes is not None and part == "B.weight":
+            needed = (sizes[1], *shape[-1:])
+        if shape != needed or (part and place not in layers):
+            here = f"needs {needed}" if place in layers or is_head(key) else "is not there"
             raise ValueError(
-                f"{field} {name} has weights for {place}, which {type(model).__name__} does not have; use an adapter "
-                "of this base"
-            )
-        else:
-            continue
-        if not fits:
-            raise ValueError(
-                f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer needs "
+                f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer "
                 f"{here}; use an adapter of this base"
             )
 

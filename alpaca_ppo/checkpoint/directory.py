@@ -64,20 +64,18 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
     """
     newest, final = newest_checkpoint(output_dir), committed_path(Path(output_dir) / "final")
     steps = _recorded_steps(Path(output_dir) / "metrics.jsonl")
-    goal = "continue it with"
     if final.exists():
         found = "a finished run (its models are in final/)"
-        goal = "train it further, raise total_epochs, total_episodes or max_steps, with"
     elif newest is not None:
         found = f"{newest.name} of an earlier run"
     elif steps:
         found = f"the records of an earlier run (metrics.jsonl has {steps} steps) without a checkpoint"
     else:
         return
-    resume = "" if newest is None else f"to {goal} {RESUME}; otherwise "
+    resume = "" if newest is None else f"continue it with {RESUME}, "
     raise ValueError(
-        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, move the old run away, or delete "
-        "it with overwrite_output_dir: true"
+        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, or delete it with "
+        "overwrite_output_dir: true"
     )
 
 

@@ -54,7 +54,6 @@ def save_final(
             write_critic(tmp_dir, actor_critic)
             processing_class.save_pretrained(tmp_dir)
             write_value_card(tmp_dir, own_code=has_remote_code(actor_critic.critic.backbone or policy))
-    # Last, because it reads the base from disk again, which may fail.
     if merged and adapters is not None:
         save_merged(folder / "merged", adapters, processing_class)
     run.step.write(folder)
@@ -63,8 +62,7 @@ def save_final(
 def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
     """Writes the full policy with its adapter merged into the base, atomically and at least in float32.
 
-    Its logits are those of the adapter on the stored base, whatever the precision of the run, unless `merged_weights`
-    warns that the base cannot be read again.
+    Its logits are those of the adapter on this base; see `merged_weights` for one in half precision.
     """
     model = adapters.model
     config: Any = copy.deepcopy(model.config)

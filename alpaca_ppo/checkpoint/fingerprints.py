@@ -29,7 +29,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 SAMPLED_WEIGHTS = 16384
 """About so many weights of a tensor are hashed; tensors of less than twice that size are hashed in full."""
 _MAX_READABLE = 200
-"""Longer texts of containers are replaced by their hash."""
+"""Longer texts of what a function was given are replaced by their hash."""
 
 
 def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -138,7 +138,8 @@ def _code(code: CodeType) -> str:
 
 
 def _named(values: Mapping[str, Any], inside: tuple[int, ...]) -> str:
-    return _shortened(", ".join(f"{name}={_value(value, inside)}" for name, value in sorted(values.items())))
+    text = ", ".join(f"{name}={_value(value, inside)}" for name, value in sorted(values.items()))
+    return text if len(text) <= _MAX_READABLE else _hash(text)
 
 
 def _value(value: Any, inside: tuple[int, ...]) -> str:
@@ -163,17 +164,13 @@ def _value(value: Any, inside: tuple[int, ...]) -> str:
             return f"{value.dtype} {value.shape} {_hash(np.ascontiguousarray(value).tobytes())}"
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return f"[{_shortened(', '.join(_value(entry, within) for entry in value))}]"
+        return f"[{', '.join(_value(entry, within) for entry in value)}]"
     if isinstance(value, set | frozenset):
-        return f"{{{_shortened(', '.join(sorted(_value(entry, within) for entry in value)))}}}"
+        return f"{{{', '.join(sorted(_value(entry, within) for entry in value))}}}"
     if isinstance(value, Mapping):
         entries = sorted(f"{_value(key, within)}: {_value(entry, within)}" for key, entry in value.items())
-        return f"{{{_shortened(', '.join(entries))}}}"
+        return f"{{{', '.join(entries)}}}"
     return callable_identity(value, inside) if callable(value) else _object(value, inside)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_READABLE else _hash(text)
 
 
 def _hash(content: str | bytes) -> str:

@@ -22,9 +22,8 @@ from alpaca_ppo.tracking.start_and_end import Ends, better_before_training, mean
 from alpaca_ppo.tracking.weights_step import WeightsStep
 
 _TEMPLATES = Path(__file__).with_name("cards")
-_PATH_OPTIONS = ("output_dir", "deepspeed")
-_MODEL_OPTIONS = ("reference", "reward_adapter")
-"""Options that are paths, hub ids, or words such as `copy`."""
+_PATH_OPTIONS = ("output_dir", "deepspeed", "reference", "reward_adapter")
+"""Options that are paths; the last two may also be hub ids, or words such as `copy`."""
 _CURVE = "training_curve.svg"
 _LEAST_STEPS = 5
 """Of a run that logged fewer, there is no curve to see."""
@@ -177,11 +176,8 @@ def _without_folders(option: str, value: Any) -> Any:
         return {key: _without_folders(option, entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_without_folders(option, entry) for entry in value]
-    if not isinstance(value, str):
-        return value
-    if option in _MODEL_OPTIONS:
-        return _model_name(value)
     # An option that a subclass of the configuration adds may be a path; a prompt template may begin with a slash too.
-    is_path = option in _PATH_OPTIONS or (os.path.isabs(value) and os.path.exists(value))
-    # abspath, because "." has no last part. Neither has "/", which names nothing.
-    return os.path.basename(os.path.abspath(value)) or value if is_path else value
+    if isinstance(value, str) and (option in _PATH_OPTIONS or (os.path.isabs(value) and os.path.exists(value))):
+        # "/" has no last part, and names nothing.
+        return _model_name(value) or value
+    return value

@@ -153,7 +153,7 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
 
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
-    """The least number of bytes that a checkpoint of the `trained` parameters has, which may be on the meta device.
+    """The least number of bytes that a checkpoint of the `trained` parameters has.
 
     The run trains in float32 or wider. AdamW (`adamw`) adds two moments for each weight; of another optimizer only the
     weights count, and the same number is what the final models need at least.

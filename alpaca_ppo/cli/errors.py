@@ -3,11 +3,9 @@ a traceback.
 """
 
 import os
-import shutil
 import signal
 import sys
 import sysconfig
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,13 +40,12 @@ def exit_status(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     try:
         return main([word for word in argv if word != TRACEBACK])
     except (ValueError, OSError) as error:
-        if shown or runs_own_code(error, main_frame(error)):
+        if shown or runs_own_code(error, error.__traceback__ and error.__traceback__.tb_next):
             raise
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(_OTHER_RANKS_WAIT)
-        text = f"error{f' on rank {rank}' if rank != '0' else ''}: {error}"
-        print(wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+        print(f"error{f' on rank {rank}' if rank != '0' else ''}: {error}", file=sys.stderr, flush=True)
         return MISTAKE
     except KeyboardInterrupt:
         if shown:
@@ -62,34 +59,11 @@ def exit_status(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
             del os.environ[_SHOW]
 
 
-def wrapped(text: str) -> str:
-    """`text` with lines that a terminal need not break within a word, unless the word is longer than a line."""
-    width = shutil.get_terminal_size().columns
-    return "\n".join(
-        textwrap.fill(
-            line,
-            width,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in text.splitlines()
-    )
-
-
-def main_frame(error: BaseException) -> TracebackType | None:
-    """The part of the traceback below the function that caught `error`."""
-    return error.__traceback__.tb_next if error.__traceback__ else None
-
-
 def runs_own_code(error: BaseException, frames: TracebackType | None) -> bool:
     """Whether `error`, or what it was raised from, passed through a file of the user's, called by this package."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(frames)]
     called = next((i for i, file in enumerate(files) if file.is_relative_to(_PACKAGE)), len(files))
-    own = [file for file in files[called:] if file.is_file() and not _is_library(file)]
+    libraries = (_PACKAGE, *_LIBRARIES)
+    own = [f for f in files[called:] if f.is_file() and not any(f.is_relative_to(folder) for folder in libraries)]
     cause = error.__cause__
     return bool(own) or (cause is not None and runs_own_code(cause, cause.__traceback__))
-
-
-def _is_library(file: Path) -> bool:
-    return any(file.is_relative_to(folder) for folder in (_PACKAGE, *_LIBRARIES))

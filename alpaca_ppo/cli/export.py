@@ -54,24 +54,8 @@ def main(argv: Sequence[str]) -> int:
     script, lora, args = parse_args(
         [ExportArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
     )
-    checkpoint = _export(start, run, target, script, lora, args, merge=given.merge)
-    print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
-    return 0
-
-
-def _export(
-    start: Path,
-    run: Path,
-    target: Path,
-    script: ScriptArguments,
-    lora: LoraArguments,
-    args: PPOConfig,
-    *,
-    merge: bool,
-) -> Path:
-    """Writes the models of `start`, a checkpoint or a run; returns the checkpoint."""
     # They import torch, for which `--help` need not wait.
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
@@ -90,7 +74,8 @@ def _export(
         script.value_model_name_or_path,
         [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
         lora.peft_config("CAUSAL_LM"),
-        args,
+        # Half precision would round away what the adapter adds to its weights.
+        replace(args, dtype="float32", load_in_4bit=False) if given.merge else args,
     )
     restore_models(checkpoint, actor_critic)
     # Of a folder that the user renamed, the step is not known.
@@ -100,6 +85,7 @@ def _export(
         actor_critic,
         load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code),
         TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args))),
-        merged=merge,
+        merged=given.merge,
     )
-    return checkpoint
+    print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
+    return 0

@@ -9,8 +9,7 @@ import yaml
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
 from alpaca_ppo.config.parser import parse_options
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.provenance import Provenance
-from alpaca_ppo.config.run_file import PROVENANCE
+from alpaca_ppo.config.run_file import PROVENANCE, Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 PROG = "alpaca-ppo train"

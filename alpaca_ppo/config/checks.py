@@ -6,7 +6,6 @@ those that a user registers too.
 
 from typing import Any
 
-from alpaca_ppo.config.evaluation_checks import check_evaluation
 from alpaca_ppo.config.keyword_checks import check_keywords
 from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.risk_level import RiskLevel
@@ -46,7 +45,7 @@ def check_combinations(config: Any) -> None:
     _check_sizes(config)
     _check_best_metric(config)
     _check_sampling(config)
-    check_evaluation(config)
+    _check_evaluation(config)
     _check_overlong(config)
     check_keywords(config)
     _check_stop_on(config)
@@ -192,12 +191,19 @@ def _check_overlong(config: Any) -> None:
 
 
 def _check_sampling(config: Any) -> None:
-    if config.dynamic_sampling and config.num_return_sequences == 1:
-        raise ValueError(
-            f"dynamic_sampling is {config.dynamic_sampling}, but num_return_sequences is 1, of which no score differs; "
-            "set num_return_sequences to 2 or more, or dynamic_sampling: 0"
-        )
     if "" in (config.stop_strings or ()):
         raise ValueError(
             f"stop_strings is {config.stop_strings}, with an empty text, which every response contains; remove it"
+        )
+
+
+def _check_evaluation(config: Any) -> None:
+    if config.eval_success_above is None and config.eval_success_by != "scores":
+        raise ValueError(
+            f"eval_success_by is {config.eval_success_by!r}, but eval_success_above is null, so nothing counts as "
+            "correct; set eval_success_above, such as 0.5, or leave eval_success_by out"
+        )
+    if config.eval_opponent == "reference" and config.reference == "none":
+        raise ValueError(
+            "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"
         )

@@ -16,16 +16,16 @@ class CriticOptions(LearningOptions):
 
     critic: str = argument(
         "scalar",
-        "Critic head: scalar predicts the mean return, the others a distribution of returns: over fixed returns (c51), "
-        "over bins with smoothed targets (hl_gauss), by its quantiles (quantile, iqn).",
+        "Critic head: scalar predicts the mean return; c51 and hl_gauss a distribution over fixed returns, quantile "
+        "and iqn its quantiles.",
         registry=CRITIC_HEADS,
         group="Critic",
         needs=_CRITIC,
     )
     critic_layout: Literal["separate", "shared", "adapter"] = argument(
         "separate",
-        "separate = the critic has its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA "
-        "adapter on the policy's base.",
+        "separate = a backbone of its own; shared = a head on the policy's backbone; adapter = a second LoRA on its "
+        "base.",
         needs=_CRITIC,
     )
     vf_coef: float = argument(0.1, "Weight of the value loss.", at_least=0, needs=_CRITIC)
@@ -41,50 +41,42 @@ class CriticOptions(LearningOptions):
         needs=when_trait(CRITIC_HEADS, "fixed_support"),
     )
     critic_learning_rate: float | None = argument(
-        None,
-        "Learning rate of the critic; null = learning_rate.",
-        at_least=0,
-        needs=_CRITIC,
+        None, "Learning rate of the critic; null = learning_rate.", at_least=0, needs=_CRITIC
     )
     critic_lr_warmup_steps: float | None = argument(
         None,
-        "Optimizer steps of the critic in which its learning rate warms up, or, below 1, their share of all of its "
-        "steps; null = warmup_steps.",
+        "The critic's warmup_steps; null = warmup_steps.",
         at_least=0,
         needs=(_CRITIC, unless("lr_scheduler_type", "constant")),
     )
     critic_max_grad_norm: float | None = argument(
-        None,
-        "Maximum norm of the critic's gradient, which is clipped on its own; null = max_grad_norm.",
-        above=0,
-        needs=_CRITIC,
+        None, "Maximum norm of the critic's gradient; null = max_grad_norm.", above=0, needs=_CRITIC
     )
     critic_epochs: int | None = argument(
         None,
-        "Passes of the critic over each rollout, in optimizer steps that leave the policy as it is; null = the critic "
-        "steps with the policy. If this or critic_step_batch_size is set, an update first takes all the critic's steps "
-        "and then the policy's. Neither needs the other's result: the advantages were computed from the values at the "
-        "rollout. In this order a stop by target_kl_stop takes no step from the critic.",
+        "Passes of the critic over each rollout, in optimizer steps of its own that come before all of the policy's; "
+        "null = the critic steps with the policy, unless critic_step_batch_size is set. target_kl_stop takes no step "
+        "from it.",
         at_least=1,
         needs=_CRITIC,
     )
     critic_step_batch_size: int | None = argument(
         None,
-        "Responses in an optimizer step of the critic; null = step_batch_size. Set, the critic takes steps of its own, "
-        "as with critic_epochs.",
+        "Responses in an optimizer step of the critic, which then takes steps of its own, as with critic_epochs; null "
+        "= step_batch_size.",
         at_least=1,
         needs=_CRITIC,
     )
     critic_pretraining_steps: int = argument(
         0,
-        "Most initial PPO steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1);"
-        " the policy's learning-rate schedule begins after them.",
+        "Initial steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1); the "
+        "policy's schedule begins after them.",
         at_least=0,
         needs=_CRITIC,
     )
     init_value_with_reward: bool = argument(
         False,
-        "Initialize the critic from the reward model (a distributional one from its backbone) instead of the policy.",
+        "Initialize the critic from the reward model (a distributional one from its backbone), not the policy.",
         needs=(_CRITIC, when("critic_layout", "separate")),
     )
     quantile_huber_kappa: float = argument(
@@ -95,13 +87,13 @@ class CriticOptions(LearningOptions):
     )
     num_atoms: int | None = argument(
         None,
-        "Atoms of the c51 critic or bins of the hl_gauss critic (null = 51), quantiles of the others (null = 32).",
+        "Atoms of c51 or bins of hl_gauss (null = 51), quantiles of the others (null = 32).",
         at_least=2,
         needs=unless("critic", "scalar"),
     )
     risk_level: str = argument(
         "neutral",
-        "What GAE takes from a distributional critic: neutral = the mean; a number such as 0.1 = the mean of that "
-        "lower tail (CVaR); upper:0.1 = of that upper tail.",
+        "What GAE takes from a distributional critic: neutral = the mean; 0.1 = the mean of that lower tail (CVaR); "
+        "upper:0.1 = of that upper tail.",
         needs=(_CRITIC, when_trait(CRITIC_HEADS, "distributional")),
     )

@@ -12,7 +12,7 @@ class EnvironmentOptions(RolloutOptions):
 
     max_turns: int | None = argument(
         None,
-        "Turns of the policy after which an episode ends as truncated; null sets no limit.",
+        "Turns of the policy after which an episode ends as truncated; null = no limit.",
         at_least=1,
         group="Environments",
         needs=when("environments or tools"),
@@ -25,8 +25,8 @@ class EnvironmentOptions(RolloutOptions):
     )
     tool_timeout: float | None = argument(
         None,
-        "Seconds for a call of a tool, after which the policy reads an error message, and of an environment's reset, "
-        "reply or get_reward, after which the run stops with an error; null waits.",
+        "Seconds for a call of a tool, after which the policy reads an error, or of an environment, after which the "
+        "run stops; null waits.",
         above=0,
         needs=when("environments or tools"),
     )

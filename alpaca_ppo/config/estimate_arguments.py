@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from alpaca_ppo.config.fields import argument, check_fields
+from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.run_file import MODELS
 from alpaca_ppo.config.script_arguments import ScriptArguments
 
@@ -34,12 +34,6 @@ class EstimateArguments(ScriptArguments):
         """The arguments of `PPOTrainer` that it needs of a run."""
         return MODELS
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.model_name_or_path:
-            raise ValueError("model_name_or_path is not set; give --model_name_or_path or put it in the --config file")
-        if self.zero_stage and self.num_processes == 1:
-            raise ValueError(
-                f"zero_stage is {self.zero_stage} but num_processes is 1, so there is nothing to shard; raise "
-                "num_processes, or set zero_stage: 0"
-            )
+    def required_names(self) -> tuple[str, ...]:
+        """The options that must be set."""
+        return ("model_name_or_path",)

@@ -21,9 +21,7 @@ class EvaluationOptions(RunOptions):
         None, "Nucleus sampling in evaluation.", above=0, at_most=1, needs=when("eval_temperature")
     )
     eval_top_k: int | None = argument(None, "Top-k sampling in evaluation.", at_least=1, needs=when("eval_temperature"))
-    eval_temperature: float = argument(
-        0.0, "Temperature of the responses in evaluation, and of their log-probs; 0 = greedy responses.", at_least=0
-    )
+    eval_temperature: float = argument(0.0, "Temperature of the responses in evaluation; 0 = greedy.", at_least=0)
     eval_num_samples: int = argument(
         1, "Responses to each prompt in evaluation.", at_least=1, needs=when("eval_temperature")
     )
@@ -34,18 +32,18 @@ class EvaluationOptions(RunOptions):
     )
     eval_success_by: str = argument(
         "scores",
-        "What eval_success_above reads: scores (the total), rewards (the total with penalties), or the name of a "
-        "reward source (scores/<source>) or of a metric_funcs.",
+        "What eval_success_above reads: scores, rewards (with penalties), a reward source (scores/<source>) or a "
+        "metric_funcs.",
     )
     eval_opponent: str | None = argument(
         None,
-        "Whose answers those of the policy are compared with: reference, column:<name> of the eval set, or a .jsonl "
-        "file with prompt and response in each line, as alpaca-ppo evaluate writes it. null = no win-rate.",
+        "Whose answers the policy's are compared with: reference, column:<name> of the eval set, or a .jsonl file "
+        "with prompt and response, as alpaca-ppo evaluate writes it; null = no win-rate.",
         needs=when("eval set"),
     )
     eval_judge: str = argument(
         "scores",
-        "Who decides which answer is better: scores, or the name of a reward source or of a metric_funcs (the higher "
-        "one wins), or a function, as module:function or file.py:function.",
+        "What decides which answer is better: scores, a reward source, a metric_funcs, or a function, as "
+        "module:function or file.py:function.",
         needs=when("eval_opponent"),
     )

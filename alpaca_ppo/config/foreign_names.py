@@ -7,10 +7,11 @@ The table is foreign_names.yaml. It is read when a name is looked up for the fir
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import yaml
 
@@ -149,9 +150,9 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             in_python = f" (in a script: {', '.join(script)})" if script else ""
             lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
         else:
-            guess = _guess(name, valid, sections)
-            lost = lost or not guess
-            lines.append(f"  {name}: {guess or 'there is no such name, and none like it'}")
+            close = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
+            lost = lost or not close
+            lines.append(f"  {name}: {f'did you mean {close[0]}?' if close else 'there is no such name'}")
     for name in given if foreign else ():
         entry = find_foreign_name(name, sections) if name in valid else None
         if entry is not None and entry.unit and (entry.of in foreign or entry.of == "transformers"):
@@ -197,18 +198,6 @@ def _origin(name: str, entry: ForeignName) -> str:
     return f"{entry.of}'s {entry.name}" if entry.name != name and not entry.name.endswith(".*") else entry.of
 
 
-def _guess(name: str, valid: Collection[str], sections: Collection[str]) -> str:
-    if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    theirs = [known for section in sections for known in foreign_names(section)]
-    if close := difflib.get_close_matches(name, theirs, n=1, cutoff=0.85):
-        entry = find_foreign_name(close[0], sections)
-        assert entry is not None, close
-        here = " and ".join(entry.ours) or "without a counterpart"
-        return f"did you mean {entry.of}'s {close[0]}, which is {here} here?"
-    return ""
-
-
 def _shown(value: Any) -> str:
     """`value` as YAML would have it, on one line."""
     try:
@@ -218,3 +207,40 @@ def _shown(value: Any) -> str:
         text = repr(value)
     text = text[1:-1] if isinstance(value, str) and text[1:-1] == value else text
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+class _SignatureOfInit:
+    """The signature of a class: that of its `__init__`, which `inspect` would take from `__new__` otherwise."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class ExplainsUnknownNames:
+    """Base of a class whose constructor explains the keyword arguments that it does not have.
+
+    The check comes before `__init__`, which a dataclass generates anew for each subclass. A subclass whose `__init__`
+    takes arbitrary keywords is not checked.
+
+    Raises:
+        ValueError: for unknown keyword arguments: one line for each, with its equivalent, the reason why there is none,
+            or the name that may have been meant; and the required arguments that are missing beside them.
+    """
+
+    __signature__ = _SignatureOfInit()
+    foreign_sections: ClassVar[tuple[str, ...]] = CONFIG_SECTIONS
+    """The sections of foreign_names.yaml in which unknown names are looked up."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        parameters = list(inspect.signature(cls).parameters.values())
+        valid = [parameter.name for parameter in parameters]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if unknown := [name for name in kwargs if name not in valid and not takes_any]:
+            missing = [p.name for p in parameters[len(args) :] if p.default is p.empty and p.name not in kwargs]
+            raise ValueError(
+                f"{cls.__name__} does not take {', '.join(unknown)}:\n"
+                + explain_names(kwargs, valid, cls.foreign_sections)
+                + (f"\nThe arguments {', '.join(missing)} are missing." if missing else "")
+            )
+        return super().__new__(cls)

@@ -5,13 +5,7 @@ from typing import Literal
 
 from alpaca_ppo.config.environment_options import EnvironmentOptions
 from alpaca_ppo.config.fields import argument, unless, when, when_trait
-from alpaca_ppo.registry import (
-    ADV_ESTIMATORS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    LossAggMode,
-    RolloutCorrectionLevel,
-)
+from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, LossAggMode, RolloutCorrectionLevel
 
 ADAPTIVE = "adaptive"
 """The word that `lam_policy` may be."""
@@ -25,7 +19,7 @@ class LearningOptions(EnvironmentOptions):
 
     adv_estimator: str = argument(
         "gae",
-        "Advantage estimator. gae needs a critic; estimators that compare responses need num_return_sequences > 1.",
+        "Advantage estimator: gae needs a critic; those that compare responses need num_return_sequences > 1.",
         registry=ADV_ESTIMATORS,
         group="Advantages",
     )
@@ -39,15 +33,15 @@ class LearningOptions(EnvironmentOptions):
     lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1, needs=_CRITIC)
     lam_policy: float | str | None = argument(
         None,
-        "Lambda of GAE's advantages, which the policy learns from: a number; adaptive = 1 - 1 / (lam_alpha * length), "
-        "at least 0, for each response (VAPO); null = lam.",
+        "Lambda of GAE's advantages: a number; adaptive = 1 - 1 / (lam_alpha * length), at least 0, for each response "
+        "(VAPO); null = lam.",
         at_least=0,
         at_most=1,
         needs=_CRITIC,
     )
     lam_critic: float | None = argument(
         None,
-        "Lambda of GAE's returns, which the critic learns; 1 = returns without bootstrapping (VC-PPO); null = lam.",
+        "Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam.",
         at_least=0,
         at_most=1,
         needs=_CRITIC,
@@ -60,15 +54,14 @@ class LearningOptions(EnvironmentOptions):
     )
     turn_gamma: float | None = argument(
         None,
-        "Discount from a turn's last token to the next turn's first one, with environments or tools; null = gamma.",
+        "Discount from a turn's last token to the next turn's first one; null = gamma.",
         at_least=0,
         at_most=1,
         needs=(_CRITIC, when("environments or tools")),
     )
     turn_lam: float | None = argument(
         None,
-        "Lambda of GAE from a turn's last token to the next turn's first one, for advantages and returns; null = the "
-        "lambda of each.",
+        "Lambda of GAE from a turn's last token to the next turn's first one; null = that within a turn.",
         at_least=0,
         at_most=1,
         needs=(_CRITIC, when("environments or tools")),
@@ -77,16 +70,15 @@ class LearningOptions(EnvironmentOptions):
 
     policy_loss: str = argument(
         "clip",
-        "Policy loss: clip is PPO's; gspo clips the ratio of a whole sequence, gmpo those in a geometric mean; cispo "
-        "clips importance weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of "
-        "probabilities, dppo_kl its binary KL.",
+        "clip is PPO's; gspo clips the ratio of a sequence, gmpo those in a geometric mean; cispo clips importance "
+        "weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl "
+        "its binary KL.",
         registry=POLICY_LOSSES,
         group="Policy loss",
     )
     cliprange: float = argument(
         0.2,
-        "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL; sapo has "
-        "none).",
+        "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL).",
         above=0,
         below=1,
         needs=when_trait(POLICY_LOSSES, "clips"),
@@ -99,8 +91,8 @@ class LearningOptions(EnvironmentOptions):
     )
     clip_ratio_c: float | None = argument(
         None,
-        "Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of the ratio "
-        "everywhere; null = 20.",
+        "Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of every ratio; "
+        "null = 20.",
         above=1,
         needs=when_trait(POLICY_LOSSES, "dual_clip"),
     )
@@ -110,50 +102,35 @@ class LearningOptions(EnvironmentOptions):
         0.0, "Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1).", at_least=0
     )
     positive_nll_threshold: float = argument(
-        0.0,
-        "With positive_nll_coef: a response whose score, before any penalty, is above this succeeded.",
-        needs=when("positive_nll_coef"),
+        0.0, "A response whose score, before any penalty, is above this succeeded.", needs=when("positive_nll_coef")
     )
     mask_truncated: bool = argument(
-        False,
-        "Responses that end without a stop token give no gradient, neither to the policy nor to the critic; their "
-        "scores still count where responses are compared.",
+        False, "Responses without a stop token give no gradient; their scores still count where responses are compared."
     )
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
         "auto",
-        "Source of the old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, "
-        "correct recomputes and weights the loss by the ratio of the two. auto compares the two before the first "
-        "rollout: rollout from the second step on if they agree in float32, else recompute.",
+        "Old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, correct "
+        "recomputes and weights the loss by their ratio. auto compares the two before the first rollout: rollout from "
+        "the second step on if they agree in float32, else recompute.",
     )
     rollout_correction_level: RolloutCorrectionLevel = argument(
-        "token",
-        "With old_policy correct: one weight per token, or one per sequence.",
-        needs=when("old_policy", "correct"),
+        "token", "One weight per token, or one per sequence.", needs=when("old_policy", "correct")
     )
     rollout_correction_threshold: float = argument(
-        2.0,
-        "With old_policy correct: upper limit of a weight; .inf = no limit.",
-        above=0,
-        allow_inf=True,
-        needs=when("old_policy", "correct"),
+        2.0, "Upper limit of a weight; .inf = no limit.", above=0, allow_inf=True, needs=when("old_policy", "correct")
     )
     mismatch_action: Literal["stop", "warn", "ignore"] = argument(
         "stop",
-        "If the log-probabilities of sampler and trainer differ by so much that an update would be meaningless: stop "
-        "(with old_policy correct, warn), warn once, or ignore, which neither warns nor stops; old_policy auto "
-        "still compares.",
+        "If the log-probabilities of sampler and trainer differ so much that an update would be meaningless: stop "
+        "(with old_policy correct, warn), warn once, or ignore.",
     )
     target_kl_stop: float | None = argument(
-        None,
-        "End a step's updates when the approximate KL of the policy to the old policy, in nats per token, exceeds "
-        "this.",
-        above=0,
+        None, "Approximate KL to the old policy, in nats per token, above which a step's updates end.", above=0
     )
 
     kl_coef: float = argument(
         0.05,
-        "Weight of the KL to the reference policy that is subtracted from the reward, the initial value if a "
-        "controller adapts it; 0 = none.",
+        "Weight of the KL to the reference policy in the reward, the initial one if a controller adapts it; 0 = none.",
         at_least=0,
         group="KL to the reference policy",
     )
@@ -165,29 +142,23 @@ class LearningOptions(EnvironmentOptions):
     )
     target_kl: float = argument(
         6.0,
-        "Target of the KL controllers, in nats per sequence. It does not stop the updates early, as target_kl does in "
-        "Stable-Baselines3: that is target_kl_stop.",
+        "Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop.",
         above=0,
         needs=when("kl_controller", "proportional", "horizon"),
     )
     kl_horizon: int = argument(
         10000, "Horizon of the horizon controller, in responses.", at_least=1, needs=when("kl_controller", "horizon")
     )
-    kl_loss_coef: float = argument(
-        0.0,
-        "Weight of the KL to the reference policy in the loss, with or without one in the reward; 0 = none.",
-        at_least=0,
-    )
+    kl_loss_coef: float = argument(0.0, "Weight of the KL to the reference policy in the loss; 0 = none.", at_least=0)
     kl_loss_type: str = argument(
         "k3",
-        "KL estimator in the loss: not abs or k1_clamped, whose gradient jumps where the policy equals the reference. "
-        "The gradient of k1 is zero in expectation.",
+        "KL estimator in the loss, not abs or k1_clamped; the gradient of k1 is zero in expectation.",
         registry=KL_ESTIMATORS,
         needs=when("kl_loss_coef"),
     )
     max_kl_to_ref: float | None = argument(
         None,
-        "Save a checkpoint and end the run when a step's objective/kl_sum_seq exceeds this.",
+        "Value of objective/kl_sum_seq above which a step ends the run, with a checkpoint.",
         above=0,
         needs=unless("reference", "none"),
     )

@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_LISTED = 8
 
 
 def check_model_name(field: str, name: str | None) -> None:
@@ -49,40 +48,22 @@ def check_folder(field: str, name: str) -> Path:
 
 
 def where(name: str, *, what: str = "folder") -> str:
-    """ " there is no such folder ...", with those of similar names beside it, or else what there is beside it.
+    """ " there is no such folder ...", with those of similar names beside it.
 
     Args:
         name: of something that does not exist.
-        what: "folder", or "file" for files of the same ending too.
+        what: "folder", or "file", for which files are looked at too.
     """
     if os.path.isfile(name) and what == "folder":
         return " it is a file, not a folder"
-    parent = Path(name).parent
     base = "" if Path(name).is_absolute() else f" (relative paths count from {Path.cwd()})"
-    beside = _beside(parent, what, Path(name).suffix)
-    close = did_you_mean([Path(name).name], beside).replace("did you mean ", f"did you mean {_shown(parent)}")
-    if close:
-        return f" there is no such {what}{base};{close}"
-    if not os.path.isdir(parent):
-        return f" there is no such {what}{base}, and no folder {parent} either"
-    listed = ", ".join(beside[:_LISTED]) + (", ..." if len(beside) > _LISTED else "")
-    holds = f"; {parent if str(parent) != '.' else 'that folder'} has {listed}" if listed else ""
-    return f" there is no such {what}{base}{holds}"
-
-
-def _shown(parent: Path) -> str:
-    return "" if str(parent) == "." else f"{parent}/"
-
-
-def _beside(parent: Path, what: str, suffix: str) -> list[str]:
-    """Names of the folders in `parent` or, of files, of those and of the files with `suffix`."""
     try:
-        entries = sorted(parent.iterdir())
+        beside = [e for e in sorted(Path(name).parent.iterdir()) if e.is_dir() or what == "file"]
     # ValueError for a name that no file can have.
     except (OSError, ValueError):
-        return []
-    visible = [entry for entry in entries if not entry.name.startswith(".")]
-    return [e.name for e in visible if e.is_dir() or (what == "file" and e.suffix == suffix)]
+        beside = []
+    close = did_you_mean([str(Path(name))], map(str, beside))
+    return f" there is no such {what}{base}{close and f';{close}'}"
 
 
 def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:

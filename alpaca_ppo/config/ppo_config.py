@@ -29,8 +29,8 @@ class PPOConfig(CriticOptions):
 
     reference: str = argument(
         "auto",
-        "Reference policy: auto (adapter_off with LoRA, otherwise copy), adapter_off, copy, copy_offloaded (kept in "
-        "host memory), none, or a path or hub id.",
+        "Reference policy: auto (adapter_off with LoRA, otherwise copy), adapter_off, copy, copy_offloaded (in host "
+        "memory), none, or a path or hub id.",
         group="Policy and reference models",
     )
     dtype: Literal["float32", "bfloat16"] = argument(
@@ -46,12 +46,12 @@ class PPOConfig(CriticOptions):
     learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
     lr_scheduler_type: str = argument(
         "constant",
-        "Schedule by its name in transformers.get_scheduler. Only constant, constant_with_warmup and inverse_sqrt let "
-        "a finished run be made longer.",
+        "Schedule of transformers.get_scheduler; only constant, constant_with_warmup and inverse_sqrt let a finished "
+        "run be made longer.",
     )
     warmup_steps: float = argument(
         0,
-        "Optimizer steps of warm-up, or, below 1, their share of all optimizer steps; constant has none.",
+        "Optimizer steps of warm-up, or, below 1, their share of all; constant has none.",
         at_least=0,
         needs=unless("lr_scheduler_type", "constant"),
     )
@@ -60,18 +60,16 @@ class PPOConfig(CriticOptions):
     adam_beta2: float = argument(0.999, "Second beta of AdamW.", at_least=0, below=1)
     adam_epsilon: float = argument(
         1e-8,
-        "Epsilon of AdamW. Gradients not far above it are damped: 1e-5 (AlpacaFarm's value) nearly halves the step of "
-        "a 7B model whose gradient has the norm 1.",
+        "Epsilon of AdamW; 1e-5 (AlpacaFarm's value) nearly halves the step of a 7B model whose gradient has the norm "
+        "1.",
         above=0,
     )
     max_grad_norm: float = argument(
-        1.0,
-        "Maximum norm of the policy's gradient; larger ones are clipped. The critic's norm is not part of it.",
-        above=0,
+        1.0, "Maximum norm of the policy's gradient, without the critic's; larger ones are clipped.", above=0
     )
     max_skipped_updates: int = argument(
         0,
-        "Optimizer steps that a run may skip because a loss or gradient is not finite; one more ends the run.",
+        "Optimizer steps with a loss or gradient that is not finite, which a run skips; one more ends it.",
         at_least=0,
     )
 
@@ -81,19 +79,16 @@ class PPOConfig(CriticOptions):
     gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass to save memory.")
     padding_free: Literal["auto", True, False] = argument(
         "auto",
-        "Rows of a forward pass are laid end to end without padding: where the model allows it (auto), always (an "
-        "error where policy, critic or reference does not; reward models are padded then), or never.",
+        "Rows laid end to end without padding: where the model allows it (auto), always (an error where policy, "
+        "critic or reference does not; reward models are padded then), or never.",
     )
     logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
     use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
     deepspeed: str | None = argument(
-        None,
-        "DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun.",
+        None, "DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun."
     )
     ddp_timeout: int = argument(
-        1800,
-        "Seconds that a process waits for the others before it fails; must exceed the slowest reward computation.",
-        at_least=1,
+        1800, "Seconds that a process waits for the others; must exceed the slowest reward computation.", at_least=1
     )
 
     def __post_init__(self) -> None:

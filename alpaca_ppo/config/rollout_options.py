@@ -15,19 +15,18 @@ class RolloutOptions(EvaluationOptions):
     query_len: int = argument(192, "Maximum length of a prompt, in tokens.", at_least=1, group="Prompts")
     overlong_prompts: Literal["drop", "truncate", "error"] = argument(
         "drop",
-        "What to do with prompts longer than query_len: drop and count them, cut off their beginning (a response "
-        "continues the end of a prompt) and count them, or raise an error.",
+        "Prompts longer than query_len are dropped and counted, lose their beginning and are counted, or are an error.",
     )
     prompt_column: str = argument(
         "prompt", "Dataset column that holds the prompt, as text or messages.", needs=unless("prompt_template")
     )
     prompt_template: str | None = argument(
-        None, "Named template or format string over the dataset's columns, used instead of prompt_column."
+        None, "Named template or format string over the dataset's columns, instead of prompt_column."
     )
     chat_template_kwargs: dict[str, Any] | None = argument(
         None,
-        "Arguments of the tokenizer's chat template, such as enable_thinking: false for Qwen3; on the command line as "
-        "YAML or JSON. For prompts that are messages; reward models keep their own template as it is.",
+        "Arguments of the chat template, such as enable_thinking: false for Qwen3, as YAML or JSON; reward models "
+        "keep their own template as it is.",
         needs=when("prompts that are messages"),
     )
     total_epochs: int | None = argument(
@@ -37,10 +36,7 @@ class RolloutOptions(EvaluationOptions):
         None, "Number of prompts to sample in the whole run, instead of total_epochs.", at_least=1
     )
     max_steps: int | None = argument(
-        None,
-        "Steps of the whole run, each a rollout of rollout_batch_size prompts with its updates, instead of "
-        "total_epochs.",
-        at_least=1,
+        None, "Steps of the whole run, each a rollout with its updates, instead of total_epochs.", at_least=1
     )
 
     rollout_batch_size: int = argument(
@@ -50,22 +46,21 @@ class RolloutOptions(EvaluationOptions):
     dynamic_sampling: int = argument(
         0,
         "Times in a step that prompts whose responses all have the same score, before any penalty, are replaced by "
-        "fresh prompts of the dataset, such as 3; what is left after the last of them stays. The number of steps and "
-        "their sizes stay; the dataset is gone through faster than epochs are counted. 0 = none.",
+        "fresh ones, such as 3; the dataset is gone through faster than epochs are counted. 0 = none.",
         at_least=0,
+        needs=unless("num_return_sequences", 1),
     )
     rollout_per_device_batch_size: int = argument(32, "Responses that a process samples or scores at once.", at_least=1)
     step_batch_size: int = argument(64, "Responses per optimizer step, over all processes.", at_least=1)
     step_per_device_batch_size: int = argument(
         8,
-        "Responses per micro-batch of an optimizer step, where a single process pads them; otherwise it only sets the "
-        "default of max_tokens_per_micro_batch.",
+        "Responses per micro-batch where a single process pads them; otherwise only the default of "
+        "max_tokens_per_micro_batch.",
         at_least=1,
     )
     max_tokens_per_micro_batch: int | None = argument(
         None,
-        "Tokens per micro-batch of an optimizer step, on one device, of prompts and responses; null = "
-        "step_per_device_batch_size times the longest row, query_len + response_len.",
+        "Tokens per micro-batch on one device; null = step_per_device_batch_size * (query_len + response_len).",
         at_least=1,
     )
     ppo_epochs: int = argument(2, "Passes over each step's rollouts.", at_least=1)
@@ -74,9 +69,8 @@ class RolloutOptions(EvaluationOptions):
     temperature: float = argument(1.0, "Temperature of the sampling and of every log-probability.", above=0)
     generation_backend: str = argument(
         "auto",
-        "How responses are sampled: slots decodes rollout_per_device_batch_size rows at once and gives the places of "
-        "ended rows to waiting prompts; generate runs model.generate on one batch after the other; auto takes slots, "
-        "or generate where the model or sharded parameters do not allow them.",
+        "slots gives the places of ended rows to waiting prompts; generate runs model.generate on one batch after the "
+        "other; auto takes slots, or generate where the model or sharded parameters do not allow them.",
         registry=GENERATION_BACKENDS,
     )
     truncate_tokens: list[str | int] | None = argument(
@@ -89,15 +83,12 @@ class RolloutOptions(EvaluationOptions):
         needs=when("truncate_tokens"),
     )
     stop_strings: list[str] | None = argument(
-        None,
-        "Texts that end a response, of any number of tokens. The response ends with the token that completes one of "
-        "them, and keeps its text.",
+        None, "Texts that end a response, with the token that completes one of them; the response keeps its text."
     )
 
     reward_weights: list[float] | None = argument(None, "Weight of each reward source; null = 1 each.", group="Rewards")
     reward_adapter: str | None = argument(
-        None,
-        "LoRA reward model (folder or hub id) on the policy's base, as alpaca-ppo reward --use_peft writes it.",
+        None, "LoRA reward model (folder or hub id) on the policy's base, as alpaca-ppo reward --use_peft writes it."
     )
     reward_retries: int = argument(
         0,
@@ -107,8 +98,8 @@ class RolloutOptions(EvaluationOptions):
     )
     failed_rewards: Literal["error", "mask"] = argument(
         "error",
-        "A response whose reward function raises (after the retries) or returns no finite score, or for which every "
-        "reward source returns None: error ends the run; mask trains without the response and counts it.",
+        "A response whose reward function raises or returns no finite score, or for which every source returns None: "
+        "error ends the run; mask trains without the response and counts it.",
         needs=when("reward functions"),
     )
     penalty_reward_value: float | None = argument(
@@ -116,8 +107,7 @@ class RolloutOptions(EvaluationOptions):
     )
     overlong_buffer_len: int | None = argument(
         None,
-        "Soft overlong punishment: tokens before response_len over which a penalty on the length grows from 0 to 1; "
-        "null = no penalty.",
+        "Tokens before response_len over which a penalty on the length grows from 0 to 1; null = no penalty.",
         at_least=1,
     )
     whiten_rewards: bool = argument(

@@ -4,11 +4,12 @@ It is written by `tracking.run_record`. Its mapping `provenance` says where the 
 only the objects that the run was given in memory are read, because a file cannot bring them back.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from alpaca_ppo.config.credentials import removed_in
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 PROVENANCE = "provenance"
 IN_MEMORY = "in_memory"
@@ -33,12 +34,32 @@ MEASURED = frozenset({
     "metric_processing_classes", "ref_model", "tools", "environment_factory", "tool_call_parser",
 })  # fmt: skip
 """Those that decide what an evaluation of a given model measures."""
-_FUNCTIONS = ("reward_funcs", "metric_funcs", "tools", "environments", "tool_call_parser")
-_PATHS = (
-    "model_name_or_path", "value_model_name_or_path", "reward_model_name_or_path", "reward_adapter", "reference",
-    *_FUNCTIONS, "import_modules", "dataset_name", "eval_dataset_name", "deepspeed",
-)  # fmt: skip
-_FILES = (".py", ".json", ".jsonl", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a command knows of a run beyond its `PPOConfig`.
+
+    Attributes:
+        command_line: the words of the command that this process runs, the program first.
+        launcher: the command line of what started this process (torchrun, accelerate, `alpaca-ppo train` with several
+            processes); None if it was started directly.
+        presets: names of the presets that were read, in order.
+        config_files: paths of the YAML files that were read, in order, as given.
+        script: models, rewards and data.
+        lora: the options of LoRA.
+    """
+
+    command_line: tuple[str, ...]
+    launcher: tuple[str, ...] | None
+    presets: tuple[str, ...]
+    config_files: tuple[str, ...]
+    script: ScriptArguments
+    lora: LoraArguments
+
+    def options(self) -> dict[str, Any]:
+        """The options of `script` and `lora` by name, as a YAML file of a run holds them."""
+        return {**vars(self.script), **vars(self.lora)}
 
 
 def without_provenance(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,9 +78,8 @@ def check_run_files(
         needed: arguments of `PPOTrainer` that the command needs; None = all.
 
     Raises:
-        ValueError: for a file of a run that was given objects in memory which no option replaces, for a credential
-            that was left out of the file, and for a relative path that leads nowhere in this folder, but did in that
-            of the run; names them and the remedy.
+        ValueError: for a file of a run that was given objects in memory which no option replaces, and for a
+            credential that was left out of the file; names them and the remedy.
     """
     replaced = set(given)
     for source, content in reversed(list(contents.items())):
@@ -73,36 +93,7 @@ def check_run_files(
                 f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "
                 f"it as an option (--{removed[0].partition('.')[0]} ...), or put it into a copy of the file"
             )
-        if isinstance(provenance, Mapping):
-            _check_paths({k: v for k, v in options.items() if k not in replaced}, source, provenance.get("folder"))
         replaced |= {name for name, value in options.items() if value not in (None, "")}
-
-
-def _check_paths(options: Mapping[str, Any], source: str, folder: Any) -> None:
-    """Refuses relative paths that lead nowhere from here, if the run was in another `folder`."""
-    if not isinstance(folder, str) or Path(folder) == Path.cwd():
-        return
-    gone = [
-        f"{name}: {path}"
-        for name, path in _relative_paths(options)
-        if not Path(path).exists() and ((Path(folder) / path).exists() or path.endswith(_FILES))
-    ]
-    if gone:
-        raise ValueError(
-            f"--config {source} is of a run that was started in {folder}, from which its relative paths count, and "
-            f"{Path.cwd()} has no {'; '.join(gone)}. Start the command in {folder}, or give the paths as options"
-        )
-
-
-def _relative_paths(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in _PATHS:
-        value = options.get(name)
-        for entry in value if isinstance(value, list) else [value]:
-            path = entry
-            if isinstance(entry, str) and name in _FUNCTIONS:
-                path = entry.rpartition("=")[2].rpartition(":")[0]
-            if isinstance(path, str) and path and not Path(path).is_absolute():
-                yield name, path
 
 
 def _check_in_memory(
@@ -123,12 +114,9 @@ def _check_in_memory(
     )
     if without := [name for name, option in zip(missing, options, strict=True) if not option]:
         remedies.append(f"to run without {' and '.join(without)}, delete those lines from {PROVENANCE}.{IN_MEMORY}")
+    remedy = "; ".join(remedies)
     raise ValueError(
         f"--config {source} is of a run that was given objects in a Python program, which no file can bring back: "
-        f"{'; '.join(f'{name} = {what}' for name, what in missing.items())}. {_sentence('; '.join(remedies))}, or run "
+        f"{'; '.join(f'{name} = {what}' for name, what in missing.items())}. {remedy[0].upper()}{remedy[1:]}, or run "
         "that program again"
     )
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

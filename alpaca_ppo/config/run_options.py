@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from alpaca_ppo.config.fields import argument, when
-from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
+from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
 
 
 @dataclass(frozen=True)
@@ -15,22 +15,18 @@ class RunOptions(ExplainsUnknownNames):
     )
     run_name: str | None = argument(None, "Name of the run in the trackers; null = the name of output_dir.")
     seed: int = argument(
-        42,
-        "Seed of the prompt order, the sampling, the mini-batches and, in train(), the global generators.",
-        at_least=0,
+        42, "Seed of prompt order, sampling, mini-batches and, in train(), the global generators.", at_least=0
     )
     report_to: list[str] | str = argument(
         ["tensorboard"], "Accelerate's trackers to log to, such as tensorboard or wandb; all, or none."
     )
     logging_steps: int = argument(
-        1,
-        "Steps between two lines on the console and two reports to the trackers; metrics.jsonl gets every step.",
-        at_least=1,
+        1, "Steps between two console lines and reports to the trackers; metrics.jsonl gets every step.", at_least=1
     )
     entropy_logging_steps: int = argument(
         10,
-        "Steps between two with the metrics objective/entropies, objective/ref_entropies and ppo/policy/entropy; the "
-        "first step has them too. In other steps no entropies are computed, unless entropy_coef needs them.",
+        "Steps between two with the metrics objective/entropies, objective/ref_entropies and ppo/policy/entropy, "
+        "which the first step has too and entropy_coef in every step.",
         at_least=1,
     )
     num_logged_rollouts: int = argument(
@@ -38,44 +34,38 @@ class RunOptions(ExplainsUnknownNames):
     )
     num_inspected_prompts: int = argument(
         4,
-        "Prompts whose answers are logged with their per-token numbers through training, for the report: the first of "
-        "the eval dataset at each evaluation, or, without one, the first of the training data at up to eleven steps, "
-        "greedily and without a score. 0 = none.",
+        "Prompts whose answers the report follows through training, token by token: the first of the eval dataset, or "
+        "else of the training data at up to eleven steps, greedily and without a score. 0 = none.",
         at_least=0,
     )
     report: bool = argument(
         True, "Write report.html into output_dir at the end of the run, and refresh it while the run trains."
     )
-    report_token_mb: float = argument(
-        20.0,
-        "Megabytes of per-token numbers in report.html at most; what is left out is said there.",
-        at_least=0,
-    )
+    report_token_mb: float = argument(20.0, "Megabytes of per-token numbers in report.html at most.", at_least=0)
 
     stop_on: list[str] | None = argument(
         None,
         "Findings of the doctor that end the run, with a checkpoint: severities (error, warning) or rules "
-        "(docs/doctor.md), such as error or kl_runaway; null = none.",
+        "(docs/doctor.md).",
     )
 
     save_steps: int = argument(
         20,
-        "Steps between two checkpoints, from which a killed run resumes; there is one after the last step too, so a "
-        "run of 10 steps writes one, and a run of 1000 writes 50. 0 = only the final models are saved.",
+        "Steps between two checkpoints, from which a killed run resumes; the last step has one too. 0 = only the "
+        "final models are saved.",
         at_least=0,
         group="Checkpoints",
     )
     save_total_limit: int | None = argument(
         2,
-        "Number of checkpoints to keep, including the newest and the best (1 keeps both); null = all.",
+        "Checkpoints to keep, including the newest and the best (1 keeps both); null = all.",
         at_least=1,
         needs=when("save_steps"),
     )
     metric_for_best_model: str | None = argument(
         None,
-        "Metric that selects the best checkpoint, such as eval/scores; null = no best checkpoint is kept. With an "
-        "eval/* metric, every evaluation that is the best so far saves a checkpoint, whatever save_steps; a metric of "
-        "the steps chooses among the checkpoints of save_steps.",
+        "Metric that selects the best checkpoint; null = none is kept. With an eval/* metric, every best evaluation "
+        "so far saves one; a metric of the steps chooses among those of save_steps.",
         needs=when("save_steps"),
     )
     greater_is_better: bool = argument(
@@ -83,19 +73,18 @@ class RunOptions(ExplainsUnknownNames):
     )
     load_best_model_at_end: bool = argument(
         False,
-        "Put the weights of the best checkpoint into the trainer and into final/ at the end, instead of the last "
-        "step's; needs metric_for_best_model.",
+        "End with the weights of the best checkpoint, in the trainer and in final/, instead of the last step's.",
         needs=when("metric_for_best_model"),
     )
     overwrite_output_dir: bool = argument(
         False,
-        "Delete the earlier run in output_dir (its checkpoints, final models and records) when a new run starts there, "
-        "which is refused otherwise. A run that resumes from a checkpoint of output_dir keeps everything.",
+        "Delete the earlier run in output_dir when a new one starts there, which is refused otherwise; a run that "
+        "resumes keeps everything.",
     )
     ignore_changes: list[str] | None = argument(
         None,
-        "Resume even if these differ from the checkpoint's, and go on with the new ones: data (the training rows), "
-        "model (the starting policy or the reference), reward (reward sources, their weights, environments).",
+        "Resume even if these differ from the checkpoint's: data (the training rows), model (the starting policy or "
+        "the reference), reward (sources, weights, environments).",
     )
     push_to_hub: bool = argument(False, "Upload final/policy to hub_model_id at the end.", needs=when("hub_model_id"))
     hub_model_id: str | None = argument(None, "Hub repository for push_to_hub.")

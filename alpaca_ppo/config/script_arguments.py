@@ -6,8 +6,8 @@ from typing import Any
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
+from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
 from alpaca_ppo.config.model_names import check_model_name
-from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.config.urls import check_url
 
 _ALL_LINEAR = "all-linear"
@@ -27,28 +27,23 @@ class ScriptArguments(ExplainsUnknownNames):
     )
     value_model_name_or_path: str | None = argument(
         None,
-        "Critic to start from: the final/value folder of a run with the same critic_layout, or, with critic_layout "
-        "separate, a sequence classifier with one label or a causal language model of any size with the policy's "
-        "tokenizer; null = the policy.",
+        "Critic to start from: final/value of a run with the same critic_layout, or, with separate, a sequence "
+        "classifier with one label or a causal language model with the policy's tokenizer; null = the policy.",
     )
     reward_model_name_or_path: list[str] | None = argument(None, "Reward models: sequence classifiers with one label.")
     reward_funcs: list[str] | None = argument(None, "Reward functions, as module:function or file.py:function.")
     reward_url: list[str] | None = argument(
         None,
-        "Addresses of a reward server: together they are one reward source, and each must give the same scores. The "
-        "environment variable REWARD_API_KEY holds its key.",
+        "Addresses of a reward server, which are one reward source; the environment variable REWARD_API_KEY holds its "
+        "key.",
     )
     reward_url_timeout: float = argument(
-        60.0,
-        "With reward_url: seconds that a server may take for a request.",
-        above=0,
-        at_most=86400,
-        needs=when("reward_url"),
+        60.0, "Seconds that a server may take for a request.", above=0, at_most=86400, needs=when("reward_url")
     )
     environments: list[str] | None = argument(
         None,
-        "Environments that answer the policy: a class or factory, as module:class or file.py:class; several as "
-        "name=module:class, among which the dataset's column environment chooses.",
+        "Environments that answer the policy: module:class or file.py:class; several as name=module:class, among "
+        "which the dataset's column environment chooses.",
     )
     tools: list[str] | None = argument(
         None, "Functions that the policy can call, as module:function or file.py:function."
@@ -56,12 +51,11 @@ class ScriptArguments(ExplainsUnknownNames):
     tool_call_parser: str | None = argument(
         None,
         "Function, as module:function or file.py:function, that finds the tool calls in a turn's text; null = the "
-        "form that the tokenizer declares, or else JSON between <tool_call> tags.",
+        "tokenizer's form, or else JSON between <tool_call> tags.",
+        needs=when("environments or tools"),
     )
     dataset_name: str = argument(
-        "",
-        "Dataset of prompts: a hub id, a folder, or a jsonl, csv or parquet file. Required, unless one environment "
-        "makes the prompts.",
+        "", "Prompts: a hub id, a folder, or a jsonl, csv or parquet file. Required, unless an environment makes them."
     )
     dataset_config: str | None = argument(None, "Configuration of a hub dataset.", needs=when("dataset_name"))
     dataset_train_split: str = argument("train", "Split to train on.")
@@ -72,30 +66,25 @@ class ScriptArguments(ExplainsUnknownNames):
         None, "Split to evaluate on; null = no evaluation, or the only split of eval_dataset_name."
     )
     eval_datasets: list[str] | None = argument(
-        None,
-        "Several eval sets instead of one, each as set=dataset, set=dataset@split or set=dataset:config@split.",
+        None, "Several eval sets instead of one, each as set=dataset, set=dataset@split or set=dataset:config@split."
     )
     metric_funcs: list[str] | None = argument(
-        None,
-        "Functions, as module:function or file.py:function, and sequence classifiers that only measure the responses "
-        "of evaluations.",
+        None, "Functions, as in reward_funcs, and sequence classifiers that only measure the responses of evaluations."
     )
     resume_from_checkpoint: str | bool | None = argument(
         None,
-        "Checkpoint folder to resume from, or true (the flag alone) for the newest in output_dir; false, no, none or "
-        "null = a new run.",
+        "Checkpoint folder to resume from, or true for the newest in output_dir; false, no, none or null = a new run.",
     )
     import_modules: list[str] | None = argument(
         None,
-        "Python files or modules to import before the options are checked, for the estimators, losses, critics and "
-        "backends that they register.",
+        "Python files or modules to import first, for the estimators, losses, critics and backends that they register.",
     )
 
     def __post_init__(self) -> None:
         if self.resume_from_checkpoint is False:
             object.__setattr__(self, "resume_from_checkpoint", None)
         check_fields(self)
-        check_needs(self)
+        check_needs(self, environments_or_tools=bool(self.environments or self.tools))
         for name in self.required_names():
             if not getattr(self, name):
                 raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
@@ -159,10 +148,7 @@ class LoraArguments(ExplainsUnknownNames):
     use_peft: bool = argument(False, "Freeze the base model and train LoRA adapters on it.", group="LoRA")
     lora_r: int = argument(16, "Rank of the adapters.", at_least=1, needs=when("use_peft"))
     lora_alpha: int = argument(
-        32,
-        "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.",
-        at_least=1,
-        needs=when("use_peft"),
+        32, "The adapters' output is multiplied by lora_alpha / lora_r.", at_least=1, needs=when("use_peft")
     )
     lora_target_modules: list[str] | None = argument(
         None,

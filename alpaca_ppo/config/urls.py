@@ -9,22 +9,16 @@ def check_url(name: str, url: str) -> None:
     Raises:
         ValueError: naming the option `name`, the address without its credentials, and the remedy.
     """
-    problem = ""
     try:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https"):
-            problem = "does not begin with http:// or https://"
-        elif not parts.hostname:
-            problem = "names no host"
-        elif parts.port == 0 or any(character.isspace() or not character.isprintable() for character in url):
-            problem = "has port 0 or a blank in it"
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in url
     # A port that is no number, or brackets that do not match.
-    except ValueError as error:
-        problem = f"cannot be read ({str(error).rpartition('@')[2]})"
-    if problem:
+    except ValueError:
+        valid = False
+    if not valid or not url.isprintable():
         # Without a scheme, the user and password at the front are not known as such.
         raise ValueError(
-            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, which {problem}; write an address such as "
+            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, which is no address; write one such as "
             "http://localhost:8000/score"
         )
 

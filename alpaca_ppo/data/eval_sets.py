@@ -35,8 +35,8 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
             found[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
         return found
     split = script_args.dataset_test_split
-    if not script_args.eval_dataset_name and not split:
-        return None
     if script_args.eval_dataset_name:
-        return load_prompt_dataset(script_args.eval_dataset_name, split=split, config_name=None)
+        return load_prompt_dataset(script_args.eval_dataset_name, split=split)
+    if not split:
+        return None
     return load_prompt_dataset(script_args.dataset_name, split=split, config_name=script_args.dataset_config)

@@ -5,7 +5,7 @@ line `null` ends the process (datasets 5.2 with pyarrow 26). The rows are in mem
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,15 @@ def read_json_files(paths: Sequence[Path]) -> Dataset:
     A column whose entries differ in type, or in their keys, keeps each of them as it is.
 
     Raises:
-        ValueError: for a file that is not UTF-8; for a row that is not a JSON object, or has a key twice (with its
-            line); for a value that no dataset can hold, such as an integer beyond 64 bits (with its column).
+        ValueError: for a file that is not UTF-8; with its line, for a row that is not a JSON object, has a key twice,
+            or holds what no dataset can: an integer beyond 64 bits, or half of a surrogate pair.
     """
     rows = [row for path in paths for row in _read_rows(path)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         raise ValueError(f"{', '.join(map(str, paths))} holds no rows; write one JSON object per line")
-    if bad := next((name for name in names if any("\ud800" <= c <= "\udfff" for c in name)), None):
-        raise ValueError(f"a column has the name {shown(bad)}, which is not text; rename it")
     columns = {name: [row.get(name) for row in rows] for name in names}
-    arrays = {name: _arrow(name, values) for name, values in columns.items()}
+    arrays = {name: _arrow(values) for name, values in columns.items()}
     mixed = [name for name, array in arrays.items() if isinstance(array.type, pa.JsonType)]
     dataset = Dataset(pa.table(arrays))
     for name in mixed:
@@ -64,10 +62,16 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _parse(text: str, place: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{place} is not valid JSON: {reason}") from error
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise ValueError(f"64 bits cannot hold {text[:30]}; write it as text")
+    return int(text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,34 +84,24 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _checked_row(row: Any, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds {shown(row)}, which is not text ({error})") from error
     return row
 
 
-def _arrow(name: str, values: list[Any]) -> pa.Array:
+def _arrow(values: list[Any]) -> pa.Array:
     """`values` as an Arrow column, of JSON text if a column of one type cannot hold them unchanged: Arrow fills keys
     that some of the entries lack, makes True a 1.0 among numbers, and cannot store a type nested much deeper than 50.
     """
     # Of values that differ in type, or that Arrow cannot hold at all.
-    with suppress(pa.ArrowException, OverflowError, TypeError, UnicodeEncodeError):
+    with suppress(pa.ArrowException, OverflowError, TypeError):
         array = pa.array(values)
         if _depth(array.type) <= 50 and all(map(_same, array.to_pylist(), values)):
             return array
-    texts = [None if value is None else _checked_json(name, value, row) for row, value in enumerate(values)]
+    texts = [None if value is None else json.dumps(value) for value in values]
     return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
-
-
-def _checked_json(name: str, value: Any, row: int) -> str:
-    """`value` as JSON without integers beyond 64 bits and lone surrogates, which no dataset can hold."""
-    for number in _integers(value):
-        if not -(2**63) <= number < 2**63:
-            raise ValueError(
-                f"column {name!r} holds {shown(number)} in row {row}, which 64 bits cannot hold; write it as text"
-            )
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"column {name!r} holds {shown(value)} in row {row}, which is not text ({error})") from error
-    return json.dumps(value)
 
 
 def _depth(kind: pa.DataType) -> int:
@@ -120,10 +114,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(entry, b[key]) for key, entry in a.items())
     return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
-
-
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, int):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _integers(part)

@@ -7,8 +7,7 @@ out images, tools and the continuation of an assistant message.
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -126,9 +125,16 @@ def prepare_prompts(
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
-        prompts = []
+        prompts: list[Any] = []
+        tools: list[Sequence[Mapping[str, Any]]] | None = [] if tools_of else None
         for number, row in enumerate(rows, start):
-            prompt = _checked_prompt(prompt_of, row, number, bool(tools_of))
+            try:
+                prompt = prompt_of(row)
+                if tools_of and tools is not None:
+                    tools.append(tools_of(row))
+            except ValueError as error:
+                raise ValueError(f"row {number}: {error}") from error
+            _check_prompt(prompt, number, may_be_blank=tools_of is not None)
             kind = kind or type(prompt)
             if type(prompt) is not kind:
                 raise ValueError(
@@ -136,7 +142,7 @@ def prepare_prompts(
                     f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
                 )
             prompts.append(prompt)
-        tokenized = _tokenize(prompts, rows, tokenizer, chat_template_kwargs, tools_of, start=start)
+        tokenized = tokenize_prompts(prompts, tokenizer, chat_template_kwargs, tools=tools, start=start)
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
                 if overlong == "error":
@@ -184,10 +190,10 @@ def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | No
             f"Dataset.from_list({remedy})"
         )
     columns = dataset.column_names
-    if unread := [name for name in columns if name in _NOT_TEXT]:
+    if images := [name for name in columns if name in _NOT_TEXT]:
         raise ValueError(
-            f"the dataset has the column {unread[0]!r}, but the policy reads text only; remove it "
-            f"(dataset.remove_columns({unread})), or rename it if a reward function needs it"
+            f"the dataset has the column {images[0]!r}, but the policy reads text only; remove it "
+            f"(dataset.remove_columns({images})), or rename it if a reward function needs it"
         )
     if prompt_template is not None:
         return resolve_template(prompt_template, columns)
@@ -216,15 +222,11 @@ def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:
     ]
 
 
-def _checked_prompt(
-    prompt_of: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], number: int, may_be_blank: bool
-) -> Any:
-    with _naming(number):
-        prompt = prompt_of(row)
+def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
     if isinstance(prompt, str):
         if not prompt.strip() and not may_be_blank:
             raise ValueError(f"the prompt in row {number} is empty; drop such rows")
-        return prompt
+        return
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(
             f"the prompt in row {number} is {shown(prompt)}; "
@@ -237,37 +239,6 @@ def _checked_prompt(
         raise ValueError(
             f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
         )
-    return prompt
-
-
-@contextmanager
-def _naming(number: int) -> Iterator[None]:
-    """Names the row in an error of the user's template or environment."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"row {number}: {error}") from error
-
-
-def _tokenize(
-    prompts: list[Any],
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    keywords: Mapping[str, Any] | None,
-    tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None,
-    *,
-    start: int,
-) -> list[list[int]]:
-    """The token ids of `prompts`, each with the tools of its row, where there are environments."""
-    if tools_of is None:
-        return tokenize_prompts(prompts, tokenizer, keywords, start=start)
-    of_prompts = []
-    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), start):
-        with _naming(number):
-            tools = tools_of(row)
-        given = {**(keywords or {}), **({"tools": list(tools)} if tools and isinstance(prompt, list) else {})}
-        of_prompts += tokenize_prompts([prompt], tokenizer, given, start=number) if prompt else [[]]
-    return of_prompts
 
 
 def tokenize_prompts(
@@ -275,9 +246,18 @@ def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
+    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     start: int = 0,
 ) -> list[list[int]]:
-    """Returns the token ids of texts or of conversations, one or more each; `start` is the row of the first one.
+    """Returns the token ids of texts or of conversations, one or more each.
+
+    Args:
+        prompts: all texts, or all messages.
+        tokenizer: of the policy.
+        chat_template_kwargs: further arguments of the chat template.
+        tools: given where environments answer: the schemas that the chat template shows with each prompt. An empty text
+            is then left to its environment, and has no tokens.
+        start: the row of the first prompt.
 
     Raises:
         ValueError: for messages without a chat template or that it refuses, and for a prompt without tokens.
@@ -292,21 +272,23 @@ def tokenize_prompts(
     else:
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(chat_template_kwargs or {})}
         of_prompts = []
-        for number, messages in enumerate(prompts, start):
+        for number, messages in enumerate(prompts):
+            shown_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
             # A template refuses roles and keys that it does not know with an error of its own choice.
             try:
-                encoded: Any = tokenizer.apply_chat_template(messages, **how)
+                encoded: Any = tokenizer.apply_chat_template(messages, **{**how, **shown_tools})
             except Exception as error:
                 raise ValueError(
-                    f"the chat template refuses the messages in row {number}, {shown(messages)}: "
+                    f"the chat template refuses the messages in row {start + number}, {shown(messages)}: "
                     f"{type(error).__name__}: {error}; change the row, or the tokenizer"
                 ) from error
             of_prompts.append(list(encoded["input_ids"]))
-    for number, ids in enumerate(of_prompts, start):
-        if not ids:
+    if tools is not None:
+        of_prompts = [ids if prompt else [] for prompt, ids in zip(prompts, of_prompts, strict=True)]
+    for number, (prompt, ids) in enumerate(zip(prompts, of_prompts, strict=True), start):
+        if not ids and (prompt or tools is None):
             raise ValueError(
-                f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompts[number - start])}; "
-                "drop such rows"
+                f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompt)}; drop such rows"
             )
     return of_prompts
 

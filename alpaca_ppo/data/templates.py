@@ -92,16 +92,9 @@ def _field_names(text: str) -> list[str]:
         raise ValueError(
             f"prompt_template {text!r} is not a valid format string ({error}); double each literal brace"
         ) from error
-    for _, name, spec, conversion in parts:
-        # Attribute access, indexing and conversions would let a template read an object's internals.
-        if not str(name).isidentifier() or spec or conversion:
-            raise ValueError(
-                f"prompt_template {text!r} has the field {name!r}; "
-                "a field must be a plain column name, such as {question}"
-            )
-    if not parts:
+    # Attribute access, indexing and conversions would let a template read an object's internals.
+    if not parts or any(not str(name).isidentifier() or spec or conversion for _, name, spec, conversion in parts):
         raise ValueError(
-            f"prompt_template {text!r} has no column in braces, so every prompt would be the same; add one, such as "
-            "{question}"
+            f"prompt_template {text!r} needs a field, and each field must be a plain column name, such as {{question}}"
         )
     return list(dict.fromkeys(str(name) for _, name, _, _ in parts))

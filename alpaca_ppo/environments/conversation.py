@@ -63,8 +63,7 @@ class Conversation:
 
     def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of text or messages; the tools of `schemas` are shown to the policy."""
-        keywords = self._keywords | ({"tools": list(schemas)} if schemas and self.messages else {})
-        return tokenize_prompts([prompt], self.tokenizer, keywords)[0]
+        return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas])[0]
 
     @cached_property
     def prompt_end(self) -> str:
@@ -158,9 +157,7 @@ class Conversation:
                 )
             return
         if schemas and self._render([_user()], schemas) == self._render([_user()], ()):
-            raise ValueError(
-                f"{self._owner()} writes nothing about tools; set tokenizer.chat_template to one that does"
-            )
+            raise self._refused("writes nothing about tools")
         self._check_growth(schemas, replies=replies, turns=min(max(_TURNS, max_turns or 0), _MOST_TURNS))
 
     def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, turns: int) -> None:
@@ -170,26 +167,15 @@ class Conversation:
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, answers, calls, schemas)
             if thought and _ANSWER in first.text and _THOUGHT not in first.text:
-                raise self._rewriting("it leaves out what the policy thinks between <think> and </think>")
+                raise self._refused("leaves out what the policy thinks between <think> and </think>")
             if len(self._ids(first.closing)) > 1 and not first.text.endswith(first.closing + first.suffix):
-                raise ValueError(
-                    f"{self._owner()} ends a turn with tool calls in another way than one without, after which it "
-                    f"writes {first.closing!r}; set tokenizer.chat_template to one that ends both alike"
-                )
+                raise self._refused(f"does not end a turn with tool calls as one without, with {first.closing!r}")
             answer = _words("answer", turn)
-            message = _assistant(thought + answer, self._named(calls))
-            messages += [message, *answers]
-            longer = self._render(messages, schemas, add_generation_prompt=True)
-            if not longer.startswith(written):
-                raise self._rewriting(_difference(messages, written, longer))
-            expected = written + first.text.replace(_ANSWER, answer)
-            if longer != expected:
-                raise ValueError(
-                    f"{self._owner()} writes messages that come later, or are long, in another way than the first ones"
-                    f": {_difference(messages, expected, longer)}; set tokenizer.chat_template to one that writes a "
-                    "message the same wherever it stands"
-                )
-            written = longer
+            messages += [_assistant(thought + answer, self._named(calls)), *answers]
+            written += first.text.replace(_ANSWER, answer)
+            found = self._render(messages, schemas, add_generation_prompt=True)
+            if found != written:
+                raise self._refused(f"writes a message in another way later: {_difference(messages, written, found)}")
 
     def _thought(self, turn: int) -> str:
         """What precedes the text of a turn in `_check_growth`: every other one has a thought. Where the template's
@@ -213,7 +199,8 @@ class Conversation:
         start = self._render([_user()], schemas, add_generation_prompt=True)
         after = self._render([_user(), called, *replies], schemas, add_generation_prompt=True)
         if not after.startswith(start):
-            raise self._rewriting(_difference([_user(), called, *replies], start, after))
+            problem = _difference([_user(), called, *replies], start, after)
+            raise self._refused(f"writes a message in another way later: {problem}")
         before, earlier = (self._render([_user(), message], schemas) for message in (plain, called))
         # Some templates write an EOS at the end of the text.
         for end in ("", self.tokenizer.eos_token or ""):
@@ -224,10 +211,7 @@ class Conversation:
             closing = closed.rpartition(_ANSWER)[2]
             if _ANSWER in closed and after.startswith(rest):
                 return _Written(after.removeprefix(start), closing, after[len(rest) :])
-        raise ValueError(
-            f"{self._owner()} does not write earlier answers, or writes their end in another way when messages follow; "
-            "set tokenizer.chat_template to one that only appends"
-        )
+        raise self._refused("does not write earlier answers, or writes their end in another way when messages follow")
 
     def _named(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The calls as the template gets them: their names, in the form that it takes."""
@@ -247,10 +231,10 @@ class Conversation:
                 return number, arguments
         return forms[0]
 
-    def _rewriting(self, what: str) -> ValueError:
+    def _refused(self, problem: str) -> ValueError:
         return ValueError(
-            f"{self._owner()} changes an earlier turn when later messages follow it: {what}; set "
-            "tokenizer.chat_template to one that writes every message as it was (docs/environments.md)"
+            f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} {problem}; set "
+            "tokenizer.chat_template to one that only appends (docs/environments.md)"
         )
 
     def _render(
@@ -268,17 +252,11 @@ class Conversation:
         # A template refuses what it does not know with an error of its own choice.
         except Exception as error:
             roles = [message["role"] for message in messages]
-            raise ValueError(
-                f"{self._owner()} cannot write a conversation with the roles {roles}: {error_text(error)}; set "
-                "tokenizer.chat_template to one that does"
-            ) from error
+            raise self._refused(f"cannot write a conversation with the roles {roles}: {error_text(error)}") from error
         return text
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _owner(self) -> str:
-        return f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'}"
 
 
 def _user() -> Message:

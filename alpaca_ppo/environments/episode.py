@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, TypeVar
 
-from alpaca_ppo.async_calls import Call, CallTimeout, Ended, error_text
+from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, error_text
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind
-from alpaca_ppo.environments.texts import encodable, shown
 from alpaca_ppo.environments.tool_calls import (
     ParserFailure,
     ToolCall,
     ToolCallParser,
     call_problem,
+    encodable,
     find_json_calls,
     find_parsed_calls,
     find_template_calls,
@@ -28,7 +29,7 @@ from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
-Steps = Generator[Call, Ended, T]
+Steps = Generator[Call, RowCall, T]
 """Yields calls, and is sent how each has ended."""
 
 
@@ -143,12 +144,10 @@ class Episode:
         if observation is not None and not isinstance(observation, str):
             raise self._failure(f"reset returned {shown(observation)}; it must return text or None")
         self.prompt = _with_observation(self.row["prompt"], observation and encodable(observation))
-        if not self.prompt or self._says_nothing():
+        # An empty message without tools says nothing to the policy.
+        silent = isinstance(self.prompt, list) and not self.prompt[-1].get("content") and not self.kind.tools
+        if not self.prompt or silent:
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
-
-    def _says_nothing(self) -> bool:
-        """Whether the policy sees an empty message and no tools."""
-        return isinstance(self.prompt, list) and not self.prompt[-1].get("content") and not self.kind.tools
 
     def prompt_ids(self) -> list[int]:
         """The token ids of the prompt."""
@@ -284,7 +283,7 @@ class Episode:
             if isinstance(ended.error, CallTimeout):
                 problem = f"{call.name} was not done after {timeout:g} seconds"
                 if own:
-                    self.reusable, self.late = False, (call.name, ended.error.over)
+                    self.reusable, self.late = False, (call.name, ended.over)
         self.tool_failures += 1
         return encodable(json.dumps({"error": problem}, ensure_ascii=False))
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.async_calls import Ended, RowCalls
+from alpaca_ppo.async_calls import RowCall, RowCalls
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.data.collation import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
-from alpaca_ppo.environments.texts import shown
 from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.generation.responses import Generation
 from alpaca_ppo.generation.sampling_params import SamplingParams
@@ -213,7 +213,7 @@ class Episodes:
             "stopped": (samples["stopped"] | of_rows("over")) & ~of_rows("cut"),
         }
 
-    def _advance(self, row: int, steps: Steps[Any], ended: Ended | None = None) -> tuple[bool, Any]:
+    def _advance(self, row: int, steps: Steps[Any], ended: RowCall | None = None) -> tuple[bool, Any]:
         """Goes on with the work on a row up to its next call: whether it is done, and its result."""
         try:
             # A generator that has not begun takes None.

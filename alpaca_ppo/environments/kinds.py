@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from alpaca_ppo.async_calls import error_text
+from alpaca_ppo.async_calls import error_text, parameters_of
 
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment; usually its class."""
@@ -76,7 +76,8 @@ class EnvironmentKind:
             )
         methods = {name: method for name, method in _methods(instance).items() if name not in _RESERVED[:2]}
         self.has_reward = callable(getattr(instance, "get_reward", None))
-        self.has_reply = "reply" in methods and _takes_completion(methods["reply"])
+        # Another method of this name is a tool, as in TRL.
+        self.has_reply = "reply" in methods and parameters_of(methods["reply"]).names[:1] == ["completion"]
         if self.has_reply:
             del methods["reply"]
         owner = f"the method {{}} of environment {self.name!r}"
@@ -85,9 +86,8 @@ class EnvironmentKind:
         names = [tool.name for tool in self.tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"environment {self.name!r} has several tools named {twice[0]!r}; rename all but one")
-        self._reset_names = _keyword_names(instance.reset)
-        seeded = self._reset_names is not None and _SEED in self._reset_names[0]
-        self.resets_together = seeded or inspect.iscoroutinefunction(instance.reset)
+        self._of_reset = parameters_of(instance.reset)
+        self.resets_together = _SEED in self._of_reset.names or inspect.iscoroutinefunction(instance.reset)
         self._free = [instance]
         self._in_use: list[Any] = []
 
@@ -141,17 +141,14 @@ class EnvironmentKind:
         Raises:
             ValueError: when it requires a column that the row does not have.
         """
-        if self._reset_names is None:
-            return dict(row)
-        accepted, required, any_keyword = self._reset_names
         offered = {_SEED: seed, **row}
-        if missing := [name for name in required if name not in offered]:
+        if missing := [name for name in self._of_reset.required if name not in offered]:
             raise ValueError(
                 f"reset of environment {self.name!r} requires {missing}, but the row has the columns {list(row)}; add "
                 "them to the dataset, or give them defaults"
             )
-        names = [name for name in accepted if name in offered]
-        return {name: offered[name] for name in names} | (dict(row) if any_keyword else {})
+        named = {name: offered[name] for name in self._of_reset.names if name in offered}
+        return named | (dict(row) if self._of_reset.any_others else {})
 
 
 class NoEnvironment:
@@ -195,22 +192,12 @@ def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
 def _kind(name: str, factory: Any, tools: Sequence[Tool]) -> EnvironmentKind:
     if not callable(factory):
         raise ValueError(f"environment_factory is {factory!r}; give a class or function that makes an environment")
-    if wanted := _required(factory):
+    if wanted := parameters_of(factory).required:
         raise ValueError(
             f"environment_factory {_name(factory)} requires the arguments {wanted}, but is called without any; pass "
             f"lambda: {_name(factory)}({wanted[0]}=...)"
         )
     return EnvironmentKind(name, factory, tools, routed=bool(name))
-
-
-def _required(factory: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that `factory` cannot be called without."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # Of some classes that are not written in Python.
-        return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def _name(function: Any) -> str:
@@ -244,18 +231,3 @@ def _methods(instance: Any) -> dict[str, Callable[..., Any]]:
     names = [name for name in names if not isinstance(inspect.getattr_static(instance, name, None), computed)]
     members = {name: getattr(instance, name, None) for name in names}
     return {name: member for name, member in members.items() if inspect.ismethod(member)}
-
-
-def _takes_completion(method: Callable[..., Any]) -> bool:
-    # Another method of this name is a tool, as in TRL.
-    return list(inspect.signature(method).parameters)[:1] == ["completion"]
-
-
-def _keyword_names(method: Callable[..., Any]) -> tuple[list[str], list[str], bool] | None:
-    """The names that can be given, those that must be, and whether others can; None if only others can."""
-    parameters = inspect.signature(method).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if any_keyword and not named:
-        return None
-    return [p.name for p in named], [p.name for p in named if p.default is p.empty], any_keyword

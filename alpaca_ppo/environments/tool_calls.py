@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpaca_ppo.async_calls import error_text
-from alpaca_ppo.environments.texts import encodable, shown
+from alpaca_ppo.config.fields import shown
 
 _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
@@ -36,6 +36,11 @@ class ToolCall:
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
 """Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. Special tokens
 are part of the text, except for the one that ended the turn."""
+
+
+def encodable(text: str) -> str:
+    """`text` with a question mark for each half of a surrogate pair, which neither tokenizers nor files take."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def find_json_calls(text: str) -> list[ToolCall]:

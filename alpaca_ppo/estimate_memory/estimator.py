@@ -4,39 +4,19 @@ Reads only the models' configurations and runs the trainer's passes over tensors
 beside them is arithmetic (`engines`). It counts tensors, not what a device and its kernels need for themselves.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from alpaca_ppo.adapters import read_reward_adapter, read_value_adapter
-from alpaca_ppo.config.checks import REFERENCES
+from alpaca_ppo.adapters import is_adapter
 from alpaca_ppo.config.estimate_arguments import RESERVE_GIB, EstimateArguments
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments
-from alpaca_ppo.estimate_memory.engines import Sharding, held
+from alpaca_ppo.distributed.deepspeed_config import check_four_bit
+from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.model_configs import check_run, read_config, read_policy, read_reference, sharding_of
 from alpaca_ppo.estimate_memory.passes import Measured, measure, sizes_of
 
 GIB = 2**30
-CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache")
-PHASES = ("prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """What is in memory at the peak of a phase, in bytes by cause."""
-
-    phase: str
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float = 0.0
-    kv_cache: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum over the causes, in bytes."""
-        return float(sum(getattr(self, cause) for cause in CAUSES))
 
 
 def predict(models: Models, args: PPOConfig, sharding: Sharding, *, replies: bool = False) -> list[PhaseMemory]:
@@ -46,27 +26,7 @@ def predict(models: Models, args: PPOConfig, sharding: Sharding, *, replies: boo
         ValueError: whatever `measure` raises.
     """
     sizes = sizes_of(args, sharding.processes, replies=replies)
-    return phases(measure(models, args, sizes, zero=sharding.stage > 0), args, sharding)
-
-
-def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> list[PhaseMemory]:
-    """The peak of each phase, from what `measure` returned."""
-    own = held(measured, args, sharding)
-    still = PhaseMemory("", own.weights, own.gradients, own.optimizer)
-    sampling = replace(still, weights=own.weights + own.gathered_to_sample, kv_cache=measured.kv_cache)
-    passing = replace(still, weights=own.weights + own.gathered)
-    at_once = 0.0 if args.use_cpu or args.generation_backend == "generate" else measured.kv_cache
-    # The gradients that exist at the peak are measured with the pass, and counted as the engine holds them.
-    activations = max(0.0, measured.backward - measured.gradients)
-    gradients = min(own.gradients_backward, measured.backward) if sharding.processes == 1 else own.gradients_backward
-    return [
-        replace(sampling, phase="prefill", activations=measured.prefill, kv_cache=at_once),
-        replace(sampling, phase="sampling", activations=measured.sampling),
-        replace(passing, phase="score", activations=measured.score),
-        replace(passing, phase="log-probs", weights=passing.weights + own.reference, activations=measured.logprobs),
-        replace(passing, phase="backward", gradients=gradients, activations=activations),
-        replace(still, phase="optimizer step", gradients=own.gradients_step),
-    ]
+    return phases(measure(models, args, sizes, zero=sharding.stage > 0), args, sharding)[0]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -80,8 +40,8 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     Raises:
         ValueError: for models that cannot be read or contradict the settings.
     """
-    run = _Run(script, lora, args)
-    own = run.phases(args, lora, run.sharding)
+    run = _Run(script, args)
+    own, offloaded = run.phases(args, lora, run.sharding)
     peak = max(own, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
@@ -94,7 +54,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     if script.num_processes > 1:
         stages = [run.sharding.at(stage) for stage in range(3 if args.load_in_4bit else 4)]
         result["peak_by_zero_stage"] = {str(other.stage): run.peak(args, lora, other) for other in stages}
-    if offloaded := held(run.measured(args, lora, run.sharding), args, run.sharding).offloaded:
+    if offloaded:
         result["offloaded"] = offloaded
     if script.device_gib is not None:
         limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
@@ -107,56 +67,29 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
 class _Run:
     """The models of one run, measured under various settings."""
 
-    def __init__(self, script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> None:
-        trust = args.trust_remote_code
-        policy, self._adapter = read_policy(script.model_name_or_path, trust)
-        has_adapters = lora.use_peft or self._adapter is not None
-        if args.reward_adapter is not None and not has_adapters:
-            raise ValueError(
-                f"reward_adapter is {args.reward_adapter!r} but the policy has no adapters; set use_peft, or use a "
-                "whole reward model in reward_model_name_or_path"
-            )
-        if lora.use_peft and self._adapter is not None:
-            raise ValueError(
-                f"model_name_or_path {script.model_name_or_path!r} is an adapter, but use_peft asks for another one; "
-                "merge the first into its base, or leave use_peft out"
-            )
-        own_reference = args.reference not in REFERENCES
-        reference, reference_adapter = read_reference(args.reference, trust) if own_reference else (None, None)
-        value, layout = script.value_model_name_or_path, args.critic_layout
-        # A critic without a backbone takes from a value model a head, and an adapter.
-        rewards = [read_config("reward_model_name_or_path", r, trust) for r in script.reward_model_name_or_path or []]
-        self._models = Models(
-            policy,
-            value=read_config("value_model_name_or_path", value, trust) if value and layout == "separate" else None,
-            value_lora=read_value_adapter(value) if value and layout == "adapter" else None,
-            reference=reference,
-            reference_adapter=reference_adapter,
-            rewards=tuple(rewards),
-            reward_lora=None if args.reward_adapter is None else read_reward_adapter(args.reward_adapter),
-            starts_from_adapter=self._adapter is not None,
-        )
+    def __init__(self, script: EstimateArguments, args: PPOConfig) -> None:
+        # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
+        value = script.value_model_name_or_path if args.critic_layout == "separate" else None
+        self._models = Models(script.model_name_or_path, None, value, script.reward_model_name_or_path or [])
         self._replies = bool(script.environments or script.tools)
-        self.sharding = sharding_of(script.num_processes, script.zero_stage, args, policy)
+        self.sharding = sharding_of(script.num_processes, script.zero_stage, args)
         self._measured: dict[str, Measured] = {}
 
-    def measured(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> Measured:
-        """What `measure` returns, once for the stages that make the same passes."""
-        check_run(args, sharding.stage, self._models.policy, self._models.critic(args))
+    def phases(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
+        """What `engines.phases` returns; passes are measured once for the stages that make the same."""
+        check_four_bit(sharding.stage, args)
+        if args.load_in_4bit and args.use_cpu:
+            raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
         key = repr((args, lora, sharding.stage > 0 and args.bf16))
         if key not in self._measured:
-            models = replace(self._models, lora=self._adapter or lora.peft_config("CAUSAL_LM"))
+            models = replace(self._models, lora=lora.peft_config("CAUSAL_LM"))
             sizes = sizes_of(args, sharding.processes, replies=self._replies)
             self._measured[key] = measure(models, args, sizes, zero=sharding.stage > 0)
-        return self._measured[key]
-
-    def phases(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> list[PhaseMemory]:
-        """The peak of each phase."""
-        return phases(self.measured(args, lora, sharding), args, sharding)
+        return phases(self._measured[key], args, sharding)
 
     def peak(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> float:
         """The peak over all phases, in bytes."""
-        return max(phase.total for phase in self.phases(args, lora, sharding))
+        return max(phase.total for phase in self.phases(args, lora, sharding)[0])
 
     def changes(self, args: PPOConfig, lora: LoraArguments) -> list[dict[str, Any]]:
         """Text and peak of each of the three changes that save most, and of all of them; without those that the run has
@@ -166,7 +99,7 @@ class _Run:
         if args.max_tokens_per_micro_batch is not None:
             one_row = {"max_tokens_per_micro_batch": args.longest_row}
         options: list[dict[str, Any]] = [{"gradient_checkpointing": True}, one_row]
-        if not lora.use_peft and self._adapter is None:
+        if not lora.use_peft and not is_adapter(self._models.policy):
             layout = {"critic_layout": "adapter"} if args.uses_critic and not args.init_value_with_reward else {}
             options.append({"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto", **layout})
         options = [change for change in options if any(getattr(args, name, None) != v for name, v in change.items())]

@@ -1,51 +1,48 @@
 """The models of a run with fake tensors, which have a shape but no memory.
 
-They are built only from configurations, by the same code that builds a run's models. Patches for what
-transformers and torch do differently with fake tensors are at the end.
+They are made by the code that makes a run's models, from their configurations in place of their weights. Left out are
+the weights of adapters that are not trained: those of a reward, and of a reference. Patches for what transformers and
+torch do differently with fake tensors are at the end.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    masking_utils,
+)
 
-from alpaca_ppo.adapters import VALUE
-from alpaca_ppo.adapters.adapter_set import REFERENCE, REWARD
+from alpaca_ppo import damaged_files
+from alpaca_ppo.adapters import is_adapter, read_policy_adapter
+from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference
+from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
-from alpaca_ppo.models.loading import names_causal_lm
+from alpaca_ppo.models.token_checks import check_model_positions
 from alpaca_ppo.remote_code import remote_code
 
 
 @dataclass(frozen=True)
 class Models:
-    """The configurations, of transformers and PEFT, of a run's models. None = built from the policy, or absent."""
+    """The models of a run, by folder or hub id; what `PPOConfig` names itself is not repeated."""
 
-    policy: Any
+    policy: str
     lora: LoraConfig | None = None
-    value: Any = None
-    value_lora: LoraConfig | None = None
-    """Of a critic's adapter that another run saved; None = as the policy's."""
-    reference: Any = None
-    reference_adapter: PeftConfig | None = None
-    rewards: tuple[Any, ...] = ()
-    reward_lora: LoraConfig | None = None
-    starts_from_adapter: bool = False
-    """Whether training starts from the adapter `lora`, of which a frozen copy is the reference."""
-
-    def critic(self, args: PPOConfig) -> Any:
-        """The configuration of what the critic starts from."""
-        of_reward = args.init_value_with_reward and self.rewards
-        return self.rewards[0] if of_reward else self.value or self.policy
+    """Of the adapter to train on `policy`; None = that of the policy if it is an adapter, else all its weights."""
+    value: str | None = None
+    rewards: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -61,86 +58,59 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
     """Builds the models of a run on the meta device (small parts on the CPU).
 
     Args:
-        models: their configurations.
+        models: their names.
         args: of the run.
         half: cast the trained models and the reference to bfloat16, as DeepSpeed does.
 
     Raises:
-        ValueError: for 4 bits without adapters; and whatever `make_actor_critic` and `make_reference` raise for
-            configurations that contradict each other.
+        ValueError: as `make_actor_critic`, `make_reference` and `check_model_positions`.
     """
-    if args.load_in_4bit and models.lora is None:
-        raise ValueError("load_in_4bit is True, but all weights are trained: set use_peft, or leave load_in_4bit out")
-    rewards = [_classifier(config, args, getattr(torch, args.dtype)) for config in models.rewards]
-    value = None if models.value is None or args.init_value_with_reward else _critic_start(models.value, args)
-    policy = _language_model(models.policy, args, getattr(torch, args.dtype))
-    # These options need real weights: 4 bits are accounted for in `passes`, a reward adapter in
-    # `_add_adapters`.
-    buildable = replace(args, load_in_4bit=False, reward_adapter=None)
-    with torch.device("meta"):
-        actor_critic = make_actor_critic(policy, value, rewards, copy.deepcopy(models.lora), buildable)
-        _add_adapters(models, actor_critic)
-    if models.reference is not None:
-        other = _language_model(models.reference, args, getattr(torch, args.dtype))
-        if models.reference_adapter is not None:
-            with torch.device("meta"):
-                other = inject_adapter_in_model(copy.deepcopy(models.reference_adapter), other)
-        reference = make_reference(actor_critic, other, replace(args, reference="auto"))
-    else:
+    policy, lora = models.policy, copy.deepcopy(models.lora)
+    if lora is None and is_adapter(policy):
+        lora = read_policy_adapter(policy)
+        policy, lora.inference_mode = str(lora.base_model_name_or_path), False
+    with (
+        torch.device("meta"),
+        mock.patch.object(loading, "load_complete", without_weights),
+        mock.patch.object(saved_critic, "load_complete", without_weights),
+        # A run for a GPU is estimated where there is none; `passes` counts its linear layers in 4 bits.
+        mock.patch.object(loading, "_four_bit", dict),
+    ):
+        actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
+        check_model_positions(actor_critic, args)
         reference = make_reference(actor_critic, None, args)
-    run = FakeRun(actor_critic.train(), reference, rewards)
+        dtype = getattr(torch, args.dtype)
+        trust, kind = args.trust_remote_code, AutoModelForSequenceClassification
+        rewards = [without_weights(kind, name, trust_remote_code=trust, dtype=dtype) for name in models.rewards]
     if half:
-        _halve(run)
-    return run
-
-
-def _halve(run: FakeRun) -> None:
-    """Casts parameters, but not buffers, as `DeepSpeedEngine` does; reward models keep their precision."""
-    copied = [run.reference.policy] if isinstance(run.reference, CopiedReference) else []
-    for module in (run.actor_critic, *copied):
-        for parameter in module.parameters():
+        # Parameters, but not buffers, as `DeepSpeedEngine` does; reward models keep their precision.
+        copied = [reference.policy] if isinstance(reference, CopiedReference) else []
+        for parameter in (parameter for module in (actor_critic, *copied) for parameter in module.parameters()):
             parameter.data = parameter.data.to(torch.bfloat16)
+    return FakeRun(actor_critic.train(), reference, rewards)
 
 
-def _add_adapters(models: Models, actor_critic: ActorCritic) -> None:
-    adapters = actor_critic.policy.adapters
-    if models.starts_from_adapter and models.lora is not None and adapters is not None:
-        adapters.add(REFERENCE, copy.deepcopy(models.lora), trainable=False)
-    has_adapter = actor_critic.critic is not None and actor_critic.critic.has_adapter
-    if models.value_lora is not None and adapters is not None and has_adapter:
-        adapters.add(VALUE, copy.deepcopy(models.value_lora), trainable=True)
-    if models.reward_lora is not None and adapters is not None:
-        adapters.add(REWARD, copy.deepcopy(models.reward_lora), trainable=False)
+def without_weights(
+    auto_class: Any, name: str, *, trust_remote_code: bool, dtype: torch.dtype = torch.float32, **_: Any
+) -> PreTrainedModel:
+    """What `models.loading.load_complete` returns, on the meta device; of an adapter its base.
 
-
-def _critic_start(config: Any, args: PPOConfig) -> Any:
-    if names_causal_lm(config):
-        return _language_model(config, args, torch.float32)
-    return _classifier(config, args)
-
-
-def _language_model(config: Any, args: PPOConfig, dtype: torch.dtype) -> Any:
-    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        raise ValueError(
-            f"AutoModelForCausalLM cannot build a model of type {config.model_type!r}; use a language model, such as "
-            "the text part of this one"
-        )
-    with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, trust_remote_code=args.trust_remote_code
-        )
-
-
-def _classifier(config: Any, args: PPOConfig, dtype: torch.dtype = torch.float32) -> Any:
-    config = copy.deepcopy(config)
-    config.num_labels, config.pad_token_id = 1, 0
-    with remote_code(config.name_or_path, trust=args.trust_remote_code), torch.device("meta"):
-        model: Any = AutoModelForSequenceClassification.from_config(
-            config, dtype=dtype, trust_remote_code=args.trust_remote_code
-        )
-    # Not on the meta device: a critic's head is initialized from this weight.
-    model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=dtype)
-    return model
+    Raises:
+        ValueError: when `name` has no configuration, one that `auto_class` cannot build, or code that it may not run.
+    """
+    if auto_class is AutoModelForCausalLM and is_adapter(name):
+        name = adapter_base(name, read_adapter(name, name))
+    problem, trust = f"no model can be loaded from {name!r}", trust_remote_code
+    with remote_code(name, trust=trust), damaged_files.loading(problem, name, loading.LOADING_REMEDY):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust)
+    if auto_class is AutoModelForSequenceClassification:
+        model.config.pad_token_id = 0
+        # Not on the meta device: a critic's head is initialized from this weight.
+        width, labels = model.score.in_features, model.score.out_features
+        model.score = nn.Linear(width, labels, bias=False, dtype=dtype, device="cpu")
+    return model  # type: ignore[no-any-return]
 
 
 def size_of(tensors: Any) -> float:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
-from alpaca_ppo.adapters.adapter_set import REWARD
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.estimate_memory.fake_models import (
     FakeRun,
@@ -118,12 +117,11 @@ def measure(models: Models, args: PPOConfig, sizes: Sizes, *, zero: bool = False
             make_fake(run, mode := FakeTensorMode(allow_non_fake_inputs=True))
             with grouped_mm_of_any_dtype(), one_sequence_per_row(), mode, LiveBytes(_ANSWERS) as live:
                 passes = _Passes(live, run, replace(args, bf16=args.bf16 and not half), sizes)
-                return passes.measure(with_reward_adapter=models.reward_lora is not None)
+                return passes.measure()
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
-        name = type(models.policy).__name__.removesuffix("Config")
         raise ValueError(
-            f"model_name_or_path: {name} cannot run without weights ({str(error)[:200]}), so its memory cannot be "
-            "estimated; start a short run and read memory/peak_gib in its metrics.jsonl"
+            f"model_name_or_path {models.policy!r} cannot run without weights ({str(error)[:200]}); start a short run "
+            "and read memory/peak_gib in its metrics.jsonl"
         ) from error
 
 
@@ -134,15 +132,14 @@ class _Passes:
         live.track([[*m.parameters(), *m.buffers()] for m in (run.actor_critic, *run.rewards, *copied)])
         self._base = 0
 
-    def measure(self, *, with_reward_adapter: bool) -> Measured:
+    def measure(self) -> Measured:
         """All passes of a step."""
         measured, run = self._weights(), self._run
         unpacked = self._four_bits(measured) if self._args.load_in_4bit else 0.0
         self._rollout(measured, run.actor_critic.policy.model)
         scores = [self._score(reward) for reward in run.rewards]
-        if with_reward_adapter and (adapters := run.actor_critic.policy.adapters) is not None:
-            with adapters.active(REWARD):
-                scores.append(self._score(run.actor_critic.policy.model.base_model))
+        if self._args.reward_adapter is not None:
+            scores.append(self._score(run.actor_critic.policy.model.base_model))
         measured.score = max(scores, default=0.0)
         measured.logprobs = self._log_probs()
         measured.backward = self._backward()

@@ -1,14 +1,22 @@
 """Who decides which of two answers is better: the user's function, or a language model behind an HTTP interface.
 
-A comparison by scores needs no judge: see `win_rates.compare`. Every judge sees each pair in both orders.
+Every judge sees each pair in both orders. Leaves out ratings of more than two models (Elo, Bradley-Terry).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.evaluation.win_rates import both_orders
+
+
+def compare(own: float, other: float) -> float:
+    """Returns 1, 0.5 or 0: whether the score `own` is above, equal to or below `other`.
+
+    Numbers are equal up to the rounding of float32: a model gives one text scores that differ so much in other batches.
+    """
+    return 0.5 if math.isclose(own, other, rel_tol=1e-5, abs_tol=1e-6) else float(own > other)
 
 
 @dataclass(frozen=True)
@@ -27,14 +35,6 @@ class Comparison:
         return Comparison(self.prompt, self.other, self.own, self.columns)
 
 
-class Judge(Protocol):
-    """Returns how the first answer of each pair did, averaged over both orders: from 0 to 1; None if undecided."""
-
-    def __call__(self, comparisons: Sequence[Comparison]) -> list[float | None]:
-        """The verdicts, in order."""
-        ...
-
-
 class FunctionJudge:
     """Asks `f(prompts, completions, others, **columns)`, which returns for each pair how `completions` did: 1 for a
     win, 0.5 for a tie, 0 for a loss, anything between for a probability, None to leave it undecided.
@@ -48,15 +48,15 @@ class FunctionJudge:
         self._function, self._name = function, name
 
     def __call__(self, comparisons: Sequence[Comparison]) -> list[float | None]:
-        """The verdicts.
+        """The win of each pair's own answer, averaged over both orders: a judge that always prefers the answer shown
+        first makes a tie. None if either verdict is missing.
 
         Raises:
             ValueError: if the function returns something else than one verdict for each pair.
         """
-        first = self._call(comparisons)
+        first, second = self._call(comparisons), self._call([pair.swapped() for pair in comparisons])
         # What the second answer did is what is left of 1.
-        second = [None if v is None else 1 - v for v in self._call([pair.swapped() for pair in comparisons])]
-        return [both_orders(a, b) for a, b in zip(first, second, strict=True)]
+        return [None if a is None or b is None else (a + (1 - b)) / 2 for a, b in zip(first, second, strict=True)]
 
     def _call(self, comparisons: Sequence[Comparison]) -> list[float | None]:
         columns = {name: [pair.columns[name] for pair in comparisons] for name in comparisons[0].columns}

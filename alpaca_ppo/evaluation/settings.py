@@ -11,7 +11,7 @@ TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction masked_rows correct "
-    "win_rate lc_win_rate unjudged length_difference"
+    "win_rate unjudged length_difference"
 ).split()
 """Names of metrics of every evaluation, which no metric function may have."""
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.statistics import Estimate, clustered_mean, pass_at_k
-from alpaca_ppo.evaluation.win_rates import length_controlled
 
 
 @dataclass
@@ -78,12 +77,10 @@ def _win_stats(by_prompt: Sequence[Sequence[ResponseRecord]]) -> dict[str, float
     judged = [[record for record in group if record.win is not None] for group in by_prompt]
     wins = [[float(record.win or 0.0) for record in group] for group in judged]
     differences = [[record.length_difference for record in group] for group in judged]
-    rate, controlled = clustered_mean(wins), length_controlled(wins, differences)
+    rate = clustered_mean(wins)
     return {
         "win_rate": rate.mean,
         "win_rate_se": rate.se,
-        "lc_win_rate": controlled.mean,
-        "lc_win_rate_se": controlled.se,
         "length_difference": clustered_mean(differences).mean,
         "unjudged": float(sum(map(len, by_prompt)) - sum(map(len, judged))),
     }

@@ -16,7 +16,6 @@ from alpaca_ppo.adapters import (
     VALUE,
     AdapterSet,
     add_policy_adapter,
-    check_adapter_shapes,
     from_peft_model,
     is_adapter,
     load_adapters,
@@ -38,7 +37,6 @@ from alpaca_ppo.models.reference import (
     frozen_initial_policy,
 )
 from alpaca_ppo.models.saved_critic import load_value_model, start_on_policy
-from alpaca_ppo.models.skeletons import skeleton
 from alpaca_ppo.models.trial import padding_reason
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
@@ -199,30 +197,23 @@ def _decide_padding(model: Policy | Critic, backbone: PreTrainedModel, args: PPO
 
 def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
     """Checks the options of `args` that need adapters or a model to load, before anything is loaded."""
-    if args.load_in_4bit and not isinstance(model, str):
+    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
+    if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
         raise ValueError(
-            f"load_in_4bit is True, but model is a {type(model).__name__} in memory; give its folder or hub id"
+            f"{given[0]} is {getattr(args, given[0])}, but model is a {type(model).__name__} in memory; give its "
+            "folder or hub id"
         )
-    if args.loading_arguments and not isinstance(model, str):
-        raise ValueError(
-            f"model_init_kwargs ({args.model_init_kwargs}) need "
-            f"a model to load, but model is a {type(model).__name__} in memory; give its folder or hub id"
-        )
-    has_adapters, base = peft_config is not None, model
-    if isinstance(model, ActorCritic):
-        has_adapters, base = model.policy.adapters is not None, model.policy.model
-    elif isinstance(model, PeftModel):
-        has_adapters, base = True, model.get_base_model()
-    elif isinstance(model, str) and is_adapter(model):
-        has_adapters, base = True, read_policy_adapter(model).base_model_name_or_path
     if args.reward_adapter is None:
         return
+    has_adapters = peft_config is not None or isinstance(model, PeftModel)
+    if isinstance(model, ActorCritic):
+        has_adapters = model.policy.adapters is not None
+    elif isinstance(model, str):
+        has_adapters = has_adapters or is_adapter(model)
     if not has_adapters:
         raise ValueError(
             f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config (--use_peft)"
         )
-    shapes = skeleton(base, args) if isinstance(base, str) else base
-    check_adapter_shapes("reward_adapter", args.reward_adapter, shapes)
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
@@ -277,11 +268,7 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -
         return
     with torch.random.fork_rng():
         head = _new_head(args, critic.head.hidden_size)
-    if critic.head.spec() != head.spec():
-        raise ValueError(
-            f"model is an ActorCritic with the head {critic.head.spec()}, but the configuration asks for "
-            f"{head.spec()}; set critic and its options to those of the model"
-        )
+    head.check_like(critic.head)
 
 
 def make_reference(

@@ -112,12 +112,8 @@ def _load_head(folder: str) -> CriticHead:
     path = Path(folder) / HEAD_SETTINGS
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
         settings = dict(json.loads(path.read_text(encoding="utf-8")))
-    if missing := sorted({"kind", "hidden_size"} - settings.keys()):
-        raise ValueError(f"{path} has no {' and no '.join(missing)}; {_REMEDY}")
-    kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
-    if type(hidden_size) is not int or hidden_size < 1:
-        raise ValueError(f"{path} has hidden_size {hidden_size!r}, which must be an integer of 1 or more; {_REMEDY}")
-    if not isinstance(kind, str) or kind not in CRITIC_HEADS.names:
+        kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
+    if kind not in CRITIC_HEADS.names:
         raise ValueError(
             f"{folder} holds a critic of the kind {kind!r}, which is not registered ({', '.join(CRITIC_HEADS.names)} "
             "are); name the file that registers it in import_modules, or import it before"

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.models.loading import load_processing_class
 
 
@@ -25,6 +26,19 @@ def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> No
             queries by other frequencies.
     """
     check_lengths(config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
+
+
+def check_model_positions(actor_critic: ActorCritic, args: PPOConfig) -> None:
+    """Checks that the longest prompt and response together fit policy and critic.
+
+    Raises:
+        ValueError: see `check_positions`.
+    """
+    policy: Any = actor_critic.policy.model
+    check_positions(policy.config, args)
+    if actor_critic.critic is not None:
+        backbone: Any = actor_critic.critic.backbone
+        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
@@ -61,7 +75,7 @@ def _check_rotations(config: Any, lengths: Mapping[str, int], owner: str) -> Non
         if switch is not None and longest > switch:
             raise ValueError(
                 f"rows of {sum(lengths.values())} tokens cross {switch}, where the rotary frequencies of the {owner} "
-                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}{_long_rows_only(rope)}"
+                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}"
             )
 
 
@@ -76,13 +90,6 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
         return None
     outside = getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
     return int(rope.get("original_max_position_embeddings", outside))
-
-
-def _long_rows_only(rope: Mapping[str, Any]) -> str:
-    if "long_factor" not in rope:
-        return ""
-    names = "long_factor over short_factor" + (" and long_mscale over short_mscale" if "long_mscale" in rope else "")
-    return f", or copy {names} in the model's config.json"
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:

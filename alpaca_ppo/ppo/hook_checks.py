@@ -13,8 +13,10 @@ from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
-SHAPED = ("shaped_rewards", "non_score_rewards", "kl")
-ESTIMATED = ("advantages", "returns")
+RETURNED = {
+    "_shape_reward": ("shaped_rewards", "non_score_rewards", "kl"),
+    "_estimate_advantage": ("advantages", "returns"),
+}
 SAMPLED = ("responses", "response_mask", "rollout_logprobs", "stopped")
 
 
@@ -116,23 +118,18 @@ def check_rollouts(rollouts: Any) -> None:
     _check("rollout", rollouts, {}, required=("responses",))
 
 
-def add_to_rollouts(rollouts: Rollouts, hook: str, returned: Any, required: tuple[str, ...]) -> None:
-    """Checks what `hook` returned and adds it to `rollouts`.
-
-    Args:
-        rollouts: changed in place.
-        hook: the method's name.
-        returned: a dictionary of tensors with one row per response; those in `required` are (B, R).
-        required: keys that it must have.
+def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:
+    """What `_shape_reward` or `_estimate_advantage` returned and `step` adds to `rollouts`.
 
     Raises:
-        ValueError: for a missing key, or a tensor of another shape.
+        ValueError: unless it has the hook's tensors (`RETURNED`), (B, R) each, and others of a row for each response.
         FloatingPointError: for values under the mask that are not finite.
     """
-    shape = tuple(rollouts["responses"].shape)
+    shape, required = tuple(rollouts["responses"].shape), RETURNED[hook]
     _check(hook, returned, {**dict.fromkeys(returned or (), shape[:1]), **dict.fromkeys(required, shape)}, required)
     _check_finite(hook, {key: returned[key] for key in required}, rollouts["response_mask"])
-    rollouts.update(returned)  # type: ignore[typeddict-item]
+    added: Rollouts = returned
+    return added
 
 
 def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], required: tuple[str, ...] = ()) -> None:

@@ -1,8 +1,8 @@
 """The metrics of a step, as flat dictionaries of floats; `objective/*` and `ppo/*` use AlpacaFarm's names.
 
 Every rank has the rollouts of all ranks, so their metrics need no collective operation. Training statistics
-are in `step_stats`. Means are over masked tokens or
-over sequences, never over padding. Writing the metrics is in `tracking.run_log`.
+are in `step_stats`. Means are over masked tokens or over sequences, never over padding. Writing the metrics is in
+`tracking.run_log`.
 """
 
 import math
@@ -115,15 +115,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
 
 
-def critic_explained_variance(rollouts: Rollouts, args: PPOConfig) -> float:
-    """Returns the `explained_variance` of the returns that the critic learns, those of tokens that give a gradient, by
-    what it predicted before the step's update: its values, or, of a distributional critic, the means of its
-    distributions, which no risk level shifts.
-    """
-    predicted = rollouts.get("value_means", rollouts["values"])
-    return explained_variance(predicted, rollouts["returns"], trained_mask(rollouts, args))
-
-
 def logs_entropies(step: int, args: PPOConfig) -> bool:
     """Whether the metrics of `step` (from 0) include entropies: the first step's, and every `entropy_logging_steps`-th.
 
@@ -160,11 +151,8 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         rollouts: the step's rollouts, with shaped rewards.
         source_names: names of the columns of `scores_by_source`. The mean of a source is over the rows that it scored.
     """
-    masked, rollouts = masked_rows(rollouts), with_reward(rollouts)
+    of_responses, rollouts = response_stats(rollouts), with_reward(rollouts)
     mask = rollouts["response_mask"]
-    lengths = mask.sum(dim=1).to(torch.float32)
-    rewards = sequence_scores(rollouts["rewards"])
-    scores = rollouts["scores"]
     by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
     spreads = [standard_deviation(column[~column.isnan()]) for column in rollouts["scores_by_source"].unbind(dim=1)]
     stats = {
@@ -175,12 +163,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/kl_avg_seq": float(masked_mean(rollouts["kl"], mask)),
         "objective/shaped_rewards": float(rollouts["shaped_rewards"].sum(dim=1).mean()),
         "objective/non_score_rewards": float(rollouts["non_score_rewards"].sum(dim=1).mean()),
-        "objective/rewards": float(rewards.mean()),
-        "objective/scores": float(scores.mean()),
-        "objective/scores_std": standard_deviation(scores),
-        "objective/response_length": float(lengths.mean()),
-        "objective/truncated_fraction": float((~rollouts["stopped"]).float().mean()),
-        **{f"objective/{name}": value for name, value in (episode_stats(rollouts) | masked).items()},
+        **{f"objective/{name}": value for name, value in of_responses.items()},
     }
     if "ref_entropies" in rollouts:
         stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
@@ -235,49 +218,44 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
         stats |= {
             "ppo/val/mean": float(masked_mean(values, mask)),
             "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
-            "ppo/val/explained_variance": critic_explained_variance(rollouts, args),
+            # Of a distributional critic, by the means of its distributions, which no risk level shifts.
+            "ppo/val/explained_variance": explained_variance(rollouts.get("value_means", values), returns, mask),
         }
     if "value_means" in rollouts:
         stats["ppo/val/distribution_mean"] = float(masked_mean(rollouts["value_means"], mask))
     return stats
 
 
-def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns metrics of an evaluation, without `eval/`: rewards, lengths in tokens, and the KL to the reference.
-
-    The KL is the k1 estimate in nats, summed over a response.
+def response_stats(rollouts: Rollouts) -> dict[str, float]:
+    """Returns what steps and evaluations measure of the responses that have a reward: rewards, lengths in tokens, the
+    means of what episodes counted, and how many responses have none (`masked_rows`).
     """
-    masked, rollouts = masked_rows(rollouts), with_reward(rollouts)
-    rewards = sequence_scores(rollouts["rewards"])
-    kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
-    return {
-        "rewards": float(rewards.mean()),
+    every, rollouts = rollouts, with_reward(rollouts)
+    stats = {
+        "rewards": float(sequence_scores(rollouts["rewards"]).mean()),
         "scores": float(rollouts["scores"].mean()),
         "scores_std": standard_deviation(rollouts["scores"]),
-        "kl_sum_seq": float(kl.mean()),
         "response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
         "truncated_fraction": float((~rollouts["stopped"]).float().mean()),
-        **episode_stats(rollouts),
-        **masked,
     }
+    if "num_turns" in rollouts:
+        stats["turns"] = float(rollouts["num_turns"].float().mean())
+        for name in ("environment_tokens", "tool_calls"):
+            stats[name] = float(rollouts[name].float().mean())
+        if calls := int(rollouts["tool_calls"].sum()):
+            stats["tool_failure_rate"] = int(rollouts["tool_failures"].sum()) / calls
+    if "trained_rows" in every:
+        stats["masked_rows"] = float((~every["trained_rows"]).sum())
+    return stats
 
 
-def masked_rows(rollouts: Rollouts) -> dict[str, float]:
-    """Returns how many responses `trained_rows` leaves out, of which no other metric of rewards counts any."""
-    return {"masked_rows": float((~rollouts["trained_rows"]).sum())} if "trained_rows" in rollouts else {}
-
-
-def episode_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns the means over responses of what their episodes counted; nothing without environments and tools."""
-    if "num_turns" not in rollouts:
-        return {}
-    calls = int(rollouts["tool_calls"].sum())
-    stats = {
-        "turns": float(rollouts["num_turns"].float().mean()),
-        "environment_tokens": float(rollouts["environment_tokens"].float().mean()),
-        "tool_calls": float(rollouts["tool_calls"].float().mean()),
-    }
-    return stats | ({"tool_failure_rate": int(rollouts["tool_failures"].sum()) / calls} if calls else {})
+def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
+    """Returns metrics of an evaluation, without `eval/`: `response_stats`, and the KL to the reference: the k1 estimate
+    in nats, summed over a response.
+    """
+    scored = with_reward(rollouts)
+    kl = (scored["logprobs"] - scored["ref_logprobs"]).sum(dim=1)
+    return {**response_stats(rollouts), "kl_sum_seq": float(kl.mean())}
 
 
 def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:

@@ -301,18 +301,15 @@ def make_updater(
             trainable parameter; or for a learning-rate schedule that does not fit.
     """
     optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
-    totals = planned_steps(schedule, args, pretraining_steps=args.critic_pretraining_steps)
-    schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
-    actor_critic.train()
-    return Updater(make_engine(accelerator, actor_critic, optimizer, args), schedules, args)
-
-
-def planned_steps(schedule: PromptSchedule, args: PPOConfig, *, pretraining_steps: int) -> StepCounts:
-    """The optimizer steps of a whole run whose first `pretraining_steps` steps train the critic only."""
-    counts = [
+    planned = [
         step_counts(
-            schedule.num_prompts_at(step) * args.num_return_sequences, args, critic_only=step < pretraining_steps
+            schedule.num_prompts_at(step) * args.num_return_sequences,
+            args,
+            critic_only=step < args.critic_pretraining_steps,
         )
         for step in range(schedule.num_steps)
     ]
-    return StepCounts(*map(sum, zip(*counts, strict=True)))
+    totals = StepCounts(*map(sum, zip(*planned, strict=True)))
+    schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
+    actor_critic.train()
+    return Updater(make_engine(accelerator, actor_critic, optimizer, args), schedules, args)

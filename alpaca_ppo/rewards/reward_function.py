@@ -5,14 +5,13 @@ checked in `scorer`.
 """
 
 import inspect
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from alpaca_ppo.async_calls import await_all
+from alpaca_ppo.async_calls import await_all, parameters_of
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 from alpaca_ppo.rewards.score_checks import score_list
 
@@ -39,19 +38,16 @@ class FunctionReward:
         self.name = name or _name_of(function)
         self.context: Mapping[str, Any] = {}
         """What the trainer offers besides the columns, by the names under which functions ask for it."""
-        parameters = inspect.signature(function).parameters.values()
-        self._takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._required = [p.name for p in parameters if p.name in self._accepted and p.default is p.empty]
+        self._parameters = parameters_of(function)
 
     @property
     def logs_metrics(self) -> bool:
         """Whether the function asks for `log_metric`."""
-        return "log_metric" in self._accepted
+        return "log_metric" in self._parameters.names
 
     def missing(self, available: Collection[str]) -> list[str]:
         """The required arguments that are neither `available` nor offered by the trainer."""
-        return [name for name in self._required if name not in available and name not in self.context]
+        return [name for name in self._parameters.required if name not in available and name not in self.context]
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
         """Returns the function's arguments for `batch`: copies, which the function may change.
@@ -61,13 +57,14 @@ class FunctionReward:
         """
         available, objects = batch.arguments(), batch.objects()
         context = {**self.context, **objects}
-        offered = {name: context[name] for name in self._accepted if name in context and name not in available}
-        if objects and self._takes_any_keyword:
+        accepted, _, takes_any = self._parameters
+        offered = {name: context[name] for name in accepted if name in context and name not in available}
+        if objects and takes_any:
             offered["environments"] = objects["environments"]
         if missing := self.missing([*available, *objects]):
             problem = f"requires the arguments {missing}, but only {list(available)} are available"
             raise RewardError(self.name, problem, batch, None)
-        names = available if self._takes_any_keyword else [name for name in self._accepted if name in available]
+        names = available if takes_any else [name for name in accepted if name in available]
         return {name: copied(name, available[name]) for name in names} | offered
 
 
@@ -146,17 +143,14 @@ def _row_by_row(
         attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
         if _described(first) != _described(last):
             attempts = f" in the last of {policy.retries + 1} attempts and {_described(first)} in the first"
-        raise RewardError(
-            source.name, f"raised {_described(last)}{attempts}{_kind_hint(last, batch)}", batch, row
-        ) from last
+        raise RewardError(source.name, f"raised {_described(last)}{attempts}", batch, row) from last
     scores: list[Any] = []
     failures: dict[int, RowFailure] = {}
     for i, result in enumerate(by_row):
         if isinstance(result, BaseException):
             # The text of an error may differ from call to call; another type is likely to be a consequence.
             earlier = f", after {_described(first)} on the whole batch" if type(first) is not type(result) else ""
-            problem = f"raised {_described(result)}{earlier}{_kind_hint(result, batch)}"
-            failures[i] = RowFailure(source.name, problem, batch, i)
+            failures[i] = RowFailure(source.name, f"raised {_described(result)}{earlier}", batch, i)
             failures[i].__cause__ = result
             scores.append(None)
         else:
@@ -182,16 +176,6 @@ def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _kind_hint(error: BaseException, batch: RewardBatch) -> str:
-    """What may have been mistaken, if `error` looks as if a function took text for messages, or the reverse."""
-    if isinstance(batch.completions[0], str):
-        if isinstance(error, TypeError) and "string indices must be integers" in str(error):
-            return "; completions are text here, because the prompts are text, not messages with a role and content"
-    elif isinstance(error, TypeError | AttributeError) and re.search(r"'(list|dict)'", str(error)):
-        return "; completions are messages here, because the prompts are: the text is completion[0]['content']"
-    return ""
 
 
 def _name_of(function: Any) -> str:

@@ -27,7 +27,7 @@ from alpaca_ppo.functional.packing import PackedRows, Span
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.modules import eval_mode
 from alpaca_ppo.models.packed_sequences import sequence_keywords
-from alpaca_ppo.models.trial import supports_packing
+from alpaca_ppo.models.trial import Trial, difference, supports_packing
 from alpaca_ppo.remote_code import remote_code
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
@@ -96,8 +96,8 @@ class ModelReward:
         with eval_mode(self.model):
             packs = self._packs
             for rows in self._groups([len(ids) for ids in sequences], packs=packs):
-                score = self._score_packed if packs else self._score_padded
-                scores[rows] = score([sequences[i] for i in rows]).float()
+                score = _score_packed if packs else _score_padded
+                scores[rows] = score(self.model, [sequences[i] for i in rows]).float()
         return scores.tolist()
 
     def to(self, device: torch.device | str) -> None:
@@ -152,76 +152,60 @@ class ModelReward:
 
     @cached_property
     def _packs(self) -> bool:
-        """Whether rows are laid end to end."""
-        return self.padding_free and self._can_pack()
-
-    @torch.no_grad()
-    def _can_pack(self) -> bool:
-        """Tries it: the backbone must be able to, and the score be read as in rows of their own. The base of a reward
-        adapter may be sharded by now, so it has been tried before.
+        """Whether rows are laid end to end. The base of a reward adapter may be sharded by now, so it has been tried
+        before.
         """
         if isinstance(self.model, AdapterClassifier):
-            return self.model.padding_free
-        if not self._head or not supports_packing(self.model):
-            return False
-        pad = _padding_id(self._config, [])
-        rows = [[i * 7 % self._config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
-        rows = [*rows, [*rows[0], pad], [rows[0][0], pad, rows[0][1]]]
-        tried = [torch.tensor(row) for row in rows]
-        device = next(self.model.parameters()).device
-        with eval_mode(self.model), torch.autocast(device.type, enabled=False):
-            try:
-                found = self._score_packed(tried)
-            except (torch.OutOfMemoryError, MemoryError):
-                # Says nothing about the model.
-                raise
-            except Exception:
-                # Models of any kind come here. One that cannot do this gets rows with padding.
-                return False
-            wanted = torch.cat([self._score_padded([row]) for row in tried])
-        # Rounding in a deep model; a score that is read elsewhere differs by much more.
-        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(found.dtype, 0.1)
-        return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+            return self.padding_free and self.model.padding_free
+        return self.padding_free and supports_packing(self.model) and _packed_scores(self.model) is None
 
-    @property
-    def _head(self) -> Any:
-        """What scores each hidden state; transformers calls it `score` in models that read the score at one token.
-        None if there is no such module.
-        """
-        return dict(self.model.named_children()).get("score")
 
-    def _score_padded(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Returns (rows,) scores on the CPU. Rows are padded on the right, which causal attention ignores."""
-        pad = _padding_id(self._config, sequences)
-        input_ids = pad_sequence(list(sequences), batch_first=True, padding_value=pad)
-        lengths = torch.tensor([len(ids) for ids in sequences])
-        attention_mask = (torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)).long()
-        device = next(self.model.parameters()).device
-        with _scoring_config(self._config, pad):
-            output = self.model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
-        scores: Tensor = output.logits
-        return scores.squeeze(-1).cpu()
+def _differs_packed(model: Any) -> str | None:
+    """Compares scores of rows end to end with those of each row alone; one ends with the pad id, one has it inside."""
+    config = model.config.get_text_config()
+    pad = _padding_id(config, [])
+    rows = [[i * 7 % config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
+    tried = [torch.tensor(row) for row in [*rows, [*rows[0], pad], [rows[0][0], pad, rows[0][1]]]]
+    return difference(_score_packed(model, tried), torch.cat([_score_padded(model, [row]) for row in tried]), "scores")
 
-    def _score_packed(self, sequences: Sequence[Tensor]) -> Tensor:
-        """`_score_padded` of rows that are laid end to end."""
-        pad = _padding_id(self._config, sequences)
-        device = next(self.model.parameters()).device
-        packed = _end_to_end(sequences, [_scored_column(ids, pad) for ids in sequences], device)
-        model = self.model
-        base: Any = (model.adapters.model if isinstance(model, AdapterClassifier) else model).base_model
-        keywords = sequence_keywords(base, packed)
-        if isinstance(model, AdapterClassifier):
-            scores: Tensor = self.model(packed.input_ids, columns=packed.states, **keywords).logits
-            return scores.squeeze(-1).cpu()
-        logits: list[Tensor] = []
-        # The model's own forward pass, so that parameters that are sharded are gathered. It returns one row's score.
-        handle = self._head.register_forward_hook(lambda module, inputs, output: logits.append(output))
-        try:
-            with _scoring_config(self._config, pad):
-                self.model(input_ids=packed.input_ids, **keywords)
-        finally:
-            handle.remove()
-        return logits[0][0, packed.states].squeeze(-1).cpu()
+
+_packed_scores = Trial(_differs_packed, "position_ids")
+
+
+def _score_padded(model: Any, sequences: Sequence[Tensor]) -> Tensor:
+    """Returns (rows,) scores on the CPU. Rows are padded on the right, which causal attention ignores."""
+    config = model.config.get_text_config()
+    pad = _padding_id(config, sequences)
+    input_ids = pad_sequence(list(sequences), batch_first=True, padding_value=pad)
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    attention_mask = (torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)).long()
+    device = next(model.parameters()).device
+    with _scoring_config(config, pad):
+        output = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
+    scores: Tensor = output.logits
+    return scores.squeeze(-1).cpu()
+
+
+def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
+    """`_score_padded` of rows that are laid end to end."""
+    config = model.config.get_text_config()
+    pad = _padding_id(config, sequences)
+    device = next(model.parameters()).device
+    packed = _end_to_end(sequences, [_scored_column(ids, pad) for ids in sequences], device)
+    base: Any = (model.adapters.model if isinstance(model, AdapterClassifier) else model).base_model
+    keywords = sequence_keywords(base, packed)
+    if isinstance(model, AdapterClassifier):
+        return model(packed.input_ids, columns=packed.states, **keywords).logits.squeeze(-1).cpu()
+    logits: list[Tensor] = []
+    # The model's own forward pass, so that parameters that are sharded are gathered. It returns one row's score;
+    # transformers calls what scores each hidden state `score` in models that read the score at one token.
+    handle = model.score.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    try:
+        with _scoring_config(config, pad):
+            model(input_ids=packed.input_ids, **keywords)
+    finally:
+        handle.remove()
+    return logits[0][0, packed.states].squeeze(-1).cpu()
 
 
 def build_model_reward(

@@ -43,7 +43,12 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
         return None
     score = _as_python(name, score, batch, row)
     numbers = score if isinstance(score, (list, tuple)) else [score]
-    _check_numbers(name, numbers, batch, row)
+    for number in numbers:
+        if not isinstance(number, Real):
+            raise RewardError(name, f"returned {shown(number)}, a {type(number).__name__} and not a number", batch, row)
+        # Also catches NaN, and numbers that overflow float32.
+        if not -_MAX_FLOAT32 <= cast(float, number) <= _MAX_FLOAT32:
+            raise RowFailure(name, f"returned {shown(number)}, which is not finite in float32", batch, row)
     if numbers is not score:
         return float(score)
     tokens = len(batch.completion_ids[row])
@@ -76,12 +81,3 @@ def _as_python(name: str, value: Any, batch: RewardBatch, row: int | None) -> An
     except (RuntimeError, NotImplementedError) as error:
         problem = f"returned a {type(value).__name__} whose numbers cannot be read ({error}); return a dense one"
         raise RewardError(name, problem, batch, row) from error
-
-
-def _check_numbers(name: str, numbers: Sequence[Any], batch: RewardBatch, row: int) -> None:
-    for number in numbers:
-        if not isinstance(number, Real):
-            raise RewardError(name, f"returned {shown(number)}, a {type(number).__name__} and not a number", batch, row)
-        # Also catches NaN, and numbers that overflow float32.
-        if not -_MAX_FLOAT32 <= cast(float, number) <= _MAX_FLOAT32:
-            raise RowFailure(name, f"returned {shown(number)}, which is not finite in float32", batch, row)

@@ -269,5 +269,5 @@ def _filled(parts: Sequence[str], width: int, *, indent: int, first: int | None 
 
 def severities(counts: Mapping[str, int]) -> str:
     """Returns numbers of findings in words, the most severe first, such as "1 error, 2 warnings"."""
-    words = [(name, counts[name]) for name in ("error", "warning", "info") if counts.get(name)]
-    return ", ".join(f"{count} {name}{'s' if count > 1 and name != 'info' else ''}" for name, count in words)
+    words = [(name, counts[name]) for name in ("error", "warning") if counts.get(name)]
+    return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in words)

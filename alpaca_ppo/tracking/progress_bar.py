@@ -63,7 +63,7 @@ class ProgressBar:
         return (ended - began) / (last - first) * (self._total - step)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[int], Any]]:
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
         """Shows `name` for the duration of the block, with the parts done of `total`; yields a function that adds to
         these. In a block of the same name it goes on with that one's.
         """
@@ -71,7 +71,7 @@ class ProgressBar:
             yield self._phases[-1][1].update
             return
         how = {"bar_format": "{desc}{postfix}"} if total is None else {}
-        with self._make(total=total, initial=done, desc=name, leave=False, **how) as bar:
+        with self._make(total=total, desc=name, leave=False, **how) as bar:
             self._phases.append((name, bar))
             try:
                 yield bar.update

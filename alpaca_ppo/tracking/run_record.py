@@ -24,8 +24,7 @@ from alpaca_ppo.config.credentials import without_credential_arguments, without_
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.git_state import git_state, package_commit
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.provenance import Provenance
-from alpaca_ppo.config.run_file import IN_MEMORY
+from alpaca_ppo.config.run_file import IN_MEMORY, Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 _PACKAGES = (

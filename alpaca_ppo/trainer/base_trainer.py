@@ -24,9 +24,8 @@ from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
-from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, ExplainsUnknownNames
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.unknown_names import ExplainsUnknownNames
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed import collectives
@@ -212,8 +211,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 self._notify("on_step_begin")
                 step = self.state.global_step
                 stats = self.step(self.prompt_batches(step))
-                # An overridden `step` or `step_with_rollouts` may not have called mark_step_done.
-                self.mark_step_done(step)
+                # An overridden `step` or `step_with_rollouts` may not have called `mark_step_done`.
+                self.state.global_step = step + 1
                 self.log_rollouts()
                 self._end_step(stats)
                 bar.advance()
@@ -259,15 +258,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     @property
     def _finished(self) -> bool:
         return self.state.global_step >= self.schedule.num_steps or self.callback_handler.control.should_training_stop
-
-    def mark_step_done(self, step: int) -> None:
-        """Records that `step` (from 0) is done. May be called more than once for the same step.
-
-        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend, and locks the
-        output folder if a loop of one's own has not.
-        """
-        self.run_lock.acquire()
-        self.state.global_step = step + 1
 
     def poll(self) -> None:
         """Ends the run if any rank has received a stop signal; every rank must call this at the same point.

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.evaluation.judges import Comparison, FunctionJudge, Judge
+from alpaca_ppo.evaluation.judges import Comparison, FunctionJudge, compare
 from alpaca_ppo.evaluation.opponents import REFERENCE, stored_answers
 from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.summary import ResponseRecord
-from alpaca_ppo.evaluation.win_rates import compare
 from alpaca_ppo.ppo.rollouts import sample_responses
 from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.rewards.scoring import response_texts
@@ -41,7 +40,7 @@ class Contest:
     def __init__(self, trainer: "RolloutTrainer", metric_scorer: RewardScorer, settings: EvaluationSettings) -> None:
         self.trainer, self.metric_scorer = trainer, metric_scorer
         self._score = settings.judged_by
-        self._judge: Judge | None = None
+        self._judge: FunctionJudge | None = None
         if self._score is None:
             judge = trainer.args.eval_judge
             self._judge = FunctionJudge(load_function(judge, what="eval_judge"), name=judge)

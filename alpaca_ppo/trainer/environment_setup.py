@@ -1,7 +1,6 @@
 """Builds what a trainer needs for tools and environments: their kinds, the prompts they answer, and their rewards."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -14,7 +13,6 @@ from alpaca_ppo.environments.episode import EpisodeSettings
 from alpaca_ppo.environments.episodes import Environments, kind_of
 from alpaca_ppo.environments.kinds import (
     EnvironmentFactory,
-    EnvironmentKind,
     NoEnvironment,
     can_answer,
     make_kinds,
@@ -23,8 +21,6 @@ from alpaca_ppo.environments.kinds import (
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.rewards import FunctionReward, RewardScorer
-
-Kinds = Mapping[str | None, EnvironmentKind]
 
 
 class GivenEnvironments:
@@ -131,11 +127,7 @@ def _with_blank_prompts(dataset: Any, given: GivenEnvironments, processing_class
 
 def schemas_of(given: GivenEnvironments) -> Callable[[Mapping[str, Any]], list[Mapping[str, Any]]] | None:
     """Returns a function of a dataset row: the tools that its prompt shows; None without environments."""
-    return partial(_row_schemas, given.kinds) if given.kinds else None
-
-
-def _row_schemas(kinds: Kinds, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [tool.schema for tool in kind_of(kinds, row).tools]
+    return (lambda row: [tool.schema for tool in kind_of(given.kinds, row).tools]) if given.kinds else None
 
 
 def make_environments(

@@ -4,7 +4,6 @@ The statistics are in `evaluation`, the rollout itself is the trainer's.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +49,7 @@ class Evaluator:
         self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, metric_scorer, self.settings)
         self.answers: list[dict[str, Any]] = []
         """Set, prompt, response and scores of the last evaluation; `evaluation.opponents` reads the first three."""
-        metric_scorer.interruptible_call = lambda: self._interruptible()
+        metric_scorer.interruptible_call = lambda: trainer.preemption.part(at_once=True)
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics of all eval sets: `eval/<name>` of the only one without a name, `eval/<set>/<name>` of
@@ -93,10 +92,6 @@ class Evaluator:
             self.answers.append(answer | scored | answer)
         trainer.run_log.log_table(folder, table, trainer.state.global_step)
         return summarize(records, self.settings) | of_rewards
-
-    def _interruptible(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.trainer.preemption.part(at_once=True)
-        return context
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""

@@ -6,7 +6,7 @@ The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing tha
 import sys
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.provenance import Provenance
+from alpaca_ppo.config.run_file import Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.eval_sets import load_eval_datasets

@@ -16,7 +16,7 @@ from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.minibatches import row_tensors
 from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.tracking import rollout_tables
-from alpaca_ppo.types import PromptBatch, Rollouts
+from alpaca_ppo.types import Rollouts
 
 if TYPE_CHECKING:
     from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
@@ -59,8 +59,7 @@ def add_tokens(trainer: "RolloutTrainer", rollouts: Rollouts, rows: Sequence[dic
     if not len(chosen):
         return
     few: Any = {name: value[chosen] for name, value in rollouts.items()}  # type: ignore[index]
-    with_critic = trainer.actor_critic.critic is not None
-    few |= _evaluated(trainer, few, with_critic=with_critic)
+    few |= _evaluated(trainer, few)
     for place, i in enumerate(chosen.tolist()):
         rows[i]["tokens"] = rollout_tables.token_entries(few, trainer.processing_class, place)
 
@@ -96,32 +95,23 @@ class TrainingPromptInspector(TrainerCallback):
         """Writes the table of `step`. The global random generators are left as they were."""
         trainer = self.trainer
         batch = trainer.prompt_batch([trainer.train_prompts[i] for i in self.prompt_ids], self.prompt_ids)
-        with kept_random_states():
-            rollouts = _sampled(trainer, batch)
-        # Raises on every rank if one of them was stopped while it sampled.
+        params = replace(trainer.sampling_params, do_sample=False, num_return_sequences=1)
+        rollouts: Any = None
+        # A signal leaves the inner block, and `poll` raises on every rank if one of them was stopped.
+        with kept_random_states(), trainer.preemption.rollout(can_stop=trainer.progress.is_current):
+            samples = hook_checks.complete_samples(trainer._generate(batch, params), batch, params)
+            unscored = {"scores": torch.full((len(batch["rows"]),), torch.nan)}
+            rollouts = samples | _evaluated(trainer, samples) | unscored
         trainer.poll()
-        assert rollouts is not None
         rows = rollout_tables.rollout_rows(rollouts, trainer.processing_class, len(self.prompt_ids))
         rows = rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)
         trainer.run_log.write_rows("inspected", rows, step)
 
 
-def _sampled(trainer: "RolloutTrainer", prompts: PromptBatch) -> Rollouts | None:
-    """Greedy answers to `prompts` with the numbers of their tokens; None if a signal stopped this rank's sampling."""
-    params = replace(trainer.sampling_params, do_sample=False, num_return_sequences=1)
-    rollouts: Any = None
-    with trainer.preemption.rollout(can_stop=trainer.progress.is_current):
-        samples = hook_checks.complete_samples(trainer._generate(prompts, params), prompts, params)
-        with_critic = trainer.actor_critic.critic is not None
-        rollouts = samples | _evaluated(trainer, samples, with_critic=with_critic)
-        rollouts["scores"] = torch.full((len(prompts["rows"]),), torch.nan)
-    return rollouts
-
-
-def _evaluated(trainer: "RolloutTrainer", samples: Any, *, with_critic: bool) -> dict[str, torch.Tensor]:
+def _evaluated(trainer: "RolloutTrainer", samples: Any) -> dict[str, torch.Tensor]:
     """Log-probs, entropies, KL and values of `samples` under the policy as it is now, its reference and the critic."""
     rows = row_tensors(samples) | {"rollout_logprobs": samples["rollout_logprobs"]}
-    passes = RolloutPasses(with_policy=True, with_critic=with_critic, with_entropies=True)
+    passes = RolloutPasses(with_critic=trainer.actor_critic.critic is not None, with_entropies=True)
     numbers: dict[str, torch.Tensor] = trainer.collector.evaluate(
         trainer.updater.engine, rows, passes, temperature=trainer.args.temperature
     )

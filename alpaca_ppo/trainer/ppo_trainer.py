@@ -25,27 +25,26 @@ from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import load_processing_class
+from alpaca_ppo.models.token_checks import check_same_tokenizer
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
+from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.losses import correction_weights, critic_terms, policy_terms
 from alpaca_ppo.ppo.minibatches import plan_updates
 from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.step_stats import StepStats
 from alpaca_ppo.ppo.trained_rows import compared_mask
 from alpaca_ppo.ppo.updates import make_updater
+from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer import measure_checks, setup
 from alpaca_ppo.trainer.environment_setup import GivenEnvironments, make_environments
 from alpaca_ppo.trainer.evaluation import Evaluator
 from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
-from alpaca_ppo.trainer.preflight import (
-    DiskCheck,
-    check_config_class,
-    check_output_dir,
-)
+from alpaca_ppo.trainer.preflight import DiskCheck, check_config_class, check_output_dir
 from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -112,9 +111,11 @@ class PPOTrainer(RolloutTrainer):
         args = check_config_class(args)
         check_output_dir(args)
         environments = GivenEnvironments(tools, environment_factory, tool_call_parser)
-        self._check_measures(args, train_dataset, eval_dataset, reward_funcs, metric_funcs, environments)
+        measure_checks.check_evaluation(args, eval_dataset, reward_funcs, metric_funcs, environments)
+        # A subclass that scores in another way may give the functions more than the dataset has.
+        if type(self)._score is PPOTrainer._score:
+            measure_checks.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, environments)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
-        self.disk_check = DiskCheck(args, model, start, peft_config, adamw=optimizers[0] is None)
         self.args, self.run_record = args, RunRecord.of_objects(type(self), given)
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
@@ -132,7 +133,10 @@ class PPOTrainer(RolloutTrainer):
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, environments)
         metric_scorer = setup.make_metric_scorer(metric_funcs, metric_processing_classes, args, device)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
-        setup.check_critic_tokenizer(start, self.processing_class, args)
+        self.disk_check = DiskCheck(args, actor_critic, adamw=optimizers[0] is None)
+        if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
+            # Of a model in memory the tokenizer is not known.
+            check_same_tokenizer(start, self.processing_class, trust_remote_code=args.trust_remote_code)
         self.sampling_params = setup.make_sampling_params(
             actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator
         )
@@ -157,25 +161,16 @@ class PPOTrainer(RolloutTrainer):
             answered=answered,
             report=lambda text: self.run_log.message(text),
         )
-        self.kl_controller, self.penalties = setup.make_kl_controller(args), setup.make_penalties(args)
+        self.kl_controller = KLController(
+            args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon
+        )
+        self.penalties = Penalties(args.penalty_reward_value, args.overlong_buffer_len, overlong_factor=1.0)
         self._last_rollouts: Rollouts | None = None
         self.set_up_run(callbacks or [])
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
-        step = self.state.global_step
-        rollouts = self.rollouts_with_advantages(prompt_batches)
-        train_stats = self.step_with_rollouts(rollouts)
-        stats = self.record_step_stats(train_stats, rollouts, step + 1)
-        # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
-        if step >= self.args.critic_pretraining_steps:
-            kl = float(rollouts["kl"].sum(dim=1).mean())
-            self.kl_controller.update(kl, num_sequences=rollouts["responses"].size(0))
-        return stats
-
-    def rollouts_with_advantages(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
-        """The global rollouts of a step with what `_shape_reward` and `_estimate_advantage` make of them."""
-        rollouts = self.step_rollouts(prompt_batches)
+        step, rollouts = self.state.global_step + 1, self.step_rollouts(prompt_batches)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
             responses=rollouts["responses"],
@@ -183,7 +178,7 @@ class PPOTrainer(RolloutTrainer):
             ref_logprobs=rollouts["ref_logprobs"],
             response_mask=rollouts["response_mask"],
         )
-        hook_checks.add_to_rollouts(rollouts, "_shape_reward", shaped, hook_checks.SHAPED)
+        rollouts |= hook_checks.checked("_shape_reward", shaped, rollouts)
         estimated = self._estimate_advantage(
             rewards=rollouts["shaped_rewards"],
             values=rollouts.get("values"),
@@ -193,8 +188,9 @@ class PPOTrainer(RolloutTrainer):
             baseline_scores=rollouts.get("baseline_scores"),
             scores_by_source=rollouts["scores_by_source"],
         )
-        hook_checks.add_to_rollouts(rollouts, "_estimate_advantage", estimated, hook_checks.ESTIMATED)
-        return rollouts
+        rollouts |= hook_checks.checked("_estimate_advantage", estimated, rollouts)
+        train_stats = self.step_with_rollouts(rollouts)
+        return self.record_step_stats(train_stats, rollouts, step)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -219,15 +215,7 @@ class PPOTrainer(RolloutTrainer):
         `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), `baseline_scores` (B,) or
         None, and `scores_by_source` (B, sources), for estimators that need them.
         """
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            values=values,
-            response_mask=response_mask,
-            scores=extra.get("scores"),
-            prompt_ids=extra.get("prompt_ids"),
-            baseline_scores=extra.get("baseline_scores"),
-            scores_by_source=extra.get("scores_by_source"),
-        )
+        inputs = AdvantageInputs(rewards=rewards, values=values, response_mask=response_mask, **extra)
         return estimate_advantages(inputs, self.args, monte_carlo_returns=self.in_critic_pretraining)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
@@ -255,6 +243,15 @@ class PPOTrainer(RolloutTrainer):
         self.mark_step_done(step)
         return train_stats
 
+    def mark_step_done(self, step: int) -> None:
+        """Records that `step` (from 0) is done. May be called more than once for the same step.
+
+        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend, and locks the
+        output folder if a loop of one's own has not.
+        """
+        self.run_lock.acquire()
+        self.state.global_step = step + 1
+
     def _record_skip(self, cause: str, prompt_ids: list[int]) -> None:
         """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
 
@@ -277,7 +274,7 @@ class PPOTrainer(RolloutTrainer):
     @property
     def critic_head(self) -> CriticHead | None:
         """The head of the critic, however the model is wrapped; None without a critic."""
-        critic = self.actor_critic.critic
+        critic = self.updater.engine.actor_critic.critic
         return None if critic is None else critic.head
 
     @property
@@ -302,7 +299,9 @@ class PPOTrainer(RolloutTrainer):
         return critic_terms(batch, outputs, self.critic_head, self.args)
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
-        """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them."""
+        """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. `kl_controller`
+        then sets `kl_coef` for the next step.
+        """
         stats = {
             "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),
@@ -316,6 +315,10 @@ class PPOTrainer(RolloutTrainer):
         local = {**timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
         self._last_rollouts = rollouts
+        # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
+        if step > self.args.critic_pretraining_steps:
+            kl = float(rollouts["kl"].sum(dim=1).mean())
+            self.kl_controller.update(kl, num_sequences=len(rollouts["responses"]))
         return stats
 
     def log_rollouts(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, committed_path, list_committed
+from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, list_committed
 from alpaca_ppo.checkpoint.directory import check_no_earlier_run, resolve_checkpoint, verify_files
 from alpaca_ppo.checkpoint.hub import check_login
 from alpaca_ppo.checkpoint.run_lock import check_unlocked
@@ -22,7 +22,7 @@ from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
-from alpaca_ppo.models.skeletons import trained_parameters
+from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.tracking.run_log import tracker_names
 
 
@@ -85,39 +85,32 @@ def check_output_dir(args: PPOConfig) -> None:
         raise ValueError(f"output_dir is {args.output_dir!r}, but {existing} is a file; choose a folder")
     # Other ranks write nothing there; on another node the folder may not even exist.
     if launched_rank() == 0:
-        _check_writable(existing, args)
+        try:
+            # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
+            with tempfile.NamedTemporaryFile(dir=existing, prefix=".", suffix=TEMPORARY_SUFFIX):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"output_dir is {args.output_dir!r}, but no file can be created in {existing} ({error}); choose a "
+                "folder that this user may write to"
+            ) from error
 
 
 class DiskCheck:
     """Whether the disk has room for the checkpoints that the run will keep, or for the final models of a run that saves
-    no checkpoints.
-
-    The size of one is a lower bound, taken before models are loaded. `train` checks it before its first step. The
-    constructor checks the room for one already when `model` is a path, since loading may take long, unless `output_dir`
-    holds a finished run, which `train` may have nothing to add to, or one that is deleted first. It cannot know whether
-    `train` will be called: to only evaluate on a disk with less room, pass a loaded model.
+    no checkpoints; `train` checks it before its first step.
 
     Args:
         args: the configuration.
-        model: the policy, as the trainer takes it.
-        value_start: what the critic starts from; None = the policy.
-        peft_config: adapters to train on `model`.
+        actor_critic: what is trained, before it is sharded.
         adamw: whether the run's optimizer is AdamW.
-
-    Raises:
-        ValueError: see `check`.
     """
 
-    def __init__(self, args: PPOConfig, model: Any, value_start: Any, peft_config: Any, *, adamw: bool) -> None:
-        self._args = args
+    def __init__(self, args: PPOConfig, actor_critic: ActorCritic, *, adamw: bool) -> None:
+        trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
         # Other ranks write nothing.
-        self._needed = 0
-        if launched_rank() == 0:
-            trained = trained_parameters(model, value_start, peft_config, args)
-            self._needed = checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
-            finished = committed_path(Path(args.output_dir) / "final").exists()
-            if isinstance(model, str) and not finished and not args.overwrite_output_dir:
-                self.check()
+        rank_bytes = 0 if launched_rank() else checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
+        self._args, self._needed = args, rank_bytes
 
     def check(self, steps_left: int = 1) -> None:
         """Checks the room that there is now.
@@ -189,15 +182,3 @@ def checked_hub_id(name: str | None) -> str:
     if launched_rank() == 0:
         check_login()
     return name
-
-
-def _check_writable(folder: Path, args: PPOConfig) -> None:
-    try:
-        # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=TEMPORARY_SUFFIX):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"output_dir is {args.output_dir!r}, but no file can be created in {folder} ({error}); choose a folder "
-            "that this user may write to"
-        ) from error

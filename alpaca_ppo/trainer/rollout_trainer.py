@@ -3,8 +3,8 @@
 What a step learns from them is in `ppo_trainer`; the passes themselves are in `ppo.rollouts`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -29,12 +29,10 @@ from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
 from alpaca_ppo.ppo.trained_rows import add_baseline, leave_out_failures
 from alpaca_ppo.rewards.logged_metrics import merged
 from alpaca_ppo.rewards.scoring import Penalties, score_responses
-from alpaca_ppo.trainer import measure_checks
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.environment_setup import GivenEnvironments
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
 from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
-from alpaca_ppo.trainer.text_generation import Prompt, generate_texts, with_changes
+from alpaca_ppo.trainer.text_generation import Prompt, generate_texts
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 _SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-probs"}
@@ -51,21 +49,6 @@ class RolloutTrainer(BaseTrainer):
     environments: Environments | None
     penalties: Penalties
 
-    def _check_measures(
-        self,
-        args: Any,
-        train_set: Any,
-        eval_set: Any,
-        reward_funcs: Any,
-        metric_funcs: Any,
-        environments: GivenEnvironments,
-    ) -> None:
-        """Checks rewards, metrics and eval sets, before any model is loaded; raises a ValueError."""
-        measure_checks.check_evaluation(args, eval_set, reward_funcs, metric_funcs, environments)
-        # A subclass that scores in another way may give the functions more than the dataset has.
-        if type(self)._score is RolloutTrainer._score:
-            measure_checks.check_reward_columns(train_set, eval_set, reward_funcs, metric_funcs, environments)
-
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Also sets up what a rollout records and how it is interrupted."""
         self.preemption = self.collector.preemption
@@ -77,7 +60,7 @@ class RolloutTrainer(BaseTrainer):
             each.offer(self.state)
         self._logs_metrics = scorer.logs_metrics or self.collector.metric_scorer.logs_metrics
         self.collector.scorer.interruptible_call = partial(self.preemption.part, at_once=True)
-        self.collector.scorer.on_source = self._show_source
+        self.collector.scorer.on_source = lambda name: self.run_log.bar.detail(name)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """Also those that answer training prompts for the report's inspector."""
@@ -87,9 +70,6 @@ class RolloutTrainer(BaseTrainer):
     def new_timers(self) -> metrics.Timers:
         """Timers at 0, whose phases the progress bar shows."""
         return metrics.Timers(lambda phase, parts: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase), parts))
-
-    def _show_source(self, name: str) -> None:
-        self.run_log.bar.detail(name)
 
     @property
     def source_weights(self) -> dict[str, float]:
@@ -133,20 +113,16 @@ class RolloutTrainer(BaseTrainer):
         self.progress.drawn[self.state.global_step] = self.counts.extra_prompts
         return rollouts
 
-    @contextmanager
-    def in_sampling_round(self, number: int) -> Iterator[None]:
-        """A block whose responses have the random numbers of another round of the step."""
+    def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
+        """The global rollouts of fresh prompts (dataset indices), which `dynamic_sampling` has drawn in a round: with
+        random numbers of its own.
+        """
         of_step = self.sampling_params
-        self.sampling_params = replace(of_step, sampling_round=number)
+        self.sampling_params = replace(of_step, sampling_round=sampling_round)
         try:
-            yield
+            return self.rollout(self.collate(self.train_prompts, prompt_ids))
         finally:
             self.sampling_params = of_step
-
-    def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
-        """The global rollouts of fresh prompts (dataset indices), which `dynamic_sampling` has drawn in a round."""
-        with self.in_sampling_round(sampling_round):
-            return self.rollout(self.collate(self.train_prompts, prompt_ids))
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and evaluates them under
@@ -184,7 +160,15 @@ class RolloutTrainer(BaseTrainer):
         self.collector.scorer.logged.pop()
         shown = self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline))
         with shown, self.preemption.rollout(can_stop=self.progress.is_current):
-            rows = {} if prompts is None else self._local_rollout(prompts, sampling_params, passes, measure)
+            rows: dict[str, Tensor] = {}
+            if prompts is not None:
+                rows = self._generate_and_score(prompts, sampling_params, measure)
+                if passes.greedy_baseline:
+                    greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
+                    baseline = self._generate_and_score(prompts, greedy)
+                    add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
+                with self.timers.measure("logprobs"):
+                    rows |= self.collector.evaluate(engine, rows, passes, temperature=sampling_params.temperature)
             local = {key: value[: count * n] for key, value in rows.items() if count}
         rollouts = self.collector.gather(local, samples_per_prompt=n)
         failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
@@ -200,47 +184,18 @@ class RolloutTrainer(BaseTrainer):
             self.counts.logged = merged([self.counts.logged, *of_ranks])
         return rollouts
 
-    def _local_rollout(
-        self,
-        prompts: PromptBatch,
-        sampling_params: SamplingParams,
-        passes: RolloutPasses,
-        measure: Measure | None,
-    ) -> dict[str, Tensor]:
-        """This rank's rows, on the CPU: generated, scored, evaluated."""
-        rows = self._generate_and_score(prompts, sampling_params, measure)
-        if passes.greedy_baseline:
-            greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
-            baseline = self._generate_and_score(prompts, greedy)
-            add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
-        with self.timers.measure("logprobs"):
-            temperature = sampling_params.temperature
-            return rows | self.collector.evaluate(self.updater.engine, rows, passes, temperature=temperature)
-
-    @contextmanager
-    def _episodes_of(self, prompts: PromptBatch, sampling_params: SamplingParams) -> Iterator[Episodes | None]:
-        """A block in which the episodes of this rank's prompts exist; None without environments and tools."""
-        if self.environments is None:
-            yield None
-            return
-        poll, query_len = self.preemption.poll, self.args.query_len
-        begun = self.environments.episodes(prompts, sampling_params, query_len=query_len, poll=poll)
-        with ExitStack() as stack:
-            with self.timers.measure("environments"):
-                self._episodes = stack.enter_context(begun)
-            try:
-                yield self._episodes
-            finally:
-                self._episodes = None
-
     def _generate_and_score(
         self, prompts: PromptBatch, sampling_params: SamplingParams, measure: Measure | None = None
     ) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
-        with self._episodes_of(prompts, sampling_params) as episodes:
-            if episodes is None:
-                rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
-            else:
+        rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
+        with ExitStack() as stack:
+            if self.environments is not None:
+                poll, query_len = self.preemption.poll, self.args.query_len
+                begun = self.environments.episodes(prompts, sampling_params, query_len=query_len, poll=poll)
+                with self.timers.measure("environments"):
+                    episodes = self._episodes = stack.enter_context(begun)
+                stack.callback(setattr, self, "_episodes", None)
                 rows, prompts, sampling_params = episodes.rows, episodes.prompts, episodes.sampling_params
             with self.timers.measure("rollout"):
                 samples = self._generate(prompts, sampling_params)
@@ -346,18 +301,25 @@ class RolloutTrainer(BaseTrainer):
         Raises:
             ValueError: see `generate_texts`; also for a number outside its range.
         """
-        changes = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        changes: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
         return generate_texts(
             prompts,
             collector=self.collector,
             engine=self.updater.engine,
             processing_class=self.processing_class,
-            sampling_params=with_changes(
+            sampling_params=replace(
                 self.sampling_params,
                 seed=seed,
+                step=0,
+                sampling_round=0,
                 num_return_sequences=num_return_sequences,
                 do_sample=do_sample,
-                **changes,
+                **{name: value for name, value in changes.items() if value is not None},
             ),
             chat_template_kwargs=self.args.chat_template_kwargs,
         )

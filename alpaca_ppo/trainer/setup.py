@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from alpaca_ppo.adapters import check_reward_adapter
+from alpaca_ppo.adapters import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -28,30 +28,12 @@ from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.modules import use_torch_activations
-from alpaca_ppo.models.token_checks import (
-    check_positions,
-    check_same_tokenizer,
-    check_token_ids,
-)
+from alpaca_ppo.models.token_checks import check_model_positions, check_positions, check_token_ids
 from alpaca_ppo.models.trial import supports_packing
-from alpaca_ppo.ppo import kl_controllers
-from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
-from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.trainer.environment_setup import NO_ENVIRONMENTS, GivenEnvironments, prompt_rows, schemas_of
 from alpaca_ppo.trainer.measure_checks import REWARD_ADAPTER, of_metrics
-
-
-def check_critic_tokenizer(start: Any, processing_class: Any, args: PPOConfig) -> None:
-    """Checks that a critic with a backbone of its own starts from a model with the policy's tokenizer, as far as that
-    can be known: of a model in memory it cannot.
-
-    Raises:
-        ValueError: see `check_same_tokenizer`.
-    """
-    if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
-        check_same_tokenizer(start, processing_class, trust_remote_code=args.trust_remote_code)
 
 
 def make_prompts(
@@ -124,22 +106,35 @@ def make_metric_scorer(metric_funcs: Any, tokenizers: Any, args: PPOConfig, devi
     Raises:
         ValueError: as for reward sources.
     """
-    policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
-    if not metric_funcs:
-        return RewardScorer([], [], policy=policy, measures=True)
-    try:
-        built = build_reward(
-            metric_funcs,
-            reward_processing_classes=tokenizers,
-            batch_size=args.rollout_per_device_batch_size,
-            dtype=getattr(torch, args.dtype),
-            device=device,
-            trust_remote_code=args.trust_remote_code,
-            padding_free=bool(args.padding_free),
-        )
-    except ValueError as error:
-        raise of_metrics(error) from error
-    return RewardScorer(built.sources, built.weights, policy=policy, measures=True)
+    scorer = RewardScorer([], [], policy=_failure_policy(args), measures=True)
+    if metric_funcs:
+        try:
+            built = _built(metric_funcs, tokenizers, args, device)
+        except ValueError as error:
+            raise of_metrics(error) from error
+        for source in built.sources:
+            scorer.add(source, 1.0)
+    return scorer
+
+
+def _failure_policy(args: PPOConfig) -> FailurePolicy:
+    return FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
+
+
+def _built(
+    sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, weights: list[float] | None = None
+) -> RewardScorer:
+    return build_reward(
+        sources,
+        reward_weights=weights,
+        reward_processing_classes=tokenizers,
+        batch_size=args.rollout_per_device_batch_size,
+        dtype=getattr(torch, args.dtype),
+        device=device,
+        trust_remote_code=args.trust_remote_code,
+        policy=_failure_policy(args),
+        padding_free=bool(args.padding_free),
+    )
 
 
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
@@ -173,10 +168,7 @@ def make_sampling_params(
             in the model.
     """
     policy: Any = actor_critic.policy.model
-    check_positions(policy.config, args)
-    if actor_critic.critic is not None:
-        backbone: Any = actor_critic.critic.backbone
-        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
+    check_model_positions(actor_critic, args)
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     turn_end = resolve_turn_end(processing_class, args.chat_template_kwargs) if chat else None
@@ -223,36 +215,20 @@ def make_scorer(
         ValueError: for an invalid source, a wrong number of weights, or a reward adapter that cannot be read or has no
             tokenizer. The reward adapter is checked before any model is loaded.
     """
-    weights = args.reward_weights
-    reward_funcs = [] if reward_funcs is None else reward_funcs
-    policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
+    given = [] if reward_funcs is None else reward_funcs
+    given, weights = given if isinstance(given, (list, tuple)) else [given], args.reward_weights
     if args.reward_adapter is not None:
-        if not isinstance(reward_funcs, (list, tuple)):
-            reward_funcs = [reward_funcs]
-        if weights is not None:
-            if len(weights) != len(reward_funcs) + 1:
-                raise ValueError(
-                    f"reward_weights has {len(weights)} numbers for {len(reward_funcs)} reward_funcs and a "
-                    "reward_adapter; give one each, the adapter's last"
-                )
-            weights = weights[:-1]
-        check_reward_adapter(args.reward_adapter)
+        if weights is not None and len(weights) != len(given) + 1:
+            raise ValueError(
+                f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; give "
+                "one each, the adapter's last"
+            )
+        weights = None if weights is None else weights[:-1]
+        read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
-        if not reward_funcs:
-            return RewardScorer([], [], policy=policy)
-    if isinstance(reward_funcs, (list, tuple)) and not reward_funcs and environments.kinds and weights is None:
-        return RewardScorer([], [], policy=policy)
-    scorer = build_reward(
-        reward_funcs,
-        reward_weights=weights,
-        reward_processing_classes=tokenizers,
-        batch_size=args.rollout_per_device_batch_size,
-        dtype=getattr(torch, args.dtype),
-        device=device,
-        trust_remote_code=args.trust_remote_code,
-        policy=policy,
-        padding_free=bool(args.padding_free),
-    )
+    if not given and (args.reward_adapter is not None or (environments.kinds and weights is None)):
+        return RewardScorer([], [], policy=_failure_policy(args))
+    scorer = _built(reward_funcs if given else [], tokenizers, args, device, weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):
             use_torch_activations(source.model)
@@ -262,15 +238,6 @@ def make_scorer(
 def _reward_tokenizer(args: PPOConfig) -> Any:
     name, trust = args.reward_adapter, args.trust_remote_code
     return load_processing_class(str(name), trust_remote_code=trust, field="reward_adapter")
-
-
-def make_penalties(args: PPOConfig) -> Penalties:
-    """What is taken from scores for how a response ends."""
-    return Penalties(
-        missing_stop=args.penalty_reward_value,
-        overlong_buffer_len=args.overlong_buffer_len,
-        overlong_factor=1.0,
-    )
 
 
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
@@ -341,14 +308,4 @@ def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig)
         do_sample=args.eval_temperature > 0,
         top_k=args.eval_top_k,
         top_p=args.eval_top_p,
-    )
-
-
-def make_kl_controller(args: PPOConfig) -> KLController:
-    """The controller of the KL penalty's weight."""
-    return kl_controllers.make_kl_controller(
-        args.kl_controller,
-        kl_coef=args.kl_coef,
-        target_kl=args.target_kl,
-        horizon=args.kl_horizon,
     )

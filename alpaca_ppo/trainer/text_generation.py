@@ -1,7 +1,6 @@
 """`PPOTrainer.generate`: the policy's answers to any prompts, as text. Nothing is scored or recorded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from alpaca_ppo.data import collate_prompts
@@ -56,12 +55,6 @@ def generate_texts(
     )
     n = sampling_params.num_return_sequences
     return [texts[start : start + n] for start in range(0, len(texts), n)]
-
-
-def with_changes(sampling_params: SamplingParams, *, seed: int, **changes: Any) -> SamplingParams:
-    """Returns `sampling_params` with the `changes` that are not None, outside of any step of the run."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    return replace(sampling_params, seed=seed, step=0, sampling_round=0, **given)
 
 
 def _is_one(prompts: Any) -> bool:

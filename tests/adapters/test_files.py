@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from alpaca_ppo.adapters import (
     add_policy_adapter,
     check_adapter_shapes,
-    check_reward_adapter,
     files,
     is_adapter,
     read_policy_adapter,
@@ -150,13 +149,13 @@ def test_a_reward_adapter_holds_lora_and_a_head_of_one_label_in_safetensors(tmp_
     tensors = {key: value for key, value in load_file(path).items() if "score" not in key}
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"headless has no score head with one label \(its heads: none\)"):
-        check_reward_adapter(folder)
+        read_reward_adapter(folder)
     save_file({**tensors, "base_model.model.score.weight": torch.zeros(3, 32)}, path)
     with pytest.raises(ValueError, match=r"no score head with one label \(its heads: .*score.weight': \(3, 32\)"):
-        check_reward_adapter(folder)
+        read_reward_adapter(folder)
     path.rename(path.with_suffix(".bin"))
     with pytest.raises(ValueError, match="headless has no adapter_model.safetensors, the only format that is read"):
-        check_reward_adapter(folder)
+        read_reward_adapter(folder)
 
 
 def test_a_base_that_is_not_there_is_named_before_its_adapters(tmp_path):

@@ -53,7 +53,7 @@ def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path)
     work_folder(run, "checkpoint-3", "new")
     refuse(
         run,
-        "holds a finished run .*raise total_epochs, .*--resume_from_",
+        "holds a finished run .*continue it with --resume_from_",
         resume=resume,
     )
     for step in (1, 2):

@@ -64,10 +64,10 @@ def test_sizes_are_checked_before_models_are_loaded_and_contents_when_they_are_r
         verify_files(tmp_path / "checkpoint-1")
 
 
-UNFINISHED = "holds checkpoint-5 of an earlier run; to continue it with --resume_from_checkpoint"
+UNFINISHED = "holds checkpoint-5 of an earlier run; continue it with --resume_from_checkpoint"
 FINISHED = r"holds a finished run \(its models are in final/\); "
-EXTEND = "to train it further, raise total_epochs, .*--resume_from_checkpoint, .*"
-ANEW = "choose another output_dir, move the old run away, or delete it with overwrite_output_dir: true$"
+EXTEND = "continue it with --resume_from_checkpoint, .*"
+ANEW = "choose another output_dir, or delete it with overwrite_output_dir: true$"
 
 
 @pytest.mark.parametrize(

@@ -109,24 +109,3 @@ def test_help_and_light_subcommands_import_no_library():
     for words in ("Processes:", "--num_processes", "--config", "--adv_estimator", "--completion_column"):
         assert words in done.stdout
     assert commands.usage() in done.stdout
-
-
-def test_a_long_message_is_wrapped_between_words_in_a_terminal_alone(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    path = "/a/path/that/is/longer/than/a/line/of/the/terminal"
-
-    def fail(argv):
-        second = "  beta (TRL): kl_loss_coef: 0.04, with a KL"
-        raise ValueError(f"output_dir is {path!r}, which is a file; choose another\n{second}")
-
-    assert exit_status(fail, []) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert exit_status(fail, []) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "error: output_dir is",
-        f"    '{path}',",
-        "    which is a file; choose another",
-        "  beta (TRL): kl_loss_coef: 0.04, with a",
-        "    KL",
-    ]

@@ -23,10 +23,10 @@ ADAPTER = {"use_peft": True, "lora_r": 2, "critic_layout": "adapter"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of the runs `whole` and `adapter`, of two steps with a checkpoint each; run.yaml holds all options."""
+    """The folder of three runs of two steps with a checkpoint each; run.yaml holds all options."""
     folder = tmp_path_factory.mktemp("runs")
     given = yaml.safe_load(write_run(folder).read_text())
-    for name, settings in (("whole", {}), ("adapter", ADAPTER)):
+    for name, settings in (("whole", {}), ("adapter", ADAPTER), ("half", ADAPTER | {"dtype": "bfloat16"})):
         options = {**given, **settings, "output_dir": str(folder / name), "save_steps": 1, "learning_rate": 0.05}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(options))
         run_training(["--config", str(folder / f"{name}.yaml")])
@@ -59,6 +59,17 @@ def test_the_newest_checkpoint_is_exported_as_the_run_wrote_its_last_models(run,
     if run == "whole":
         AutoModelForCausalLM.from_pretrained(tmp_path / "first/policy")
     AutoTokenizer.from_pretrained(tmp_path / "first/policy")
+
+
+def test_a_run_in_half_precision_is_merged_into_the_stored_base(runs, tmp_path):
+    assert main(["export", str(runs / "half"), "--to", str(tmp_path), "--merge"]) == 0
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto", output_loading_info=True)
+    assert not any(report.values()) and merged.dtype == torch.float32
+    base = AutoModelForCausalLM.from_pretrained(runs / "policy", dtype=torch.float32)
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad():
+        policy = PeftModel.from_pretrained(base, runs / "half/final/policy").eval()
+        torch.testing.assert_close(merged.eval()(ids).logits, policy(ids).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("stop_on", "status"), [("error", 3), ("warning", 0)])

@@ -42,7 +42,7 @@ examples/test_long_horizon.py: value_model_name_or_path
 generation/test_generate.py: generation_backend truncate_after
 generation/test_stop_strings.py: stop_strings truncate_tokens
 models/test_loading_arguments.py: model_init_kwargs
-trainer/test_padding_free.py: padding_free
+models/test_trial.py: padding_free
 ppo/test_updates.py: max_tokens_per_micro_batch
 tracking/test_console.py: logging_steps
 tracking/test_run_log.py: run_name report_to

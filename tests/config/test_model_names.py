@@ -27,12 +27,12 @@ def test_folders_and_possible_hub_ids_are_accepted(outputs, name):
     [
         ("outputs/ppoo", "m is 'outputs/ppoo', but there is no such folder (relative paths count from {}); did you "
          "mean outputs/ppo? (for a model of that name on the hub, start from another folder)"),
-        ("outputs/reward", "m is 'outputs/reward', but there is no such folder (relative paths count from {}); outputs "
-         "has ppo, sft (for a model of that name on the hub, start from another folder)"),
+        ("outputs/reward", "m is 'outputs/reward', but there is no such folder (relative paths count from {}) "
+         "(for a model of that name on the hub, start from another folder)"),
         ("./outputt", "m is './outputt', which is neither a folder nor a hub id (name or owner/name): there is no such "
          "folder (relative paths count from {}); did you mean outputs?"),
         ("/none/run", "m is '/none/run', which is neither a folder nor a hub id (name or owner/name): there is no such "
-         "folder, and no folder /none either"),
+         "folder"),
         ("./train.py", "m is './train.py', which is neither a folder nor a hub id (name or owner/name): it is a file, "
          "not a folder"),
     ],
@@ -45,16 +45,9 @@ def test_other_names_are_refused_with_what_is_there(outputs, name, message):
 
 def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
     assert check_folder("the run", "outputs/ppo").is_dir()
-    with pytest.raises(
-        ValueError, match="^the run is 'org/run', but there is no such folder .*, and no folder org eit"
-    ):
+    with pytest.raises(ValueError, match="^the run is 'org/run', but there is no such folder"):
         check_folder("the run", "org/run")
     assert where("trainn.py", what="file").endswith("; did you mean train.py?")
-    assert where("xyz.py", what="file").endswith("; that folder has outputs, train.py")
-    many = outputs / "many"
-    for number in range(9):
-        (many / f"run-{number}").mkdir(parents=True)
-    assert where("many/xyz").endswith("; many has run-0, run-1, run-2, run-3, run-4, run-5, run-6, run-7, ...")
 
 
 @pytest.mark.parametrize(

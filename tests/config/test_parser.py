@@ -241,6 +241,8 @@ def test_a_run_without_a_model_a_dataset_or_a_reward_is_refused():
     for missing in ("model_name_or_path", "dataset_name"):
         with pytest.raises(ValueError, match=f"{missing} is not set"):
             ScriptArguments(**{name: value for name, value in given.items() if name != missing})
+    with pytest.raises(ValueError, match="tool_call_parser is 'a:b', without effect: needs environments or tools"):
+        ScriptArguments(**given, tool_call_parser="a:b")
     arguments = ScriptArguments(model_name_or_path="m", dataset_name="d")
     with pytest.raises(ValueError, match="there is no reward"):
         arguments.check_names(PPOConfig())

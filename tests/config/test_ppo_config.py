@@ -32,7 +32,7 @@ ASKED = {"eval_opponent": "reference", "eval_judge": "https://h/v1", "eval_judge
         ({"critic_layout": "shared", "critic_epochs": 2}, "critic_epochs is 2; critic_layout 'shared'"),
         ({"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64}, "kl_horizon is 10; 13"),
         ({"stop_on": ["error", "kl_runway"]}, "stop_on 'kl_runway' constant_reward"),
-        ({"dynamic_sampling": 3}, "dynamic_sampling num_return_sequences is 1"),
+        ({"dynamic_sampling": 3}, "dynamic_sampling is 3; num_return_sequences"),
         ({"overlong_buffer_len": 6, "response_len": 5}, "overlong_buffer_len (6) response_len (5)"),
         ({"stop_strings": ["x", ""]}, "stop_strings is ['x', '']"),
         ({"critic": "c51", "value_support": [2.0, 2.0]}, "value_support is [2.0, 2.0]"),

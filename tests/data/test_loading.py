@@ -143,10 +143,11 @@ def test_json_is_read_as_it_is_written(tmp_path):
         (b'{"prompt": "\xff"}', r"rows.jsonl is not UTF-8 text \(.*0xff in position 12"),
         (
             '{"prompt": "a", "n": 18446744073709551616}',
-            r"column 'n' holds 18446744073709551616 in row 0, which 64 bits",
+            r"rows.jsonl line 1 .*64 bits cannot hold 18446744073709551616",
         ),
-        ('{"\\ud800": 1}', r"a column has the name '\\ud800', which is not text"),
-        ('{"prompt": "\\ud800"}', r"column 'prompt' holds '\\ud800' in row 0, which is not text"),
+        ('{"n": ' + "9" * 5000 + "}", r"rows.jsonl line 1 .*64 bits cannot hold 99"),
+        ('{"\\ud800": 1}', r"rows.jsonl line 1 holds .*\\ud800.*, which is not text"),
+        ('{"prompt": ["\\ud800"]}', r"rows.jsonl line 1 holds .*\\ud800.*, which is not text"),
         (
             '{"n": 1}\n{"n": ["x", 0.3333333333333333, NaN]}',
             r"column 'n' has values of different types, among which \['x",

@@ -20,7 +20,7 @@ from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler, SamplingStopped
 from alpaca_ppo.trainer.preflight import check_start
 from tests.leftovers import work_folder
-from tests.tiny_runs import before_update, metric_lines, one_update, prompts, tiny_trainer, weights
+from tests.tiny_runs import before_update, metric_lines, one_update, prompts, tiny_trainer, weights, with_advantages
 from tests.tools.warm_python import warm_python
 
 RUN = {
@@ -196,10 +196,10 @@ def test_a_resumed_run_that_had_nothing_left_to_do_still_knows_its_figures(tmp_p
 def test_a_step_of_one_s_own_that_moves_the_weights_between_two_rollouts_ends_before_the_run_does(tmp_path):
     class Twice(PPOTrainer):
         def step(self, prompt_batches):
-            rollouts = self.rollouts_with_advantages(prompt_batches)
+            rollouts = with_advantages(self, prompt_batches)
             one_update(self, rollouts, range(4))
             os.kill(os.getpid(), signal.SIGTERM)
-            stats = self.step_with_rollouts(self.rollouts_with_advantages(prompt_batches))
+            stats = self.step_with_rollouts(with_advantages(self, prompt_batches))
             return self.record_step_stats(stats, rollouts, self.state.global_step)
 
     with pytest.raises(Interrupted):

@@ -26,13 +26,11 @@ def chat(template, marks, keywords):
     return conversation(tokenizer, stop_token_ids=stop, chat_template_kwargs=keywords)
 
 
-FORGETS = r"changes an earlier turn .*: it leaves out what the policy thinks between <think> and </think>"
+FORGETS = r"leaves out what the policy thinks between <think> and </think>"
 EMPTY_THOUGHT = r"message 2 \(assistant\) of 3 has '.*assistant\\nEarlier answer.*, not '.*assistant\\n<think>\\n"
 TOOLS_MOVE = r"message 1 \(user\) of 3 has '<bos>\[INST\] First.*, not '<bos>\[AVAILABLE_TOOLS\]"
-FIRST_CALL = r"way than the first ones: message 4 \(assistant\) of 6 has .*\\n<\|call\|>add"
-FIRST_RESULT = (
-    r"way than the first ones: message 7 \(tool\) of 9 has .*<eos>\\n<\|output\|>.*, not .*<\|outputs_begin\|>"
-)
+FIRST_CALL = r"in another way later: message 4 \(assistant\) of 6 has .*\\n<\|call\|>add"
+FIRST_RESULT = r"in another way later: message 7 \(tool\) of 9 has .*<eos>\\n<\|output\|>.*, not .*<\|outputs_begin\|>"
 BEGUN_THOUGHT = r"message 2 \(assistant\) of 3 has .*, not '.*<\|Assistant\|><think>\\n'"
 # What is wrong with the replies of a partner, with tools, and with both; None where nothing is.
 FAMILIES = {
@@ -41,7 +39,7 @@ FAMILIES = {
     "qwen 3, not thinking": (of.QWEN_3, of.QWEN_MARKS, NOT_THINKING, EMPTY_THOUGHT, EMPTY_THOUGHT, EMPTY_THOUGHT),
     "qwen 3 for training": (of.QWEN_3_FOR_TRAINING, of.QWEN_MARKS, {}, None, None, None),
     "qwen 3 for training, not thinking": (of.QWEN_3_FOR_TRAINING, of.QWEN_MARKS, NOT_THINKING, None, None, None),
-    "qwen 3 thinking": (of.QWEN_3_THINKING, of.QWEN_MARKS, {}, EMPTY_THOUGHT, None, "changes an earlier turn"),
+    "qwen 3 thinking": (of.QWEN_3_THINKING, of.QWEN_MARKS, {}, EMPTY_THOUGHT, None, "in another way later"),
     "llama 3.1": (of.LLAMA_3_1, of.LLAMA_MARKS, {}, None, None, None),
     "mistral 3": (of.MISTRAL_3, of.MISTRAL_MARKS, {}, None, None, TOOLS_MOVE),
     "gemma 2": (of.GEMMA_2, of.GEMMA_MARKS, {}, None, NOTHING, NOTHING),

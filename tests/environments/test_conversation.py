@@ -59,9 +59,9 @@ def test_llamas_template_is_accepted_and_ends_turns_with_its_own_token():
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
     tokenizer = chat_bytes(FORGETS_THOUGHTS)
     tokenizer.name_or_path = "some/model"
-    with pytest.raises(ValueError, match="the chat template of some/model changes an earlier turn"):
+    with pytest.raises(ValueError, match="the chat template of some/model leaves out"):
         conversation(tokenizer).check([], replies=True)
-    with pytest.raises(ValueError, match="changes an earlier turn when later messages follow"):
+    with pytest.raises(ValueError, match="leaves out what the policy thinks"):
         conversation(tokenizer).check(SCHEMAS, replies=False)
 
 
@@ -75,18 +75,18 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ m.content if loop.revindex < 6 else m.content[:1000] }}"),
             [],
-            r"changes an earlier turn .*: message 14 \(assistant\) of 19 has .* 2 of answer",
+            r"in another way later: message 14 \(assistant\) of 19 has .* 2 of answer",
         ),
         # Only the last messages are written.
         (
             WITH_TOOLS.replace("in messages %}", "in messages[-12:] %}"),
             [],
-            r"changes an earlier turn .*: message 1 \(user\) of 13 has '.*answer 00.*', not '.*First question",
+            r"in another way later: message 1 \(user\) of 13 has '.*answer 00.*', not '.*First question",
         ),
         (
             WITH_TOOLS.replace("in messages %}", "in messages[-40:] %}"),
             [],
-            r"changes an earlier turn .*: message 1 \(user\) of 41 has",
+            r"in another way later: message 1 \(user\) of 41 has",
         ),
         # The results of earlier turns are left out.
         (
@@ -94,18 +94,18 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
                 "{{ m.content }}", "{{ m.content if m.role != 'tool' or loop.revindex < 4 else 'omitted' }}"
             ),
             SCHEMAS,
-            r"changes an earlier turn .*: message 3 \(tool\) of 6 has .*omitted.*, not .*2 of result 00",
+            r"in another way later: message 3 \(tool\) of 6 has .*omitted.*, not .*2 of result 00",
         ),
         # The text around a message depends on its position, or on its length.
         (
             NUMBERED,
             SCHEMAS,
-            r"writes messages that come later.*: message 4 \(assistant\) of 6 has '.*\(4\) .*, not '.*\(2\) ",
+            r"in another way later: message 4 \(assistant\) of 6 has '.*\(4\) .*, not '.*\(2\) ",
         ),
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ '[long] ' if m.content|length > 1000 }}{{ m.content }}"),
             [],
-            r"are long, in another way .*: message 14 \(assistant\) of 15 has '.*\[long\] More",
+            r"in another way later: message 14 \(assistant\) of 15 has '.*\[long\] More",
         ),
     ],
     ids=["length", "window", "wide window", "old results", "position", "length at once"],
@@ -120,7 +120,7 @@ def test_a_template_that_ends_turns_with_calls_in_another_way_is_refused():
     end = "{% if m.tool_calls %}<|im_end|>\n\n{% else %}<|im_end|>\n{% endif %}{% endfor %}{% if add"
     chat = conversation(chat_bytes(WITH_TOOLS.replace("<|im_end|>\n{% endfor %}{% if add", end)))
     chat.check([], replies=True)
-    with pytest.raises(ValueError, match=r"ends a turn with tool calls in another way .* writes '<\|im_end\|>\\n'"):
+    with pytest.raises(ValueError, match=r"does not end a turn with tool calls .* with '<\|im_end\|>\\n'"):
         chat.check(SCHEMAS, replies=True)
     # It is no matter if it is only the token that the policy ends its turn with.
     end = end.replace("\n\n", "").replace("<|im_end|>\n", "<|im_start|>")
@@ -129,7 +129,7 @@ def test_a_template_that_ends_turns_with_calls_in_another_way_is_refused():
 
 def test_a_template_that_never_writes_thoughts_is_refused():
     template = WITH_TOOLS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    with pytest.raises(ValueError, match="it leaves out what the policy thinks between <think> and </think>"):
+    with pytest.raises(ValueError, match="leaves out what the policy thinks between <think> and </think>"):
         conversation(chat_bytes(template)).check([], replies=True)
     # It is no matter where the template's own prompt ends with a thought.
     always = template.replace("assistant\n{% endif %}", "assistant\n</think>{% endif %}")

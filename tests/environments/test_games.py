@@ -21,9 +21,9 @@ GAME = {"response_len": 20, "query_len": 6, "max_turn_tokens": 3}
 class Recorder(PPOTrainer):
     """Keeps the rollouts of its last step."""
 
-    def rollouts_with_advantages(self, prompt_batches):
-        self.last = super().rollouts_with_advantages(prompt_batches)
-        return self.last
+    def step_with_rollouts(self, rollouts):
+        self.last = dict(rollouts)
+        return super().step_with_rollouts(rollouts)
 
 
 class Partner:

@@ -1,10 +1,10 @@
-"""Judges that are functions, and stored answers."""
+"""Judges: scores and functions; and stored answers."""
 
 import json
 
 import pytest
 
-from alpaca_ppo.evaluation.judges import Comparison, FunctionJudge
+from alpaca_ppo.evaluation.judges import Comparison, FunctionJudge, compare
 from alpaca_ppo.evaluation.opponents import stored_answers
 
 LONG, SHORT = "a much longer answer", "short"
@@ -22,6 +22,15 @@ def test_a_function_sees_both_orders_and_the_columns():
     assert calls == [(["p", "q"], [LONG, SHORT], ["7", "8"]), (["p", "q"], [SHORT, LONG], ["7", "8"])]
     first = FunctionJudge(lambda prompts, completions, others, **columns: [1.0, None], name="first")
     assert first(PAIRS) == [0.5, None]
+    # A judge that gives the longer answer 1, and the shorter one 0.5 for its place: 1 and 1 - 0.5.
+    unsure = iter([[1.0, None], [0.5, 1.0]])
+    assert FunctionJudge(lambda **arguments: next(unsure), name="unsure")(PAIRS) == [0.75, None]
+
+
+def test_equal_scores_are_half_a_win():
+    assert [compare(2.0, 1.0), compare(1.0, 1.0), compare(0.0, 1.0)] == [1.0, 0.5, 0.0]
+    # The rounding of float32 is a tie.
+    assert [compare(1.0, 1.0 + 1e-7), compare(1.001, 1.0), compare(0.0, 1e-7), compare(0.0, 1e-3)] == [0.5, 1, 0.5, 0]
 
 
 @pytest.mark.parametrize(

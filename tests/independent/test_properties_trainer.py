@@ -21,7 +21,7 @@ from alpaca_ppo.ppo.losses import correction_weights
 from alpaca_ppo.ppo.updates import Applied
 from tests.independent.property_cases import assert_same, examples
 from tests.tiny_models import PAD, tiny_causal_lm
-from tests.tiny_runs import count_even, one_update, tiny_trainer, weights
+from tests.tiny_runs import count_even, one_update, tiny_trainer, weights, with_advantages
 
 KL_IN_LOSS = {"kl_loss_coef": 0.3, "entropy_coef": 0.05}
 CRITIC_FREE = {"num_return_sequences": 2, "kl_coef": 0.0}
@@ -70,7 +70,7 @@ class Laboratory:
         items = [{"input_ids": ids, "row": {"prompt": ""}} for ids in prompts.values()]
         batch = collate_prompts(items, list(prompts), pad_token_id=PAD, query_len=width)
         trainer.collector = replace(trainer.collector, per_device_batch_size=per_device)
-        rollouts = trainer.rollouts_with_advantages([batch])
+        rollouts = with_advantages(trainer, [batch])
         return {**rollouts, **correction_weights(rollouts, trainer.args)}
 
     def update(self, rollouts, *, mode=None, max_tokens=1000):

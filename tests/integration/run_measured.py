@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo.estimate_memory.engines import Sharding
 from alpaca_ppo.estimate_memory.fake_models import Models
-from tests.estimate_memory.test_estimator import llama, lora, measured_peaks, predicted_peaks, settings  # noqa: E402
+from tests.estimate_memory.test_estimator import llama, lora, measured_peaks, predicted_peaks, saved, settings  # noqa: E402
 
 
 def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:
@@ -25,7 +25,7 @@ def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:
     measured = measured_peaks(args, peft_config, config)
     sharding = Sharding(torch.distributed.get_world_size(), json.loads(stage), buckets=1 + (json.loads(stage) == 2))
     if torch.distributed.get_rank() == 0:
-        predicted = predicted_peaks(Models(config, peft_config), args, sharding)
+        predicted = predicted_peaks(Models(saved(config), peft_config), args, sharding)
         print("PEAKS", json.dumps({"measured": measured, "predicted": predicted}), flush=True)
     torch.distributed.destroy_process_group()
 

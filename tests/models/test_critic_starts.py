@@ -10,7 +10,6 @@ from alpaca_ppo.checkpoint.compatibility import run_identity
 from alpaca_ppo.checkpoint.export import save_final
 from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.models.factory import make_actor_critic
-from alpaca_ppo.models.skeletons import trained_parameters
 from alpaca_ppo.tracking.weights_step import WeightsStep
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_config
@@ -101,19 +100,10 @@ def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_
     other = lora(r=3, lora_alpha=5, target_modules=["v_proj"])
     again, args = make(folder, "adapter", adapters=True, peft_config=other, value_model=value)
     torch.testing.assert_close(values(again), before, rtol=1e-5, atol=1e-6)
-    # The same bound of a checkpoint's size before anything is loaded.
-    counted = sum(p.numel() for p in trained_parameters(str(folder / "base"), value, other, args))
-    assert counted == sum(p.numel() for p in again.parameters() if p.requires_grad) - again.critic.head.weight.numel()
     # A resumed run must bring the same adapter: its scale is not among the weights.
     without = make(folder, "adapter", adapters=True, peft_config=other)[0]
     described = [_identity(built, args)["peft_config"]["value"] for built in (again, without)]
     assert "'r': 2, 'lora_alpha': 6" in described[0] and "'r': 3, 'lora_alpha': 5" in described[1]
-    # What a run cannot read counts as nothing.
-    whole = sum(p.numel() for p in trained_parameters(str(folder / "base"), str(folder / "base"), other, args))
-    shutil.copytree(final / "value", tmp_path / "empty")
-    (tmp_path / "empty" / "adapter_model.safetensors").unlink()
-    empty = sum(p.numel() for p in trained_parameters(str(folder / "base"), str(tmp_path / "empty"), other, args))
-    assert whole == counted - sum(p.numel() for p in again.policy.adapters.parameters_of("value")) and empty == 0
 
 
 def _identity(built, args):

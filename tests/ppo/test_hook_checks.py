@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.ppo.hook_checks import SHAPED, add_to_rollouts, check_rollouts
+from alpaca_ppo.ppo.hook_checks import RETURNED, check_rollouts, checked
 from tests.tiny_runs import tiny_trainer
 
 
@@ -30,27 +30,26 @@ def test_rollouts_must_be_tensors_with_a_row_a_response(returned, message):
     [
         (None, r"_shape_reward\(\) returned a NoneType; it must return a dict with shaped_rewards, non_"),
         ({"kl": torch.zeros(2, 3)}, "without shaped_rewards, non_score_rewards; it must"),
-        ({name: torch.zeros(2) for name in SHAPED}, r"shaped_rewards of shape \(2,\).* \(2, 3\)"),
+        ({name: torch.zeros(2) for name in RETURNED["_shape_reward"]}, r"shaped_rewards of shape \(2,\).* \(2, 3\)"),
         (
-            {name: torch.zeros(2, 3) for name in SHAPED} | {"mine": [1, 2]},
+            {name: torch.zeros(2, 3) for name in RETURNED["_shape_reward"]} | {"mine": [1, 2]},
             r"returned mine as a list; it must be a tensor of shape \(2,\)",
         ),
     ],
 )
 def test_what_a_hook_returns_is_named_where_it_is_wrong(returned, message):
     with pytest.raises(ValueError, match=message):
-        add_to_rollouts(rollouts(), "_shape_reward", returned, SHAPED)
+        checked("_shape_reward", returned, rollouts())
 
 
 def test_numbers_that_are_not_finite_are_refused_before_any_update():
-    shaped = {name: torch.zeros(2, 3) for name in SHAPED}
+    shaped = {name: torch.zeros(2, 3) for name in RETURNED["_shape_reward"]}
     shaped["kl"][1, 2] = torch.inf
     with pytest.raises(FloatingPointError, match=r"_shape_reward\(\) returned kl with numbers that are not finite"):
-        add_to_rollouts(rollouts(), "_shape_reward", shaped, SHAPED)
+        checked("_shape_reward", shaped, rollouts())
     outside = rollouts()
     outside["response_mask"][1, 2] = False
-    add_to_rollouts(outside, "_shape_reward", shaped, SHAPED)
-    assert outside["kl"] is shaped["kl"]
+    assert checked("_shape_reward", shaped, outside)["kl"] is shaped["kl"]
 
 
 class Careless(PPOTrainer):

@@ -7,7 +7,7 @@ from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo.losses import correction_weights, step_denominators
 from alpaca_ppo.ppo.trained_rows import trained_mask, trained_rows
 from alpaca_ppo.ppo.updates import Applied
-from tests.tiny_runs import one_update, tiny_trainer, weights
+from tests.tiny_runs import one_update, tiny_trainer, weights, with_advantages
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 0, 0]], dtype=torch.bool)
 ROLLOUTS = {
@@ -71,7 +71,7 @@ def run(tmp_path_factory):
         "target_kl_stop": 1e9,
     }
     trainer = tiny_trainer(tmp_path_factory.mktemp("run"), **options)
-    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     rollouts["stopped"] = torch.ones_like(rollouts["stopped"])
     rollouts["stopped"][[0, -1]] = False
     return trainer, rollouts, weights(trainer)

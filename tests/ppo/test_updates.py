@@ -12,7 +12,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional import policy_loss, value_loss
 from alpaca_ppo.ppo.minibatches import UpdateStep
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import prompts, tiny_trainer, weights
+from tests.tiny_runs import prompts, tiny_trainer, weights, with_advantages
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -137,7 +137,7 @@ class Copies(TorchDispatchMode):
 
 def test_an_optimizer_step_copies_each_tensor_of_the_rollouts_once(tmp_path):
     trainer = tiny_trainer(tmp_path, step_batch_size=10, max_tokens_per_micro_batch=18)
-    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     update = UpdateStep("both", torch.arange(10), 0, (0, 0, 0, 0))
     with Copies(rollouts) as copies:
         batches = list(trainer.updater.micro_batches(rollouts, update))

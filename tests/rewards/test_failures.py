@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import re
 
 import pytest
 import torch
@@ -234,31 +233,3 @@ def test_a_call_for_one_row_must_return_one_score():
 
     with pytest.raises(RewardError, match="'judge' returned 2 scores for 1 responses, on a batch of 1 rows"):
         score(judge, policy=DROP)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "function", "hint"),
-    [
-        (PROMPTS, lambda completions: [float(c[0]["content"]) for c in completions], "completions are text here"),
-        (
-            [[{"role": "user", "content": p}] for p in PROMPTS],
-            lambda completions: [float(c.strip()) for c in completions],
-            r"completions are messages here.*: the text is completion\[0\]\['content'\]",
-        ),
-        (PROMPTS, lambda completions: [len(c) + "1" for c in completions], None),
-    ],
-)
-def test_a_function_written_for_the_other_kind_of_prompts_is_told_so(prompts, function, hint):
-    rows = [{"prompt": p} for p in prompts]
-    for policy in (FailurePolicy(), DROP):
-        scorer = build_reward([function, lengths], policy=policy)
-        if policy is DROP:
-            scorer(prompts, COMPLETIONS, IDS, rows)
-            message = str(scorer.failures[0])
-        else:
-            with pytest.raises(RewardError) as refused:
-                scorer(prompts, COMPLETIONS, IDS, rows)
-            message = str(refused.value)
-        assert ("completions are" in message) == (hint is not None)
-        if hint:
-            assert re.search(hint, message)

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification, BertConfig, LlamaForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from alpaca_ppo.rewards import ModelReward, RewardBatch, RewardError, build_reward
+from alpaca_ppo.rewards import ModelReward, RewardBatch, RewardError, build_reward, reward_model
 from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
 from tests.tiny_models import (
     ARCHITECTURES,
@@ -165,7 +165,7 @@ def test_rows_without_padding_are_scored_as_rows_of_their_own(arch):
         with torch.no_grad():
             # Not in float32, as `alone` is.
             expected = [model(input_ids=ids.unsqueeze(0)).logits[0, 0] for ids in sequences]
-            found = (source._score_packed if packs else source._score_padded)(sequences)
+            found = (reward_model._score_packed if packs else reward_model._score_padded)(model, sequences)
         assert_close(found, torch.stack(expected), atol=tolerance, rtol=tolerance)
 
 
@@ -194,11 +194,11 @@ def test_a_pass_has_the_tokens_of_so_many_longest_rows():
     assert grouped([1] * 7 + [7], batch_size=2) == [[7, 0, 1, 2, 3, 4, 5, 6]]
 
 
-def test_a_model_that_some_rank_cannot_pack_is_padded():
+def test_a_model_that_some_rank_cannot_pack_is_padded(monkeypatch):
     source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
     asked = []
     source.prepare(equal_passes=False, packs_everywhere=lambda packs: bool(asked.append(packs)))
-    source._score_packed = None
+    monkeypatch.setattr(reward_model, "_score_packed", None)
     assert source(RewardBatch(["w5 w6"] * 2, ["w7", ""], [[1]] * 2, {})) and asked == [True]
 
 

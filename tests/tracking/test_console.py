@@ -239,12 +239,12 @@ def test_the_end_of_a_run_without_a_step_is_printed(tmp_path):
 
 def test_the_end_counts_the_findings_and_says_where_they_are_and_that_a_best_evaluation_was_not_kept(tmp_path):
     shown, log = console(tmp_path, report=True)
-    found = ["info", "warning", "error", "warning"]
+    found = ["warning", "error", "warning"]
     (tmp_path / "findings.jsonl").write_text("".join(f'{{"step": 1, "severity": "{name}"}}\n' for name in found))
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval/rewards": 1.0}\n{"step": 4, "eval/rewards": 0.5}\n')
     shown.on_train_end(None, SimpleNamespace(global_step=5, best_global_step=None), None)
     place = f"(printed above, in report.html and in {tmp_path / 'findings.jsonl'})"
-    assert f"findings:    1 error, 2 warnings, 1 info {place}" in log.printed
+    assert f"findings:    1 error, 2 warnings {place}" in log.printed
     assert "best step:   2 (eval/rewards 1.000, not kept: metric_for_best_model was not set)" in log.printed
 
 

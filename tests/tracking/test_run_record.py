@@ -17,7 +17,7 @@ from alpaca_ppo.config.credentials import REMOVED
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.git_state import package_commit
 from alpaca_ppo.config.modules import load_module
-from alpaca_ppo.config.provenance import Provenance
+from alpaca_ppo.config.run_file import Provenance
 from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments
 from alpaca_ppo.tracking.run_record import RunRecord, import_name
@@ -195,42 +195,6 @@ def test_an_evaluation_needs_what_it_measures_and_no_other_object(tmp_path):
     ):
         parse_args([EvaluateArguments], flags)
     assert parse_args([EvaluateArguments], [*flags, "--reward_funcs", "a:b", "--eval_dataset_name", "d"])
-
-
-def test_relative_paths_of_a_run_that_was_started_elsewhere_are_missed(tmp_path, monkeypatch):
-    there, here = tmp_path / "there", tmp_path / "here"
-    (there / "outputs/sft").mkdir(parents=True)
-    (here / "outputs").mkdir(parents=True)
-    (here / "both.jsonl").touch()
-    monkeypatch.chdir(here)
-    options = {
-        "model_name_or_path": "outputs/sft",
-        "reward_model_name_or_path": ["org/reward"],
-        "reward_funcs": ["rewards.py:f", "module:g"],
-        "dataset_name": "both.jsonl",
-        "reference": "auto",
-        "eval_dataset_name": str(here / "none.jsonl"),
-    }
-    path = written(tmp_path / "run.yaml", {**options, "provenance": {"folder": str(there)}})
-    flags = ["--config", str(path)]
-    message = (
-        f"--config {path} is of a run that was started in {there}, from which its relative paths count, and {here} has "
-        f"no model_name_or_path: outputs/sft; reward_funcs: rewards.py. Start the command in {there}, or give the "
-        "paths as options"
-    )
-    with pytest.raises(ValueError) as caught:
-        parse_args([ScriptArguments, PPOConfig], flags)
-    assert str(caught.value) == message
-    with pytest.raises(ValueError, match="has no reward_funcs: rewards.py. Start"):
-        parse_args([ScriptArguments, PPOConfig], [*flags, "--model_name_or_path", "m"])
-    (here / "rewards.py").touch()
-    (here / "outputs/sft").mkdir()
-    assert parse_args([ScriptArguments, PPOConfig], flags)[0].model_name_or_path == "outputs/sft"
-    # Where the run was started, or in a file of the user's own, nothing is looked for.
-    (here / "rewards.py").unlink()
-    assert parse_args([ScriptArguments, PPOConfig], ["--config", str(written(tmp_path / "own.yaml", options))])
-    monkeypatch.chdir(there)
-    assert parse_args([ScriptArguments, PPOConfig], flags)
 
 
 def test_a_function_that_can_be_imported_is_named(tmp_path, monkeypatch):

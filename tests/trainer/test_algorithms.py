@@ -10,7 +10,7 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import C51Head, build_actor_critic
 from alpaca_ppo.ppo.minibatches import plan_updates
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights, with_advantages
 
 OPTIONS = {
     "c51": {"critic": "c51", "value_support": [-4.0, 8.0]},
@@ -136,7 +136,7 @@ def test_the_updates_of_a_step_end_when_the_policy_has_moved_too_far(tmp_path):
     once = tiny_trainer(tmp_path / "once", learning_rate=1e-2, ppo_epochs=4)
     one_update(
         once,
-        once.rollouts_with_advantages(once.prompt_batches(0)),
+        with_advantages(once, once.prompt_batches(0)),
         plan_updates(10, once.args, 0, critic_only=False)[0].rows,
     )
     for name, tensor in weights(once).items():
@@ -185,7 +185,7 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
     head = partial(C51Head, v_min=-1.0, v_max=1.0)
     built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
     settings = {"model": built, "critic_layout": "shared", "critic": "c51"}
-    with pytest.raises(ValueError, match="with the head .*-1.0.*, but the configuration asks for .*-10.0"):
+    with pytest.raises(ValueError, match="head is .*-1.0.*, but the critic asked for is .*-10.0"):
         tiny_trainer(tmp_path, **settings)
     tiny_trainer(tmp_path, value_support=[-1.0, 1.0], risk_level=0.5, **settings)
     assert built.critic.head.risk_level == "0.5"

@@ -1,4 +1,4 @@
-"""A run whose first checkpoint cannot fit on the disk is refused before a model is loaded, and no other run is."""
+"""A run whose first checkpoint cannot fit on the disk is refused before its first step, and no other run is."""
 
 import re
 import shutil
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.models import build_actor_critic
@@ -96,7 +96,7 @@ def start(case, folder, output_dir, **settings):
 
 
 def check(case, folder, output_dir, **settings):
-    """What the constructor, or else `train`, refuses."""
+    """What `train` refuses."""
     start(case, folder, output_dir, **settings).disk_check.check()
 
 
@@ -139,12 +139,13 @@ def test_a_disk_without_room_for_the_final_models_is_refused(case, folder, tmp_p
         check(case, folder, tmp_path / "another")
 
 
-def test_the_room_for_all_checkpoints_that_will_be_kept_is_asked_for(folder, tmp_path, free):
+def test_the_room_for_all_checkpoints_that_will_be_kept_is_asked_for(tmp_path, free):
     free(0)
+    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
 
     def check(steps, **settings):
         args = tiny_config(tmp_path, overwrite_output_dir=True, **{"save_steps": 10, "save_total_limit": 2, **settings})
-        DiskCheck(args, str(folder / "policy"), None, None, adamw=True).check(steps)
+        DiskCheck(args, built, adamw=True).check(steps)
 
     with pytest.raises(ValueError, match=r"one checkpoint .*save none \(save_steps: 0\), or train fewer") as caught:
         check(10)
@@ -194,45 +195,8 @@ def test_a_finished_run_that_is_resumed_with_nothing_left_to_do_needs_no_room_fo
         start("separate", folder, tmp_path, save_steps=1, total_episodes=8).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("case", ["separate", "wide critic", "LoRA, adapter", "trained adapter"])
-def test_no_model_is_loaded_before_the_disk_is_known_to_be_too_small(case, folder, tmp_path, free, monkeypatch):
-    def load(*args, **kwargs):
-        raise AssertionError("a model is loaded")
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
-    free(1000)
-    state = torch.get_rng_state()
-    with pytest.raises(ValueError, match="has too little room"):
-        start(case, folder, tmp_path)
-    # A run's random numbers do not depend on the check.
-    assert torch.equal(torch.get_rng_state(), state)
-    # The main process alone writes.
-    monkeypatch.setenv("RANK", "1")
-    DiskCheck(tiny_config(tmp_path), str(folder / "policy"), None, None, adamw=True).check()
-
-
-def test_what_cannot_be_counted_is_left_to_the_check_that_knows_its_name(folder, tmp_path, free):
+def test_only_the_main_process_needs_room(tmp_path, free, monkeypatch):
     free(0)
-    policy = str(folder / "policy")
-    nowhere = LoraConfig(**{**LORA, "target_modules": ["nowhere"]})
-    for model, value_start, peft_config in (
-        (str(tmp_path / "none"), None, None),
-        (policy, None, nowhere),
-        (policy, None, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
-        (policy, str(tmp_path / "none"), LoraConfig(**{**LORA, "target_modules": ["nowhere"]})),
-        (policy, get_peft_model(tiny_causal_lm("llama"), LoraConfig(**LORA)), nowhere),
-        (unknown_to_transformers(), None, lora()["peft_config"]),
-    ):
-        args = tiny_config(tmp_path, critic_layout="shared" if value_start is None else "separate")
-        DiskCheck(args, model, value_start, peft_config, adamw=True).check()
-
-
-def unknown_to_transformers():
-    """A model whose configuration `AutoModelForCausalLM` cannot build one from."""
-
-    class OwnConfig(LlamaConfig):
-        model_type = "own"
-
-    model = tiny_causal_lm("llama")
-    model.config = OwnConfig(**model.config.to_dict())
-    return model
+    monkeypatch.setenv("RANK", "1")
+    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+    DiskCheck(tiny_config(tmp_path), built, adamw=True).check()

@@ -10,7 +10,7 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.functional.rng import seeded_permutation
-from tests.tiny_runs import before_update, count_even, metric_lines, tiny_trainer, weights
+from tests.tiny_runs import before_update, count_even, metric_lines, tiny_trainer, weights, with_advantages
 
 PAIRS = {
     "dynamic_sampling": 2,
@@ -102,7 +102,7 @@ def test_prompts_whose_raw_scores_are_equal_give_their_places_to_the_next_ones(w
 
 def test_what_a_subclass_adds_to_the_rollouts_follows_its_rows(whole, tmp_path):
     trainer = trainer_of(tmp_path, Recording)
-    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     assert torch.equal(rollouts["doubled"], rollouts["scores"] * 2)
     assert rollouts["sample_ids"].tolist() == [0, 1] * 6
     rows = [call["responses"] for call in trainer.calls]
@@ -167,7 +167,7 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
 
     answers = itertools.cycle([0.0, None])
     trainer = trainer_of(tmp_path, Failing, failed_rewards="mask", trainer_arguments={"reward_funcs": judge})
-    rollouts = trainer.rollouts_with_advantages(trainer.prompt_batches(0))
+    rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.indices(0)
     assert rollouts["scores"].tolist() == [0.0] * 12
     counts = trainer.counts

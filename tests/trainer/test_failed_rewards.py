@@ -16,7 +16,7 @@ from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.ppo import trained_rows
 from alpaca_ppo.rewards import FailurePolicy, RewardError, build_reward
 from alpaca_ppo.rewards.batch import RowFailure, make_reward_batch
-from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer, weights
+from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer, weights, with_advantages
 
 MASK = {"failed_rewards": "mask"}
 
@@ -43,8 +43,8 @@ def trainer_of(folder, reward=judge, **overrides):
     return tiny_trainer(folder, trainer_arguments=given, **overrides)
 
 
-def with_advantages(trainer, step=0):
-    return trainer.rollouts_with_advantages(trainer.prompt_batches(step))
+def advantages_of(trainer, step=0):
+    return with_advantages(trainer, trainer.prompt_batches(step))
 
 
 def test_the_rollouts_keep_every_response_and_say_which_are_learned_from(tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_an_update_is_that_of_the_other_responses_alone(whiten, estimator, tmp_p
     settings |= {"num_return_sequences": 3, "adv_estimator": estimator, "dtype": torch.float64, "ppo_epochs": 1}
     settings |= {"step_batch_size": 30, "adam_epsilon": 0.1, "kl_coef": 0.0}
     trainer = trainer_of(tmp_path / "mask", **settings, **MASK)
-    rollouts = with_advantages(trainer)
+    rollouts = advantages_of(trainer)
     kept = rollouts["trained_rows"]
     assert 0 < int((~kept).sum()) < len(kept)
     assert not rollouts["advantages"][~kept].any()
@@ -153,7 +153,7 @@ def test_groups_are_compared_without_the_failed_responses(tmp_path, capsys):
     settings = {"num_return_sequences": 3, "rollout_batch_size": 2, "adv_estimator": "rloo", "kl_coef": 0.0}
     trainer = trainer_of(tmp_path, row_by_row([4.0, None, 1.0, None, None, 5.0]), **settings, **MASK)
     capsys.readouterr()
-    rollouts = with_advantages(trainer)
+    rollouts = advantages_of(trainer)
     assert rollouts["trained_rows"].tolist() == [True, False, True, False, False, False]
     assert rollouts["scores"].tolist() == [4.0, 0.0, 1.0, 0.0, 0.0, 5.0]
     assert_close(rollouts["advantages"][:, 0], torch.tensor([3.0, 0.0, -3.0, 0.0, 0.0, 0.0]))

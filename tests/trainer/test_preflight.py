@@ -46,7 +46,7 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
     refused(tmp_path, "truncate_tokens holds 'halt now'", arguments=named, truncate_tokens=["halt now"])
     refused(tmp_path, "truncate_tokens holds id 64", arguments=named, truncate_tokens=[64])
-    refused(tmp_path, "is empty", arguments={**named, "train_dataset": prompts().select([])})
+    refused(tmp_path, "dataset is empty", arguments={**named, "train_dataset": prompts().select([])})
     refused(tmp_path, "has no column 'text'", arguments=named, prompt_column="text")
 
 
@@ -63,8 +63,6 @@ def test_a_reward_adapter_is_checked_before_a_model_is_loaded(tmp_path):
     refused(tmp_path, message, arguments={**named, **lora}, **wide)
     tiny_tokenizer().save_pretrained(tmp_path / "wide")
     named["reward_funcs"] = []
-    message = r"reward_adapter .*wide does not fit LlamaForCausalLM: its .* has shape \(.*64.*\), but .*32"
-    refused(tmp_path, message, arguments={**named, **lora}, **wide)
     message = "reward_adapter is '.*wide', but the policy has no adapters; give peft_config"
     refused(tmp_path, message, arguments=named, **wide)
 

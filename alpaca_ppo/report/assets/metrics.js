@@ -27,7 +27,7 @@ function hasSeeds() {
 }
 
 // The evaluations, in the order in which people cite them; within it by name.
-const CITED = [/\/pass_at_1$/, /\/avg_at_\d+$/, /\/pass_at_\d+$/, /\/win_rate$/, /\/lc_win_rate$/, /\/scores$/, /\/scores\//];
+const CITED = [/\/pass_at_1$/, /\/avg_at_\d+$/, /\/pass_at_\d+$/, /\/win_rate$/, /\/scores$/, /\/scores\//];
 const evaluations = METRICS.filter((name) => name.startsWith("eval/") && !SECONDARY.test(name));
 const citation = (name) => (CITED.findIndex((pattern) => pattern.test(name)) + CITED.length + 1) % (CITED.length + 1);
 evaluations.sort((a, b) => citation(a) - citation(b) || METRICS.indexOf(a) - METRICS.indexOf(b));
