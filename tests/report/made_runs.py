@@ -120,7 +120,7 @@ def make_evaluated_run(path: Path, *, preset: str, commit: str) -> Path:
                 right = 0.25 + (0.125 if k else 0.03125) * step
                 line |= {f"eval/{name}/pass_at_1": right, f"eval/{name}/avg_at_4": right, f"eval/{name}/scores": -1.0}
                 line |= {f"eval/{name}/pass_at_1_se": 0.0625, f"eval/{name}/pass_at_4": right + 0.25}
-                line |= {f"eval/{name}/avg_at_4": right + 0.125, f"eval/{name}/win_rate": 0.5}
+                line |= {f"eval/{name}/win_rate": 0.5}
                 line |= {f"eval/{name}/kl_sum_seq": 2.0 * step, f"eval/{name}/response_length": 9.0}
         lines.append(line)
     write_lines(path / "metrics.jsonl", lines)
