@@ -190,7 +190,7 @@ def test_the_essentials_are_the_first_nine_whatever_else_was_logged(opened):
     assert titles[:3] == ["Evaluation: easy/pass@1", "Evaluation: easy/pass@4", "Evaluation: hard/pass@4"]
     # What was opened stays open.
     page.click("[data-value='5']")
-    assert groups.first.locator(".chart").count() == 9
+    assert groups.first.locator(".chart").count() == 7
 
 
 def test_a_run_without_a_step_says_so(opened):
