@@ -133,7 +133,7 @@ def test_each_dataset_is_read_with_its_own_configuration(config, monkeypatch, fl
     def stop(*args, **kwargs):
         raise Stop
 
-    def ask(name, *, split, config_name):
+    def ask(name, *, split, config_name=None):
         asked.append((Path(name).name, split, config_name))
 
     for module in (from_arguments, eval_sets):

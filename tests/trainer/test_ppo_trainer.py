@@ -292,7 +292,7 @@ def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
         ({"critic_layout": "separate"}, "critic_layout 'shared', but critic_layout is 'separate'"),
         (
             {"critic_layout": "shared", "critic": "c51"},
-            "the head .'kind': 'scalar'., but .* asks for .'kind': 'c51'",
+            "head is .'kind': 'scalar'.*, but .* is .'kind': 'c51'",
         ),
         ({"adv_estimator": "remax"}, "critic_layout 'shared', but critic_layout is None .adv_estimator 'remax'"),
     ],
