@@ -32,6 +32,7 @@ LONGEST = ("integration", "estimate_memory", "examples")
 """Folders whose files take longest: they come first, so that the workers end at about the same time."""
 
 _deselected: list[pytest.Item] = []
+_proof_files: set[Path] = set()
 _records: list[dict[str, Any]] = []
 """Of this process or of each worker of pytest-xdist: `reached`, and whether it collected every test (`complete`)."""
 _unreached: list[str] = []
@@ -99,7 +100,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_deselected(items):
     """What `make proof` runs is no part of a complete run."""
-    _deselected.extend(item for item in items if item.get_closest_marker("proof") is None)
+    for item in items:
+        if item.get_closest_marker("proof") is None:
+            _deselected.append(item)
+        else:
+            _proof_files.add(item.path)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,7 +118,7 @@ def pytest_testnodedown(node, error):
 def pytest_sessionfinish(session, exitstatus):
     if not session.config.pluginmanager.has_plugin("dsession"):
         files = set(Path(__file__).parent.rglob("test_*.py"))
-        complete = files <= {item.path for item in session.items} and not _deselected
+        complete = files <= {item.path for item in session.items} | _proof_files and not _deselected
         _records.append({"complete": complete, "reached": sorted(raise_record.reached)})
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["raises"] = _records[0]

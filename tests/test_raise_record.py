@@ -57,7 +57,7 @@ def test_the_package_itself_is_recorded():
 
 @pytest.fixture
 def project(tmp_path):
-    """A package with three `raise` statements, a test of two of them in a file each, and our conftest."""
+    """A package with three `raise` statements, tests of two in a file each, a file left to the proof, our conftest."""
     tests, here = tmp_path / "tests", Path(__file__).parent
     tests.mkdir()
     for name in ("conftest.py", "raise_record.py"):
@@ -70,14 +70,15 @@ def project(tmp_path):
             f"import pytest\nfrom {raise_record.PACKAGE}.checks import check\n\n"
             f"def test_{name}():\n    with pytest.raises(ValueError, match={name!r}):\n        check({value})\n"
         )
+    (tests / "test_long.py").write_text("import pytest\n\n@pytest.mark.proof\ndef test_long():\n    pass\n")
     return tmp_path
 
 
 def suite(project, *arguments):
     """The end of pytest in `project`, which loads no other plugin than pytest-xdist."""
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "xdist.plugin", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "xdist.plugin", "-m", "not proof"]
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run([*command, "tests"], cwd=project, env=environment, capture_output=True, text=True)
+    return subprocess.run([*command, *arguments, "tests"], cwd=project, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
