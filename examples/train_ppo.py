@@ -8,8 +8,7 @@ from the current folder.
 
 import sys
 
-from alpaca_ppo.cli.errors import exit_status
-from alpaca_ppo.cli.train import main
+from alpaca_ppo.cli.commands import main
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

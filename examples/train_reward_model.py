@@ -11,8 +11,7 @@ which `train_ppo.py --reward_adapter` puts on the policy's base.
 
 import sys
 
-from alpaca_ppo.cli.errors import exit_status
-from alpaca_ppo.cli.reward import main
+from alpaca_ppo.cli.commands import main
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    sys.exit(main(["reward", *sys.argv[1:]]))

@@ -11,8 +11,7 @@ code.
 
 import sys
 
-from alpaca_ppo.cli.errors import exit_status
-from alpaca_ppo.cli.sft import main
+from alpaca_ppo.cli.commands import main
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    sys.exit(main(["sft", *sys.argv[1:]]))

@@ -27,7 +27,7 @@ BUDGET = {
     "tracking": 902,
     "environments": 890,
     "root": 715,
-    "cli": 673,
+    "cli": 567,
     "estimate_memory": 607,
     "data": 578,
     "adapters": 512,

@@ -141,7 +141,8 @@ def fields_of(text: str, class_name: str) -> list[str]:
     """Names of the annotated fields in the body of `class_name`."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            fields = [n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            return [n.target.id for n in fields if not ast.unparse(n.annotation).startswith("ClassVar")]
     return []
 
 

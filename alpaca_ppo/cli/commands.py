@@ -1,36 +1,51 @@
-"""The table of subcommands, and `main`, which finds and calls the one that the command line names.
-
-A subcommand is a module of this folder with `main(argv) -> int`, where `argv` excludes the subcommand itself and the
-result is the exit status. It is imported when it is called, so that `alpaca-ppo --help` needs no library.
+"""The table of subcommands, `main`, which calls the one that the command line names, and `exit_status`: how a command
+ends after a mistake of its user or Ctrl-C.
 """
 
 import difflib
 import importlib
+import os
+import signal
 import sys
+import sysconfig
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
 
-from alpaca_ppo.cli.errors import exit_status
+from alpaca_ppo.library_output import ignore_known_lines
 
 COMMANDS = {
-    "sft": "fine-tune a language model on prompts and completions",
-    "reward": "train a reward model on preference pairs",
-    "train": "train a policy with PPO",
-    "evaluate": "measure a policy on prompts",
-    "sample": "answer prompts with a trained policy and its reference",
-    "report": "write one HTML file about one run or several",
-    "export": "write any checkpoint of a run as a folder for from_pretrained",
-    "estimate-memory": "estimate the memory of a run without loading weights",
-    "presets": "list the presets, or show one",
-    "migrate": "translate the configuration of TRL or verl",
+    "sft": ("train", "fine-tune a language model on prompts and completions"),
+    "reward": ("train", "train a reward model on preference pairs"),
+    "train": ("train", "train a policy with PPO"),
+    "evaluate": ("evaluate", "measure a policy on prompts"),
+    "sample": ("sample", "answer prompts with a trained policy and its reference"),
+    "report": ("finished_runs", "write one HTML file about one run or several"),
+    "export": ("finished_runs", "write any checkpoint of a run as a folder for from_pretrained"),
+    "estimate-memory": ("configurations", "estimate the memory of a run without loading weights"),
+    "presets": ("configurations", "list the presets, or show one"),
+    "migrate": ("configurations", "translate the configuration of TRL or verl"),
 }
-"""Each subcommand with its summary. Its module has the same name, with _ for -."""
+"""Each subcommand with the module of this folder that holds it, and its summary. It is the function of its name (with _
+for -), which takes the words after the subcommand and returns the exit status. The module is imported when it is
+called, so that `alpaca-ppo --help` needs no library."""
+TRACEBACK = "--traceback"
+_SHOW = "ALPACA_PPO_TRACEBACK"
+MISTAKE = 2
+"""The exit status; argparse's too."""
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = [Path(path) for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}]
+_OTHER_RANKS_WAIT = 20.0
+"""Seconds. Most mistakes are found by all ranks at once. The launcher ends the others as soon as one has ended, so they
+leave it to rank 0 to report the mistake, and report it only if they are still there after this time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that `argv` (default: the command line) starts with; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else "--help"
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
         return 0
@@ -41,27 +56,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
-        return 2
-    return exit_status(lambda rest: main_of(name)(rest), words[1:])
+        return MISTAKE
 
+    def run(words: Sequence[str]) -> int:
+        module = importlib.import_module(f"alpaca_ppo.cli.{COMMANDS[name][0]}")
+        return int(getattr(module, name.replace("-", "_"))(words))
 
-def main_of(name: str) -> Callable[[Sequence[str]], int]:
-    """The `main` of the subcommand `name`."""
-    function: Callable[[Sequence[str]], int] = importlib.import_module(f"alpaca_ppo.cli.{name.replace('-', '_')}").main
-    return function
+    return exit_status(run, rest)
 
 
 def usage() -> str:
     """The text of `alpaca-ppo --help`."""
-    lines = [f"  {name:<16} {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: alpaca-ppo SUBCOMMAND [--option VALUE ...]",
-            "",
-            "Critic-based PPO for language models.",
-            "",
-            *lines,
-            "",
-            "alpaca-ppo SUBCOMMAND --help describes its options; --traceback shows where a mistake was found.",
-        ]
+    lines = "\n".join(f"  {name:<16} {summary}" for name, (_, summary) in COMMANDS.items())
+    return (
+        "usage: alpaca-ppo SUBCOMMAND [--option VALUE ...]\n\nCritic-based PPO for language models.\n\n"
+        f"{lines}\n\n"
+        "alpaca-ppo SUBCOMMAND --help describes its options; --traceback shows where a mistake was found."
     )
+
+
+def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Calls `command` with `argv` and returns its exit status, or 2 for a ValueError or OSError, whose message it
+    prints, or 130 for Ctrl-C where no run was there to be saved.
+
+    With `--traceback` in `argv`, every exception is passed on. So is one from code of the user's own, such as a reward
+    function, because only the traceback says where that is.
+    """
+    if TRACEBACK in argv:
+        # For the processes that this one starts, too.
+        os.environ[_SHOW] = "1"
+    rank = os.environ.get("RANK", "0")
+    ignore_known_lines()
+    try:
+        return command([word for word in argv if word != TRACEBACK])
+    except (ValueError, OSError) as error:
+        if _SHOW in os.environ or runs_own_code(error, error.__traceback__ and error.__traceback__.tb_next):
+            raise
+        if rank != "0":
+            time.sleep(_OTHER_RANKS_WAIT)
+        print(f"error{f' on rank {rank}' if rank != '0' else ''}: {error}", file=sys.stderr, flush=True)
+        return MISTAKE
+    except KeyboardInterrupt:
+        if _SHOW in os.environ:
+            raise
+        # Of several processes the launcher's, or rank 0.
+        if rank == "0":
+            print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+
+
+def runs_own_code(error: BaseException, frames: TracebackType | None) -> bool:
+    """Whether `error`, or what it was raised from, passed through a file of the user's, called by this package."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(frames)]
+    called = next((i for i, file in enumerate(files) if file.is_relative_to(_PACKAGE)), len(files))
+    libraries = (_PACKAGE, *_LIBRARIES)
+    own = [f for f in files[called:] if f.is_file() and not any(f.is_relative_to(folder) for folder in libraries)]
+    cause = error.__cause__
+    return bool(own) or (cause is not None and runs_own_code(cause, cause.__traceback__))

@@ -1,11 +1,10 @@
 """`alpaca-ppo evaluate`: the metrics of a trained model on held-out prompts, without training.
 
 It makes the evaluation of a trainer, with the options of the run's own configuration, so that both give the same
-numbers. On several processes: `accelerate launch -m alpaca_ppo.cli.evaluate`.
+numbers. On several processes: `accelerate launch -m alpaca_ppo.cli evaluate`.
 """
 
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,12 @@ from alpaca_ppo.evaluation.results import results_text
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
 _OTHERS = "seed dtype load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
 _OF_CRITICS = ("whiten_rewards",)
+_WITHOUT_TRAINING = {
+    "num_return_sequences": 1,
+    "report_to": ["none"],
+    "adv_estimator": "reinforce_plus_plus",
+    "kl_coef": 0.0,
+}
 PROG = "alpaca-ppo evaluate"
 
 
@@ -49,31 +54,45 @@ class EvaluateArguments(ScriptArguments):
     results_dir: str = argument("outputs/evaluation", "Folder for results.json, answers.jsonl and the tables.")
     overwrite: bool = argument(False, "Replace the results of an earlier evaluation in results_dir.")
 
-    @classmethod
-    def needed_objects(cls) -> Collection[str]:
-        """The arguments of `PPOTrainer` that it needs of a run."""
-        return MEASURED
-
-    def required_names(self) -> tuple[str, ...]:
-        """The options that must be set."""
-        return ("model",)
+    required = ("model",)
+    needed_objects = MEASURED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluates, prints what came out, and writes results.json and answers.jsonl; returns the exit status."""
+def evaluate(argv: Sequence[str]) -> int:
+    """Evaluates, prints what came out, and writes results.json and answers.jsonl; returns the exit status.
+
+    Raises:
+        ValueError: as `model_folder`; for output_dir as a flag, and a `results_dir` whose files must not be lost.
+    """
     search_current_folder()
-    words = list(sys.argv[1:] if argv is None else argv)
-    script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], words, prog=PROG)
-    check_flags(words)
-    model = model_folder(script_args.model)
-    check_results_dir(script_args)
+    script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog=PROG)
+    # In a configuration it is the run's folder, and ignored.
+    if any(word.partition("=")[0] in ("--output_dir", "--output-dir") for word in argv):
+        raise ValueError(f"output_dir is the folder of a training run, which {PROG} ignores; give --results_dir")
+    model, folder = model_folder(script_args.model), Path(script_args.results_dir)
+    if (folder / "final").exists() or any(folder.glob("checkpoint-*")):
+        raise ValueError(f"results_dir is {str(folder)!r}, the folder of a training run; choose another, or one in it")
+    if (folder / "results.json").exists() and not script_args.overwrite:
+        raise ValueError(
+            f"results_dir is {str(folder)!r}, which holds the results of an earlier evaluation; choose another folder, "
+            "or replace them with --overwrite"
+        )
+    kept = {
+        name: getattr(args, name)
+        for name, option in options_of(PPOConfig).items()
+        if (option.group in _GROUPS and name not in _OF_CRITICS) or name in _OTHERS
+    }
+
+    def config(**changes: Any) -> PPOConfig:
+        """What an evaluation reads of the options, and the defaults of a run without a critic for the rest."""
+        return PPOConfig(**{**kept, **_WITHOUT_TRAINING, "output_dir": str(folder), **changes})
+
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     from alpaca_ppo.trainer.evaluate_alone import evaluate_alone
 
-    results = evaluate_alone(model, script_args, lambda **changes: evaluation_config(args, script_args, **changes))
+    results = evaluate_alone(model, script_args, config)
     if results is not None:
-        print(results_text(results))
-        print(f"results and answers are in {script_args.results_dir}")
+        print(f"{results_text(results)}\nresults and answers are in {folder}")
     return 0
 
 
@@ -93,63 +112,3 @@ def model_folder(name: str) -> str:
             f"is made into a model, FOLDER/policy, by alpaca-ppo export {name} --to FOLDER"
         )
     return name
-
-
-def check_flags(words: Sequence[str]) -> None:
-    """Checks that `words`, the command line, does not say where results go by the option that a run has for it. In a
-    configuration it is the run's folder, and ignored.
-
-    Raises:
-        ValueError: for output_dir as a flag.
-    """
-    given = [word.partition("=")[0].replace("-", "_") for word in words]
-    if "__output_dir" in given:
-        raise ValueError(f"output_dir is the folder of a training run, which {PROG} ignores; give --results_dir")
-
-
-def check_results_dir(script_args: EvaluateArguments) -> None:
-    """Checks that no earlier results are lost.
-
-    Raises:
-        ValueError: if `results_dir` is the folder of a run, or holds results that are not to be overwritten.
-    """
-    folder = Path(script_args.results_dir)
-    if (folder / "final").exists() or any(folder.glob("checkpoint-*")):
-        raise ValueError(
-            f"results_dir is {str(folder)!r}, the folder of a training run, whose tables would be replaced; choose "
-            "another, such as a new folder in it"
-        )
-    if (folder / "results.json").exists() and not script_args.overwrite:
-        raise ValueError(
-            f"results_dir is {str(folder)!r}, which holds the results of an earlier evaluation; choose another folder, "
-            "or replace them with --overwrite"
-        )
-
-
-def evaluation_config(args: PPOConfig, script_args: EvaluateArguments, **changes: Any) -> PPOConfig:
-    """Returns `args` with what an evaluation reads of them, and the defaults of a run without a critic for the rest.
-
-    Args:
-        args: as given, of a training run for example.
-        script_args: the results folder.
-        changes: further options.
-    """
-    kept = {
-        name: getattr(args, name)
-        for name, option in options_of(PPOConfig).items()
-        if (option.group in _GROUPS and name not in _OF_CRITICS) or name in _OTHERS
-    }
-    given: dict[str, Any] = {
-        **kept,
-        "num_return_sequences": 1,
-        "output_dir": script_args.results_dir,
-        "report_to": ["none"],
-        "adv_estimator": "reinforce_plus_plus",
-        "kl_coef": 0.0,
-        **changes,
-    }
-    return PPOConfig(**given)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

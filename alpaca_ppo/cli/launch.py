@@ -11,21 +11,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from alpaca_ppo.cli.errors import MISTAKE
+from alpaca_ppo.cli.commands import MISTAKE
 from alpaca_ppo.config.fields import argument, check_fields, options_of
 from alpaca_ppo.config.model_names import did_you_mean
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 
-_CONFIGS = Path(__file__).parent / "accelerate_configs"
+_CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate_configs").glob("*.yaml"))}
 _DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"
-
-
-def config_names() -> list[str]:
-    """The names of the launch configurations of this package."""
-    return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class LaunchArguments:
     )
     accelerate_config: str | None = argument(
         None,
-        f"Launch configuration: a file of Accelerate, or one of {', '.join(config_names())}; null = ddp if "
-        "num_processes is above 1.",
+        f"Launch configuration: a file of Accelerate, or one of {', '.join(_CONFIGS)}; null = ddp if num_processes is "
+        "above 1.",
     )
     num_machines: int | None = argument(None, "Nodes.")
     machine_rank: int | None = argument(None, "Which of the nodes this is, from 0.")
@@ -51,16 +45,9 @@ class LaunchArguments:
     gpu_ids: str | None = argument(None, "GPUs to use on this node, such as 0,1; null = all.")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How processes are to be started: `config`, a file of Accelerate, and `flags` of its launcher."""
-
-    config: Path
-    flags: tuple[str, ...]
-
-
-def split_flags(argv: Sequence[str]) -> tuple[Launch | None, list[str]]:
-    """What `argv` says about processes (None: this process trains), and the rest of it.
+def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
+    """The flags of `accelerate launch` for what `argv` says about processes (None: this process trains), and the rest
+    of `argv`.
 
     Raises:
         ValueError: for a configuration that does not exist, fewer than one process, DeepSpeed that is not installed,
@@ -82,19 +69,33 @@ def split_flags(argv: Sequence[str]) -> tuple[Launch | None, list[str]]:
     check_fields(LaunchArguments(**given))
     if given == {"num_processes": 1}:
         return None, rest
-    config = _config_file(given.pop("accelerate_config", "ddp"))
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    content = read_yaml(str(config))
-    if content.get("distributed_type") == "DEEPSPEED":
-        flags += _deepspeed_flags(content)
-    if "main_process_port" not in given and given.get("num_machines", content.get("num_machines", 1)) == 1:
+    asked = given.pop("accelerate_config", "ddp")
+    if asked not in _CONFIGS and not os.path.isfile(asked):
+        raise ValueError(
+            f"--accelerate_config is {asked!r}, but there is no such file (relative paths count from {Path.cwd()}) and "
+            f"no configuration of that name;{did_you_mean([asked], _CONFIGS)} there are {', '.join(_CONFIGS)}"
+        )
+    config = str(_CONFIGS.get(asked, asked))
+    content = read_yaml(config)
+    flags = ["--config_file", config, *(word for flag, value in given.items() for word in (f"--{flag}", str(value)))]
+    how = content.get("distributed_type")
+    if how == "DEEPSPEED":
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError("--accelerate_config needs DeepSpeed, which is not installed; pip install deepspeed")
+        # The file of this package for one that is named as in a clone of the repository.
+        file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
+        if file and not os.path.isfile(file) and (packaged := _DEEPSPEED_CONFIGS / Path(file).name).is_file():
+            flags += ["--deepspeed_config_file", str(packaged)]
+    nodes = given.get("num_machines", content.get("num_machines", 1))
+    if "main_process_port" not in given and nodes == 1 and how != "NO":
         # Any free one: another run on this machine may have taken Accelerate's own.
-        flags += ["--main_process_port", "0"] if content.get("distributed_type") != "NO" else []
-    return Launch(config, tuple(flags)), rest
+        flags += ["--main_process_port", "0"]
+    return flags, rest
 
 
-def launch(how: Launch, words: Sequence[str]) -> int:
-    """Runs `alpaca-ppo train` with `words` in processes that Accelerate starts; returns the exit status.
+def launch(flags: Sequence[str], words: Sequence[str]) -> int:
+    """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`; returns the exit
+    status.
 
     A mistake has been reported by the process that found it. Other failures are named with their rank.
     """
@@ -108,52 +109,25 @@ def launch(how: Launch, words: Sequence[str]) -> int:
 
     # It would report each failure a second and a third time.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    argv = ["--config_file", str(how.config), *how.flags, "--module", "alpaca_ppo.cli", "train", *words]
     try:
-        launch_command(launch_command_parser().parse_args(argv))
+        launch_command(launch_command_parser().parse_args([*flags, "--module", "alpaca_ppo.cli", "train", *words]))
     except ChildFailedError as failed:
-        return _report(failed.failures)
+        first = min(failed.failures.values(), key=lambda failure: failure.timestamp)
+        for rank, failure in sorted(failed.failures.items()):
+            if failure is not first and failure.exitcode == -signal.SIGTERM:
+                # The launcher's doing, after the first.
+                continue
+            if failure.exitcode < 0:
+                print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+            elif failure.exitcode not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+                print(f"error: rank {rank} ended with exit status {failure.exitcode}", file=sys.stderr)
+        status = first.exitcode
     except CalledProcessError as failed:
-        return failed.returncode if failed.returncode > 0 else 128 - failed.returncode
+        status = failed.returncode
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
-
-
-def _config_file(name: str) -> Path:
-    if name in config_names():
-        return _CONFIGS / f"{name}.yaml"
-    if not os.path.isfile(name):
-        raise ValueError(
-            f"--accelerate_config is {name!r}, but there is no such file (relative paths count from {Path.cwd()}) and "
-            f"no configuration of that name;{did_you_mean([name], config_names())} there are "
-            f"{', '.join(config_names())}"
-        )
-    return Path(name)
-
-
-def _deepspeed_flags(content: dict[str, Any]) -> list[str]:
-    """The path of this package's file for one that is named as in a clone of the repository."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("--accelerate_config needs DeepSpeed, which is not installed; pip install deepspeed")
-    file = str((content.get("deepspeed_config") or {}).get("deepspeed_config_file", ""))
-    packaged = _DEEPSPEED_CONFIGS / Path(file).name
-    if file and not os.path.isfile(file) and packaged.is_file():
-        return ["--deepspeed_config_file", str(packaged)]
-    return []
-
-
-def _report(failures: dict[int, Any]) -> int:
-    """Prints what the processes have not reported themselves; returns the exit status of the first failure."""
-    first = min(failures.values(), key=lambda failure: failure.timestamp)
-    for rank, failure in sorted(failures.items()):
-        if failure is not first and failure.exitcode == -signal.SIGTERM:
-            # The launcher's doing, after the first.
-            continue
-        if failure.exitcode < 0:
-            print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-        elif failure.exitcode not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-            print(f"error: rank {rank} ended with exit status {failure.exitcode}", file=sys.stderr)
-    return int(first.exitcode) if first.exitcode > 0 else 128 - int(first.exitcode)
+    else:
+        return 0
+    return status if status > 0 else 128 - status

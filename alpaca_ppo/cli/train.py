@@ -1,16 +1,15 @@
-"""`alpaca-ppo train`: PPO from a configuration, on one process or several."""
+"""`alpaca-ppo train`, PPO from a configuration on one process or several, and what comes before it: `sft`, `reward`."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
-from alpaca_ppo.config.parser import parse_options
+from alpaca_ppo.config.parser import parse_options, read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE, Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 
 PROG = "alpaca-ppo train"
 _TYPES = [ScriptArguments, LoraArguments, PPOConfig]
@@ -24,20 +23,48 @@ _COMMON = """
 """The options that `--help` shows: those that people set."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Trains, in this process or in those that `--num_processes` and `--accelerate_config` ask for; returns the exit
-    status.
+def train(argv: Sequence[str]) -> int:
+    """Trains with PPO, in this process or in those that `--num_processes` and `--accelerate_config` ask for; returns
+    the exit status.
     """
-    how, rest = split_flags(argv)
+    launcher, rest = split_flags(argv)
     if {"--help", "-h", "--help-all", "--help_all"} & set(rest):
         parse_options([LaunchArguments, *_TYPES], rest, prog=PROG, common=_COMMON)
-    if how is None:
+    if launcher is None:
         run_training(rest)
         return 0
     # What is wrong with the options is reported once, before processes start.
     search_current_folder()
     parse_options(_TYPES, rest, prog=PROG)
-    return launch(how, rest)
+    return launch(launcher, rest)
+
+
+def sft(argv: Sequence[str]) -> int:
+    """Fine-tunes a causal language model; returns the exit status."""
+    _help_of_supervised([SFTArguments], "alpaca-ppo sft", argv)
+    from alpaca_ppo.supervised.sft import train_sft
+
+    train_sft(argv)
+    return 0
+
+
+def reward(argv: Sequence[str]) -> int:
+    """Trains a reward model on preference pairs; returns the exit status."""
+    _help_of_supervised([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
+    from alpaca_ppo.supervised.reward_model import train_reward_model
+
+    train_reward_model(argv)
+    return 0
+
+
+def _help_of_supervised(types: Sequence[type], prog: str, argv: Sequence[str]) -> None:
+    """Prints the help that `argv` asks for, and ends; importing transformers for its options too takes seconds."""
+    if {"--help", "-h"} & set(argv):
+        epilog = (
+            "Every field of transformers.TrainingArguments is an option too, such as --output_dir, --learning_rate, "
+            "--num_train_epochs, --per_device_train_batch_size and --eval_strategy; --help-all describes them."
+        )
+        parse_options(types, ["--help"], prog=prog, epilog=epilog)
 
 
 def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -49,7 +76,14 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     search_current_folder()
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
-    _check_own_files(parsed.config_files, args.output_dir)
+    record = Path(args.output_dir).resolve() / "run.yaml"
+    for name in parsed.config_files:
+        # A record itself may be replaced.
+        if Path(name).resolve() == record and PROVENANCE not in read_yaml(name):
+            raise ValueError(
+                f"--config {name} is where the run writes its own record, output_dir ({args.output_dir}) / run.yaml; "
+                "rename the file, or choose another output_dir"
+            )
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     from alpaca_ppo.distributed.launcher import launcher_command
     from alpaca_ppo.trainer.from_arguments import train_from_arguments
@@ -63,21 +97,6 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
         lora=lora,
     )
     return train_from_arguments(script_args, lora, args, provenance)
-
-
-def _check_own_files(config_files: Sequence[str], output_dir: str) -> None:
-    """Refuses a configuration in the place of the run's own record, which would replace it.
-
-    Raises:
-        ValueError: for such a file, unless it is a record itself.
-    """
-    record = Path(output_dir).resolve() / "run.yaml"
-    for name in config_files:
-        if Path(name).resolve() == record and PROVENANCE not in yaml.safe_load(record.read_text(encoding="utf-8")):
-            raise ValueError(
-                f"--config {name} is where the run writes its own record, output_dir ({output_dir}) / run.yaml, and "
-                "would be replaced; rename the file, or choose another output_dir"
-            )
 
 
 def search_current_folder() -> None:

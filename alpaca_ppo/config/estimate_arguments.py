@@ -1,6 +1,5 @@
 """`EstimateArguments`: the devices for which the memory of a run is estimated."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from alpaca_ppo.config.fields import argument
@@ -29,11 +28,5 @@ class EstimateArguments(ScriptArguments):
     )
     json: bool = argument(False, "Print JSON, in bytes, instead of a table.")
 
-    @classmethod
-    def needed_objects(cls) -> Collection[str]:
-        """The arguments of `PPOTrainer` that it needs of a run."""
-        return MODELS
-
-    def required_names(self) -> tuple[str, ...]:
-        """The options that must be set."""
-        return ("model_name_or_path",)
+    required = ("model_name_or_path",)
+    needed_objects = MODELS

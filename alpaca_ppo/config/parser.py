@@ -98,7 +98,7 @@ def parse_options(
             presets.append(words[0])
             _override(values, _from_file(read_preset(words[0]), options, f"the preset {words[0]}"))
     of_runs = [cls for cls in dataclass_types if issubclass(cls, ScriptArguments)]
-    check_run_files(contents, given=given, needed=of_runs[0].needed_objects() if of_runs else MODELS)
+    check_run_files(contents, given=given, needed=of_runs[0].needed_objects if of_runs else MODELS)
     _override(values, given)
     if "import_modules" in values:
         early_args = SimpleNamespace(**values)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
@@ -21,6 +21,11 @@ class ScriptArguments(ExplainsUnknownNames):
         ValueError: when a required name is missing, a reward function is not written as module:function, an address
             cannot be one.
     """
+
+    required: ClassVar[tuple[str, ...]] = ("model_name_or_path", "dataset_name")
+    """The options that must be set; environments may make the prompts."""
+    needed_objects: ClassVar[Collection[str] | None] = None
+    """The arguments of `PPOTrainer` that the command needs of a run that was given objects; None = all."""
 
     model_name_or_path: str = argument(
         "", "Policy to train: a hub id or a folder. Required.", group="Models, rewards and data"
@@ -85,8 +90,8 @@ class ScriptArguments(ExplainsUnknownNames):
             object.__setattr__(self, "resume_from_checkpoint", None)
         check_fields(self)
         check_needs(self, environments_or_tools=bool(self.environments or self.tools))
-        for name in self.required_names():
-            if not getattr(self, name):
+        for name in self.required:
+            if not getattr(self, name) and not (name == "dataset_name" and self.environments):
                 raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
         for spec in self.reward_funcs or []:
             if not spec.rpartition(":")[0] or not spec.rpartition(":")[2].isidentifier():
@@ -101,15 +106,6 @@ class ScriptArguments(ExplainsUnknownNames):
                 f"eval_datasets is {self.eval_datasets}, but eval_dataset_name ({self.eval_dataset_name!r}) or "
                 f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
             )
-
-    def required_names(self) -> tuple[str, ...]:
-        """The options that must be set."""
-        return ("model_name_or_path",) if self.environments else ("model_name_or_path", "dataset_name")
-
-    @classmethod
-    def needed_objects(cls) -> Collection[str] | None:
-        """The arguments of `PPOTrainer` that the command needs of a run that was given objects; None = all."""
-        return None
 
     def check_names(self, args: Any) -> None:
         """Checks that there is a reward, and that each model's name is a folder or could be a hub id. Whether the hub

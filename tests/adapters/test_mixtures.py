@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.adapters import POLICY, add_policy_adapter, from_peft_model, load_adapters, read_policy_adapter
 from alpaca_ppo.checkpoint.export import save_merged
-from alpaca_ppo.cli.estimate_memory import main
+from alpaca_ppo.cli.configurations import estimate_memory as main
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import MIXTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer

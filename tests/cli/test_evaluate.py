@@ -7,7 +7,7 @@ import pytest
 import yaml
 from peft import LoraConfig
 
-from alpaca_ppo.cli.evaluate import main, model_folder
+from alpaca_ppo.cli.evaluate import evaluate, model_folder
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
@@ -52,7 +52,7 @@ def test_a_finished_run_is_evaluated_with_its_own_configuration(base, tmp_path, 
     last = metric_lines(tmp_path / "run")[-1]
     more = {"reward_funcs": [REWARD], "critic_layout": "adapter", "total_episodes": 20, "adv_estimator": "gae"}
     argv = options(base, tmp_path / "results", **settings, **more)
-    assert main([*argv, "--model", str(tmp_path / "run")]) == 0
+    assert evaluate([*argv, "--model", str(tmp_path / "run")]) == 0
     results = json.loads((tmp_path / "results/results.json").read_text())
     assert results["model"] == str(tmp_path / "run/final/policy")
     for name in ("scores", "scores_se", "kl_sum_seq", "response_length", "scores/count_even"):
@@ -77,7 +77,7 @@ def test_another_model_answers_first_and_without_a_reward_only_metrics_are_left(
     sets = [f"a={base / 'prompts.jsonl'}", f"b={base / 'prompts.jsonl'}@train[:2]"]
     more = {"eval_opponent": str(base / "model"), "eval_judge": "mean_length", "metric_funcs": [metric]}
     argv = options(base, tmp_path / "r", **more, eval_dataset_name=None, eval_datasets=sets)
-    assert main([*argv, "--model", str(base / "model")]) == 0
+    assert evaluate([*argv, "--model", str(base / "model")]) == 0
     metrics = json.loads((tmp_path / "r/results.json").read_text())["metrics"]
     assert metrics["eval/a/win_rate"] == metrics["eval/b/win_rate"] == 0.5
     assert not any("scores" in name or "rewards" in name for name in metrics)
@@ -98,12 +98,12 @@ def test_another_model_answers_first_and_without_a_reward_only_metrics_are_left(
 )
 def test_what_cannot_be_evaluated_is_refused(flags, message, base, tmp_path):
     with pytest.raises(ValueError, match=message):
-        main([*options(base, tmp_path, **flags), "--model", str(base / "model")])
+        evaluate([*options(base, tmp_path, **flags), "--model", str(base / "model")])
 
 
 def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
     with pytest.raises(ValueError, match="model is not set; give --model"):
-        main(options(base, tmp_path))
+        evaluate(options(base, tmp_path))
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match="by alpaca-ppo export .*checkpoint-3 --to FOLDER$"):
         model_folder(str(tmp_path / "checkpoint-3"))
@@ -113,13 +113,13 @@ def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
 @pytest.mark.parametrize("flags", [["--output_dir", "x"], ["--output-dir=x"]])
 def test_the_folder_of_results_is_not_named_as_that_of_a_run(flags, base, tmp_path):
     argv = options(base, tmp_path, reward_funcs=[REWARD], output_dir="run")
-    with pytest.raises(ValueError, match="which alpaca-ppo evaluate ignores; give --results_dir"):
-        main([*argv, "--model", str(base / "model"), *flags])
+    with pytest.raises(ValueError, match="output_dir .*give --results_dir"):
+        evaluate([*argv, "--model", str(base / "model"), *flags])
 
 
 def test_the_help_asks_for_a_model_alone(capsys):
     with pytest.raises(SystemExit):
-        main(["--help"])
+        evaluate(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith("usage: alpaca-ppo evaluate [--config") and shown.count("Required.") == 1
 
@@ -128,19 +128,19 @@ def test_earlier_results_are_kept_unless_they_are_to_be_replaced(base, tmp_path)
     argv = [*options(base, tmp_path, reward_funcs=[REWARD]), "--model", str(base / "model")]
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=f"results_dir is '{tmp_path}', which holds the results of an earlier eval"):
-        main(argv)
+        evaluate(argv)
     assert (tmp_path / "results.json").read_text() == "{}"
-    assert main([*argv, "--overwrite"]) == 0
+    assert evaluate([*argv, "--overwrite"]) == 0
     assert "eval/scores" in json.loads((tmp_path / "results.json").read_text())["metrics"]
     for name in ("checkpoint-1", "final"):
         run = tmp_path / f"run-{name}"
         (run / name).mkdir(parents=True)
-        with pytest.raises(ValueError, match="the folder of a training run, whose tables would be replaced"):
-            main([*argv, "--overwrite", "--results_dir", str(run)])
+        with pytest.raises(ValueError, match=f"results_dir is '{run}', the folder of a training run"):
+            evaluate([*argv, "--overwrite", "--results_dir", str(run)])
 
 
 def test_a_set_is_named_once(base, tmp_path):
     sets = [f"a={base / 'prompts.jsonl'}"] * 2
     argv = options(base, tmp_path, eval_dataset_name=None, eval_datasets=sets, reward_funcs=[REWARD])
     with pytest.raises(ValueError, match="a=.*with a new name"):
-        main([*argv, "--model", str(base / "model")])
+        evaluate([*argv, "--model", str(base / "model")])

@@ -26,7 +26,10 @@ def test_presets_are_listed_with_their_origin_and_shown(capsys):
     assert main(["presets", "show", "vapo"]) == 0
     assert capsys.readouterr().out == preset_path("vapo").read_text()
     assert main(["presets", "show", "dpao"]) == 2
-    assert "there is no preset 'dpao'; did you mean dapo? there are alpaca_farm" in capsys.readouterr().err
+    assert (
+        "'dpao', but there is no preset of that name; did you mean dapo? the presets are alpaca_farm"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_recorded(tmp_path, monkeypatch):

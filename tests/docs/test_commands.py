@@ -92,6 +92,9 @@ def _is_missing(word: str) -> bool:
 
 
 def _parse(program: str, arguments: list[str]) -> None:
+    if program == "alpaca_ppo.cli":
+        _check_own(arguments[0], arguments[1:])
+        return
     if program in ARGUMENTS:
         if "--help" not in arguments:
             parse_args(ARGUMENTS[program], arguments)
@@ -114,7 +117,7 @@ def _check_own(command: str, arguments: list[str]) -> None:
     if (script := OWN.get(command)) is not None:
         _parse(script, arguments)
         return
-    text = (ROOT / f"alpaca_ppo/cli/{command}.py").read_text("utf-8")
+    text = (ROOT / f"alpaca_ppo/cli/{COMMANDS[command][0]}.py").read_text("utf-8")
     unknown = [w for w in arguments if w.startswith("--") and w not in ("--help", "--traceback") and w not in text]
     assert not unknown, f"alpaca-ppo {command} does not take {unknown}"
 

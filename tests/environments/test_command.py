@@ -4,7 +4,7 @@ import pytest
 import yaml
 from datasets import Dataset
 
-from alpaca_ppo.cli.evaluate import main as evaluate
+from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
 from tests.environments.test_interrupted_episodes import without_mismatch
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer

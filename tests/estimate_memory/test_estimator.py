@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alpaca_ppo import PPOConfig, PPOTrainer
-from alpaca_ppo.cli.estimate_memory import main
+from alpaca_ppo.cli.configurations import estimate_memory as main
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.engines import CAUSES, PHASES, Sharding, phases

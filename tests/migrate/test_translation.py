@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alpaca_ppo.cli import migrate as command
+from alpaca_ppo.cli.configurations import migrate
 from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.migrate import Translation, translate
 
@@ -390,10 +390,10 @@ def test_nothing_that_was_given_is_passed_over_in_silence(tmp_path):
 
 
 def test_the_command_prints_what_is_asked_for(capsys):
-    assert command.main(["--num_processes", "4", str(EXAMPLES / "grpo_quickstart.py")]) == 0
+    assert migrate(["--num_processes", "4", str(EXAMPLES / "grpo_quickstart.py")]) == 0
     # TRL's 8 completions on each of 4 processes, 8 for each prompt.
     assert yaml.safe_load(capsys.readouterr().out)["rollout_batch_size"] == 4
-    assert command.main(["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]) == 0
+    assert migrate(["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["step_batch_size"] == 8
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from alpaca_ppo.cli import report
+from alpaca_ppo.cli.finished_runs import report
 from alpaca_ppo.report import answers, page
 from alpaca_ppo.report.answers import choose_answers, spread_order
 from alpaca_ppo.report.page import report_data, report_page
@@ -272,27 +272,27 @@ def test_numbers_and_dates_that_json_lacks_become_text(tmp_path):
 
 
 def test_the_command_writes_one_file_or_checks(whole, tmp_path, capsys, monkeypatch):
-    assert report.main([str(whole)]) == 0
+    assert report([str(whole)]) == 0
     assert (whole / "report.html").stat().st_size > 30_000
     assert f"{whole / 'report.html'}" in capsys.readouterr().out
     healthy = make_run(tmp_path / "healthy")
     monkeypatch.chdir(tmp_path)
-    assert report.main([str(whole), str(healthy), "--output", "both/page.html", "--token_mb", "0.5"]) == 0
+    assert report([str(whole), str(healthy), "--output", "both/page.html", "--token_mb", "0.5"]) == 0
     assert (tmp_path / "both/page.html").exists()
-    assert report.main([str(whole), "--check"]) == 1
+    assert report([str(whole), "--check"]) == 1
     out = capsys.readouterr().out
     assert "step 3: error [kl_runaway] The KL runs away" in out and "Remedy: lower learning_rate" in out
     assert "2 findings up to step 4" in out
-    assert report.main([str(healthy), "--check"]) == 0
+    assert report([str(healthy), "--check"]) == 0
     assert "0 findings up to step 4" in capsys.readouterr().out
-    assert report.main([str(make_worse_run(tmp_path / "worse")), "--check"]) == 1
+    assert report([str(make_worse_run(tmp_path / "worse")), "--check"]) == 1
     assert "worse: 1 finding up to step 20" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--token_mb is -1.0; it must be at least 0"):
-        report.main([str(whole), "--token_mb", "-1"])
+        report([str(whole), "--token_mb", "-1"])
 
 
 def test_a_report_is_made_without_torch(whole, tmp_path):
     arguments = [str(whole), "--output", str(tmp_path / "r.html")]
-    code = f"import sys; from alpaca_ppo.cli.report import main; main({arguments!r})"
+    code = f"import sys; from alpaca_ppo.cli.finished_runs import report; report({arguments!r})"
     code += "; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'slow imports'"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.cli import evaluate
+from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.trainer.measure_checks import check_value_names
@@ -199,7 +199,7 @@ def test_a_score_that_no_source_has_is_missed_before_anything_is_loaded(settings
     with pytest.raises(ValueError, match=names):
         run_training(["--config", str(tmp_path / "run.yaml")])
     with pytest.raises(ValueError, match=names):
-        evaluate.main(["--config", str(tmp_path / "run.yaml"), "--model", "org/none"])
+        evaluate(["--config", str(tmp_path / "run.yaml"), "--model", "org/none"])
 
 
 def test_the_reward_adapter_is_a_score_too(tmp_path):

@@ -1,0 +1,66 @@
+"""`alpaca-ppo presets`, `migrate` and `estimate-memory`: what a configuration is, before anything is run."""
+
+import argparse
+import itertools
+import json
+import textwrap
+from collections.abc import Sequence
+
+from alpaca_ppo.config.estimate_arguments import EstimateArguments
+from alpaca_ppo.config.parser import parse_args, read_preset
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.migrate import translate
+from alpaca_ppo.presets import preset_names, preset_path
+
+
+def presets(argv: Sequence[str]) -> int:
+    """Prints the list of presets, or one of them; returns the exit status.
+
+    Raises:
+        ValueError: for a preset that does not exist.
+    """
+    parser = argparse.ArgumentParser(prog="alpaca-ppo presets", description="Options by name, for --preset NAME.")
+    actions = parser.add_subparsers(dest="action", metavar="{list,show}")
+    actions.add_parser("list", help="names and where they come from (default)")
+    actions.add_parser("show", help="the YAML file of one").add_argument("name")
+    given = parser.parse_args(argv)
+    if given.action == "show":
+        read_preset(given.name)
+        print(preset_path(given.name).read_text(encoding="utf-8"), end="")
+        return 0
+    for name in preset_names():
+        lines = preset_path(name).read_text(encoding="utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        text = " ".join(line.removeprefix("#").strip() for line in comment)
+        print(f"{name:<14}{textwrap.shorten(text, 120, placeholder=' ...')}")
+    return 0
+
+
+def migrate(argv: Sequence[str]) -> int:
+    """Prints a TRL script, or a YAML file or command line of verl, as this package's options; returns the exit status.
+
+    Raises:
+        ValueError: for a file that does not exist, or that is none of the kinds.
+    """
+    description = "A TRL script, or a YAML file or command line of verl, as options of alpaca-ppo train."
+    parser = argparse.ArgumentParser(prog="alpaca-ppo migrate", description=description, allow_abbrev=False)
+    parser.add_argument("--num_processes", type=int, default=1, help="of the TRL run; it multiplies batch sizes")
+    parser.add_argument("file", help="script.py, config.yaml or run.sh; or verl's overrides alone")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="TRL's flags, or verl's overrides (key=value)")
+    given = parser.parse_args(argv)
+    print(translate(given.file, given.arguments, processes=given.num_processes).as_yaml(), end="")
+    return 0
+
+
+def estimate_memory(argv: Sequence[str]) -> int:
+    """Prints the memory of a run, without loading weights; returns the exit status."""
+    script, lora, args = parse_args(
+        [EstimateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo estimate-memory"
+    )
+    # They import torch, for which `--help` need not wait.
+    from alpaca_ppo.estimate_memory.estimator import estimate, table
+
+    result = estimate(script, lora, args)
+    print(json.dumps(result, indent=2) if script.json else table(result))
+    return 0

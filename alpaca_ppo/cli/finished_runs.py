@@ -1,0 +1,114 @@
+"""`alpaca-ppo report` and `export`: the page about a run, and the models of its checkpoints."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from alpaca_ppo.config.credentials import without_credentials
+from alpaca_ppo.config.model_names import check_folder
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.run_file import MODELS
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+
+
+@dataclass(frozen=True)
+class ExportArguments(ScriptArguments):
+    """`ScriptArguments`, of which only the models are used."""
+
+    required = ("model_name_or_path",)
+    needed_objects = MODELS
+
+
+def report(argv: Sequence[str]) -> int:
+    """Writes the report of runs, or checks them for faults; returns the exit status.
+
+    Raises:
+        ValueError: if a folder is not that of a run, or `--token_mb` is negative.
+    """
+    parser = argparse.ArgumentParser(
+        prog="alpaca-ppo report",
+        description="Writes the report of one or several runs: one HTML file that opens from disk.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="the output_dir of a run; several are overlaid")
+    add("--output", type=Path, help="the HTML file (default: report.html in the run, or, of several, in this folder)")
+    add("--token_mb", type=float, default=20.0, help="megabytes of per-token numbers at most (default: %(default)s)")
+    add("--check", action="store_true", help="write nothing; print the doctor's findings; 1 if one is an error")
+    args = parser.parse_args(argv)
+    if not args.token_mb >= 0:
+        raise ValueError(f"--token_mb is {args.token_mb}; it must be at least 0")
+    from alpaca_ppo.report.page import write_report
+    from alpaca_ppo.report.runs import read_runs
+
+    runs = read_runs([check_folder("the run", name) for name in args.runs])
+    if not args.check:
+        default = (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
+        path = write_report(runs, args.output or default, token_mb=args.token_mb)
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser")
+        return 0
+    for run in runs:
+        count = len(run.findings)
+        print(
+            f"{run.path}: {count} finding{'' if count == 1 else 's'} up to step {run.last_step}",
+            *run.findings,
+            sep="\n",
+        )
+    return int(any(finding.severity == "error" for run in runs for finding in run.findings))
+
+
+def export(argv: Sequence[str]) -> int:
+    """Writes the models of a checkpoint, or of a run's newest, as folders; returns the exit status.
+
+    Raises:
+        ValueError: when the run or the checkpoint is not there or incomplete, or the target exists.
+    """
+    parser = argparse.ArgumentParser(
+        prog="alpaca-ppo export",
+        description="Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an "
+        "adapter, if one was trained), FOLDER/value and, with --merge, FOLDER/merged.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", help="RUN/checkpoint-40, or RUN for its newest one")
+    add("--to", required=True, metavar="FOLDER", help="a new folder, for the models")
+    add("--merge", action="store_true", help="also write the model with its adapter merged in")
+    add("--config", metavar="FILE", help="options of the run; default: run.yaml in the checkpoint's run")
+    given, flags = parser.parse_known_args(argv)
+    target, start = Path(given.to), check_folder("the checkpoint", given.checkpoint)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--to is {given.to!r}, which exists already; choose a new folder")
+    run = start.parent if start.name.startswith("checkpoint-") else start
+    script, lora, args = parse_args(
+        [ExportArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
+    )
+    # They import torch, for which `--help` need not wait.
+    from alpaca_ppo.checkpoint.directory import newest_checkpoint
+    from alpaca_ppo.checkpoint.export import save_final
+    from alpaca_ppo.checkpoint.model_card import TrainedRun
+    from alpaca_ppo.checkpoint.serialization import restore_models
+    from alpaca_ppo.models import factory
+    from alpaca_ppo.models.loading import load_processing_class
+    from alpaca_ppo.tracking.weights_step import WeightsStep
+
+    checkpoint = newest_checkpoint(run) if start == run else start
+    if checkpoint is None:
+        raise ValueError(f"{run} holds no checkpoint-<step> folder; name a run that saved one (save_steps above 0)")
+    actor_critic = factory.make_actor_critic(
+        script.model_name_or_path,
+        script.value_model_name_or_path,
+        [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
+        lora.peft_config("CAUSAL_LM"),
+        # Half precision would round away what the adapter adds to its weights.
+        replace(args, dtype="float32", load_in_4bit=False) if given.merge else args,
+    )
+    restore_models(checkpoint, actor_critic)
+    # Of a folder that the user renamed, the step is not known.
+    step = int(re.sub(r"\D", "", checkpoint.name) or 0)
+    tokenizer = load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    about = TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args)))
+    save_final(target, actor_critic, tokenizer, about, merged=given.merge)
+    print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
+    return 0
